@@ -5,10 +5,13 @@
     cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere, with a
               state that each rank holds or one that FSDP2 has split, over MPI or over TCP
 
+Two parts have stages of their own: ranks that read the stager's ring themselves, in a job after one that was killed at
+once (`READING_CELLS`), and a ring that grows for the first checkpoint (`GROWTH_CELLS`).
+
 `make chaos` runs every cell. `MOMENTS` are further points, killed at by who reaches them and by all at once. What is
 `regular` is run by `make check` as well: a cell for each set of victims, a flusher that is killed again in recovery,
-and a torn copy; of split state a kill of a rank, of the stager and of the flusher; and over TCP
-of a rank and of the stager.
+and a torn copy; of split state a kill of a rank, of the stager and of the flusher; over TCP of a rank and of the
+stager; and of the flusher while a rank reads the ring, and while the ring grows.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ from holdfast.faultpoint import Point
 __all__ = [
     "CELLS",
     "EVERY",
+    "EVERYBODY",
+    "GROWTH_CELLS",
     "MOMENTS",
     "RANKS",
+    "READING_CELLS",
     "SAVES",
     "SPLIT_CELLS",
     "STAGES",
@@ -55,6 +61,8 @@ class Stage(NamedTuple):
         then: Another fault, for whoever comes after the dead.
         ring: Size of the ring, where it is not the place's own.
         torn: Whether rank 0 finds its copy of the second checkpoint torn when the point is reached.
+        ring_left: Whether an earlier job was killed at once when its second checkpoint was staged, and left its ring.
+        grows: Whether nobody has set the ring's size, and it grows for the first checkpoint.
     """
 
     name: str
@@ -70,6 +78,8 @@ class Stage(NamedTuple):
     then: str = ""
     ring: str = ""
     torn: bool = False
+    ring_left: bool = False
+    grows: bool = False
 
     @property
     def reacher(self) -> str:
@@ -83,7 +93,7 @@ class Stage(NamedTuple):
 
 
 class Victims(NamedTuple):
-    """One column. `machine`: its memory is gone as well."""
+    """One column. `machine`: its memory is gone as well. Without processes who reaches the point stands still there."""
 
     name: str
     processes: tuple[str, ...]
@@ -91,7 +101,7 @@ class Victims(NamedTuple):
 
 
 _ALL_RANKS = tuple(f"rank:{rank}" for rank in range(RANKS))
-_EVERYBODY = ("mpirun", *_ALL_RANKS, "stager", "flusher")
+EVERYBODY = ("mpirun", *_ALL_RANKS, "stager", "flusher")
 _MID_IMAGE, _MID_IMAGE_S3 = 34, 5  # the second of 23 parts each; and of 3
 
 STAGES = (
@@ -115,8 +125,8 @@ VICTIMS = (
     Victims("stager", ("stager",)),
     Victims("flusher", ("flusher",)),
     Victims("stager and flusher", ("stager", "flusher")),
-    Victims("everything", _EVERYBODY),
-    Victims("the machine", _EVERYBODY, machine=True),
+    Victims("everything", EVERYBODY),
+    Victims("the machine", EVERYBODY, machine=True),
 )
 
 MOMENTS = (
@@ -161,6 +171,8 @@ _REGULAR = frozenset(
         "mid-chunk x a rank (TCP)",
         "chunk received x stager (TCP)",
         "torn on another rank x a rank",
+        "a rank reads the ring x flusher",
+        "slots in the journal x flusher",
     }
 )
 _ON_S3 = (
@@ -292,4 +304,29 @@ _OVER_TCP = (
     ("mid-restore", "all ranks"),
 )
 TCP_CELLS = tuple(Cell(_STAGES_BY_NAME[stage], _BY_NAME[victims], tcp=True) for stage, victims in _OVER_TCP)
+_READING = Stage("a rank reads the ring", "rank:1@ring_seen", 20, staged_max=2, ring_left=True)
+READING_CELLS = (
+    *(Cell(_READING, _BY_NAME[name]) for name in ("a rank", "stager", "flusher", "stager and flusher")),
+    *(Cell(_READING, _BY_NAME[name], tcp=True) for name in ("a rank", "stager", "flusher")),
+)
+_NOBODY = Victims("nobody: it stands still", ())
+_TAKEN, _ADDED, _HEARD = (
+    Stage(name, where, 1, staged=0, staged_max=1, grows=True)
+    for name, where in (
+        ("memory taken", "flusher@ring_taken"),
+        ("slots in the journal", "flusher@ring_added"),
+        ("stager told", "stager@growth_heard"),
+    )
+)
+GROWTH_CELLS = (
+    Cell(_TAKEN, _BY_NAME["flusher"]),
+    Cell(_TAKEN, _NOBODY),
+    Cell(_ADDED, _BY_NAME["flusher"]),
+    Cell(_ADDED, _BY_NAME["stager"]),
+    Cell(_ADDED, _BY_NAME["everything"]),
+    Cell(_HEARD, _BY_NAME["a rank"]),
+    Cell(_HEARD, _NOBODY),
+    Cell(_ADDED, _BY_NAME["flusher"], tcp=True),
+    Cell(_HEARD, _BY_NAME["stager"], tcp=True),
+)
 TORN_CELLS = (Cell(TORN, _BY_NAME["a rank"]), Cell(TORN, _BY_NAME["everything"]))

@@ -14,7 +14,7 @@ import pytest
 from tests.chaos.cells import Cell
 from tests.chaos.cut_off import CutCell
 from tests.chaos.freezing import FreezeCell
-from tests.chaos.place import BucketPlace, DirectoryPlace
+from tests.chaos.place import BucketPlace, DirectoryPlace, GrowingPlace
 from tests.chaos.results import RESULTS, Result, append, commit_here
 from tests.chaos.scenario import uninterrupted
 from tests.chaos.slots import Machine
@@ -41,6 +41,14 @@ def split_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory,
         "chaos-split",
         partial(uninterrupted, DirectoryPlace.settings, DirectoryPlace.split_size),
+    )
+
+
+@pytest.fixture(scope="session")
+def growing_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of the size for which a ring grows."""
+    return made_once(
+        tmp_path_factory, "chaos-growth", partial(uninterrupted, GrowingPlace.settings, GrowingPlace.size)
     )
 
 

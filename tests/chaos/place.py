@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tests.support.s3_place import S3Place, plain_client
 
-__all__ = ["BucketPlace", "DirectoryPlace", "Place"]
+__all__ = ["BucketPlace", "DirectoryPlace", "GrowingPlace", "Place"]
 
 
 class Place(Protocol):
@@ -50,7 +50,7 @@ class Place(Protocol):
 class DirectoryPlace:
     """A directory: 23 chunks of 64 KiB, each a part."""
 
-    settings = ("--chunk-bytes", "64KiB", "--ring-bytes", "4MiB")
+    settings: tuple[str, ...] = ("--chunk-bytes", "64KiB", "--ring-bytes", "4MiB")
     size: Mapping[str, str] = {"CHAOS_WIDTH": "3200"}
     # Of 3,201 rows one rank has one more than the other.
     split_size: Mapping[str, str] = {"CHAOS_WIDTH": "3201", "CHAOS_SPLIT": "1"}
@@ -78,6 +78,13 @@ class DirectoryPlace:
         self._directory.mkdir(exist_ok=True)
         for file in files:
             shutil.copy(file, self._directory)
+
+
+class GrowingPlace(DirectoryPlace):
+    """A directory, and a ring that grows: 31 chunks of 4 MiB, for two of which the first 256 MiB are too small."""
+
+    settings = ("--chunk-bytes", "4MiB")
+    size: Mapping[str, str] = {"CHAOS_WIDTH": "300000"}
 
 
 class BucketPlace:

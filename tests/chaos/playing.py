@@ -10,8 +10,8 @@ import pytest
 
 from holdfast.faultpoint import Point
 from holdfast.store.posix_reuse import writes_in_place
-from tests.chaos.cells import SAVES, Cell
-from tests.chaos.place import BucketPlace, DirectoryPlace, Place
+from tests.chaos.cells import EVERYBODY, SAVES, Cell
+from tests.chaos.place import BucketPlace, DirectoryPlace, GrowingPlace, Place
 from tests.chaos.scenario import Scenario
 
 __all__ = ["parameters", "play"]
@@ -37,6 +37,9 @@ def play(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     elif cell.store == "s3":
         place = BucketPlace(request.getfixturevalue("swift_s3"))
         reference, number = request.getfixturevalue("bucket_reference"), stage.number_s3
+    elif stage.grows:
+        place = GrowingPlace(tmp_path / "store")
+        reference, number = request.getfixturevalue("growing_reference"), stage.number
     else:
         place = DirectoryPlace(tmp_path / "store")
         reference, number = request.getfixturevalue("directory_reference"), stage.number
@@ -52,6 +55,8 @@ def play(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     with contextlib.closing(scenario):
         if stage.seeded:
             scenario.after(saves=stage.seeded)
+        if stage.ring_left:
+            scenario.kill(*EVERYBODY, at="stager@staged", n=2, staged=2)
         scenario.kill(
             *victims.processes,
             at=stage.where,

@@ -110,7 +110,8 @@ class Scenario:
         """Train until `at`, kill the victims there, and wait until what they left behind has ended.
 
         Args:
-            victims: `rank:N`, `stager`, `flusher`, `mpirun`.
+            victims: `rank:N`, `stager`, `flusher`, `mpirun`. None: who reaches the point stands still while the others
+                train on, and wakes.
             at: A point of the first victim, `frame_sent`, or of somebody else, `flusher@part_written`.
             n: Which time.
             machine: The memory of the machine is lost with them: nothing that was only staged is left.
@@ -131,6 +132,8 @@ class Scenario:
             self.staged_at_kill = self._events("staged", "stager")
             if not alone:
                 _wait_until_stopped(stands)
+                if not victims:
+                    self._wait_for_training(job)
                 for pid in [self._pid(victim, job, number) for victim in victims]:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -259,6 +262,16 @@ class Scenario:
 
         wait_until(reached, _REACH_SECONDS_MAX, f"{marker.name} was not reached:\n{self._said(job)}")
         return int(marker.read_text())
+
+    def _wait_for_training(self, job: Job) -> None:
+        """Until the ranks have done all steps before the next save."""
+        written = [self._out(self._jobs) / f"losses-{rank}" for rank in range(RANKS)]
+
+        def trained() -> bool:
+            assert job.process.poll() is None, self._said(job)
+            return all(SAVES[1] - 1 in losses(path) for path in written)
+
+        wait_until(trained, _REACH_SECONDS_MAX, f"the ranks wait for who stands still:\n{self._said(job)}")
 
     def _pid(self, victim: str, job: Job, number: int) -> int:
         if victim == "mpirun":

@@ -16,7 +16,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.chaos.cells import CELLS, MOMENTS, SPLIT_CELLS, STAGES, TCP_CELLS, TORN_CELLS, VICTIMS, Stage
+from tests.chaos.cells import (
+    CELLS,
+    GROWTH_CELLS,
+    MOMENTS,
+    READING_CELLS,
+    SPLIT_CELLS,
+    STAGES,
+    TCP_CELLS,
+    TORN_CELLS,
+    VICTIMS,
+    Cell,
+    Stage,
+)
 from tests.chaos.cut_off import CUT_CELLS
 from tests.chaos.freezing import ELSEWHERE_CELLS, FREEZE_CELLS
 from tests.chaos.results import RESULTS, Result, read
@@ -73,6 +85,24 @@ _TCP_HEAD = """\
 
 The same under torchrun, with a standing stager that the ranks reach over TCP, and a new one of each for the relaunch. A
 rank whose connection ends has one second to come again; then it is lost.
+"""
+
+_READING_HEAD = """\
+## Reading the ring
+
+A job is killed at once when its second checkpoint is staged, and leaves its ring. The next one restores it from there:
+each rank reads the shared memory itself. In the middle of it, rank 1 has seen what a slot holds and has copied nothing
+of it (`rank:1@ring_seen`), the victims are killed. The restored job is started once more; all that the matrix looks at
+holds.
+"""
+
+_GROWTH_HEAD = """\
+## A ring that grows
+
+Nobody has set the size of the ring, and two checkpoints of 31 chunks do not fit into it, so it grows when the first one
+comes. *Memory taken*: the ring's file is longer (`flusher@ring_taken`). *Slots in the journal*: the stager was not told
+(`flusher@ring_added`). *Stager told*: it has mapped none of them (`stager@growth_heard`). *Nobody*: who comes to that
+point stands still (SIGSTOP) until the ranks have trained up to the next save, and wakes.
 """
 
 _WRAPPER_HEAD = """\
@@ -164,6 +194,10 @@ class _Counts(NamedTuple):
         ]
 
 
+def _row(cell: Cell) -> str:
+    return f"{cell.stage.name}, TCP" if cell.tcp else cell.stage.name
+
+
 GRIDS = (
     Grid(_TORN_HEAD, "moment", {(cell.stage.name, cell.victims.name): cell.name for cell in TORN_CELLS}),
     Grid(
@@ -176,6 +210,8 @@ GRIDS = (
         "moment",
         {(f"{cell.stage.name}, TCP", cell.victims.name): cell.name for cell in TCP_CELLS},
     ),
+    Grid(_READING_HEAD, "moment", {(_row(cell), cell.victims.name): cell.name for cell in READING_CELLS}),
+    Grid(_GROWTH_HEAD, "moment", {(_row(cell), cell.victims.name): cell.name for cell in GROWTH_CELLS}),
     Grid(_WRAPPER_HEAD, "wrapper", {(cell.wrapper, "SIGKILL"): cell.name for cell in WRAPPER_CELLS}),
     Grid(
         _REPLACED_HEAD,

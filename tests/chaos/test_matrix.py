@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.cells import CELLS, SPLIT_CELLS, TCP_CELLS, TORN_CELLS, Cell
+from tests.chaos.cells import CELLS, GROWTH_CELLS, READING_CELLS, SPLIT_CELLS, TCP_CELLS, TORN_CELLS, Cell
 from tests.chaos.playing import parameters, play
 
 pytestmark = [pytest.mark.mpi]
 
 
-@pytest.mark.parametrize(
-    "cell", parameters(cell for cell in (*CELLS, *TORN_CELLS, *SPLIT_CELLS, *TCP_CELLS) if not cell.regular)
-)
+ALL = (*CELLS, *TORN_CELLS, *SPLIT_CELLS, *TCP_CELLS, *READING_CELLS, *GROWTH_CELLS)
+
+
+@pytest.mark.parametrize("cell", parameters(cell for cell in ALL if not cell.regular))
 def test_cell(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     play(cell, request, tmp_path)
