@@ -284,6 +284,7 @@ class Engine:
                 self._running -= 1
                 if isinstance(item, PartWritten):
                     self._progressed(item.key)
+                    self._upkeep.wrote(self._opened.get(item.key, 1) * self._ring.chunk_bytes)
                 self._tell(item)  # type: ignore[arg-type]
 
     def _upload_opened(self, event: Opened) -> None:

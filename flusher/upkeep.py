@@ -2,9 +2,7 @@
 
 At the start, and when a job begins, it also looks after slices that ranks wrote to the store (stored_slices.py).
 
-One thread, one checkpoint after the other. Reading back gives way: it waits before each read while anything is being
-written, because the ring's chunks are wanted by the training and the verification by nobody in a hurry. But not for
-ever: a training that always writes would never have a checkpoint verified, and none removed.
+One thread, one checkpoint after the other. Reading back gives way to what is being written (read_pace.py).
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from flusher.flusher_context import FlusherContext
+from flusher.read_pace import ReadPace
 from flusher.retention import Keep, StoredStep, to_remove
 from flusher.stored_slices import Slices
 from flusher.workers import Workers
@@ -29,7 +28,6 @@ from holdfast.image.manifest import READ_BACK, Key, Manifest, State, is_manifest
 from holdfast.store.base import Store
 
 _log = logging.getLogger("holdfast.flusher")
-_GIVES_WAY_SECONDS_MAX = 2.0  # before each read
 _UNREAD_LOOKED_AT = 3  # an older one is restored only when these are bad, and restore checks what it reads
 
 
@@ -86,7 +84,7 @@ class Upkeep:
         context: The run. Its inbox gets `ReadBack` and `Pruned`, and a `FencedError` when the run was taken over.
         rules: What to read back, and what to keep.
         set_aside: Tells which checkpoints the supervisor of the run has set aside so far.
-        gives_way_seconds_max: How long one read waits for what is being written.
+        pace: When it may read.
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class Upkeep:
         rules: UpkeepRules,
         *,
         set_aside: Callable[[], Sequence[Key]] = tuple,
-        gives_way_seconds_max: float = _GIVES_WAY_SECONDS_MAX,
+        pace: ReadPace | None = None,
     ) -> None:
         store = context.store
         self._store, self._tenure, self._inbox, self._events = (
@@ -104,11 +102,9 @@ class Upkeep:
             context.inbox,
             context.events,
         )
-        self._gives_way_seconds_max = gives_way_seconds_max
         self._rules, self._set_aside = rules, set_aside
         self._remove = store.retire if rules.reuse else store.delete
-        self._way_is_free = threading.Event()
-        self._way_is_free.set()
+        self._pace = pace or ReadPace()
         self._stopped = False
         self._pending = 0
         self._lock = threading.Lock()
@@ -131,11 +127,12 @@ class Upkeep:
             return self._pending == 0
 
     def give_way(self, busy: bool) -> None:
-        """Tell whether something waits to be written."""
-        if busy:
-            self._way_is_free.clear()
-        else:
-            self._way_is_free.set()
+        """Tell whether something is being written."""
+        self._pace.busy(busy)
+
+    def wrote(self, nbytes: int) -> None:
+        """Tell that so many bytes have been written."""
+        self._pace.wrote(nbytes)
 
     def under_way(self, key: Key) -> None:
         """A checkpoint is being written and published; until it is, retention leaves it alone."""
@@ -242,7 +239,7 @@ class Upkeep:
     def stop(self) -> None:
         """Give up what waits and what runs: unread checkpoints stay durable."""
         self._stopped = True
-        self._way_is_free.set()
+        self._pace.end()
         self._workers.stop()
         with self._lock:
             self._pending = 0
@@ -401,9 +398,8 @@ class Upkeep:
             return False
         return True
 
-    def _wait(self) -> None:
-        self._way_is_free.wait(self._gives_way_seconds_max)
-        if self._stopped:
+    def _wait(self, nbytes: int) -> None:
+        if not self._pace.wait(nbytes):
             raise StoreError(
                 "the flusher ends, so the rest of the checkpoint was not read back from the store"
             )
@@ -412,14 +408,14 @@ class Upkeep:
 class _PatientStore:
     """The store, for long reads: `read_into` waits until nothing more important wants it."""
 
-    def __init__(self, store: Store, wait: Callable[[], None]) -> None:
+    def __init__(self, store: Store, wait: Callable[[int], None]) -> None:
         self._store, self._wait = store, wait
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        self._wait()
+        self._wait(len(buffer))
         self._store.read_into(name, offset, buffer)
 
 

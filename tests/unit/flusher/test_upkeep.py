@@ -11,17 +11,20 @@ import pytest
 import torch
 
 from flusher.flusher_context import FlusherContext
+from flusher.read_pace import ReadPace
 from flusher.retention import Keep
 from flusher.tenure import Tenure
 from flusher.upkeep import Pruned, ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.image.manifest import READ_BACK, Key, Manifest, State, manifest_name
+from holdfast.image.manifest import READ_BACK, Key, Manifest, State, is_manifest_name, manifest_name
 from holdfast.store.posix import PosixStore
 from holdfast.telemetry.events import EventLog
+from tests.support.cluster import wait_until
 from tests.support.restoring import publish
 
 SECONDS_MAX = 60
+_PILE_MAX = 5  # the newest that is verified, the one that is read, and what is written meanwhile
 
 
 def unread(root: Path, step: int) -> Manifest:
@@ -41,7 +44,7 @@ class Rig:
         held: contextlib.ExitStack,
         *,
         verify: bool,
-        gives_way_seconds_max: float = SECONDS_MAX,
+        waits_seconds_max: float = SECONDS_MAX,
         set_aside: Sequence[Key] = (),
     ) -> None:
         self.root = root
@@ -54,7 +57,7 @@ class Rig:
             FlusherContext(self.store, tenure, self.inbox, EventLog(None, role="flusher")),
             UpkeepRules(verify=verify, keep=Keep(1)),
             set_aside=lambda: set_aside,
-            gives_way_seconds_max=gives_way_seconds_max,
+            pace=ReadPace(waits_seconds_max),
         )
         held.callback(self.upkeep.stop)
 
@@ -67,6 +70,9 @@ class Rig:
         while not self.upkeep.idle and time.monotonic() < deadline:
             time.sleep(0.005)
         assert self.upkeep.idle
+
+    def listed(self) -> int:
+        return sum(is_manifest_name(path.name) for path in self.root.iterdir())
 
     def is_listed(self, manifest: Manifest) -> bool:
         return (self.root / manifest_name(manifest.file)).exists()
@@ -134,13 +140,35 @@ def test_retention_does_not_take_a_step_for_the_one_that_had_its_name(
 def test_a_training_that_always_writes_has_its_checkpoints_verified_and_removed(
     tmp_path: Path, held: contextlib.ExitStack
 ) -> None:
-    rig = Rig(tmp_path / "run", held, verify=True, gives_way_seconds_max=0.01)
+    rig = Rig(tmp_path / "run", held, verify=True, waits_seconds_max=0.01)
     rig.upkeep.give_way(busy=True)
     rig.published(rig.old, rig.new)
     rig.wait()
     assert not rig.is_listed(rig.old)
     kept = Manifest.from_bytes(rig.store.read(manifest_name(rig.new.file)), source=rig.new.file)
     assert kept.state is State.VERIFIED
+
+
+def test_a_training_that_always_writes_piles_up_no_checkpoints(
+    tmp_path: Path, held: contextlib.ExitStack
+) -> None:
+    """Each is written while the one before is read: no read waits for a pause in the writing, as there is none."""
+    rig = Rig(tmp_path / "run", held, verify=True)
+    rig.upkeep.give_way(busy=True)
+    rig.published(rig.old, rig.new)
+    for step in range(3, 40):
+        newest = unread(rig.root, step)
+        rig.upkeep.wrote(newest.image_bytes)
+        rig.published(newest)
+        wait_until(
+            lambda: rig.listed() <= _PILE_MAX, SECONDS_MAX, f"{rig.listed()} checkpoints at step {step}"
+        )
+    rig.upkeep.give_way(busy=False)
+    rig.wait()
+    assert rig.listed() == 1
+    states = [item.state for item in rig.inbox.take() if isinstance(item, ReadBack)]
+    assert len(states) >= 5
+    assert set(states) == {State.VERIFIED}
 
 
 def test_what_newer_ones_have_made_needless_is_removed_unread_once_one_is_verified(
