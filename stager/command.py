@@ -103,13 +103,16 @@ def stager(once: bool, new_key: bool, **arguments: Any) -> None:
 
 def _take_part(config: StagerConfig | None, problem: HoldfastError | None) -> None:
     """As a process of an MPI job."""
-    # Here and not above: importing it starts MPI, which `holdfast --help` must not.
-    from stager.mpi import MpiTrainersPort
+    # Here and not above: importing `stager.mpi` starts MPI, which waits for all ranks; `holdfast --help` must not.
+    from stager.flusher_process import FlusherAhead
     from stager.serving import StartRefused, serve
+
+    ahead = FlusherAhead(config) if config else None
+    from stager.mpi import MpiTrainersPort
 
     port = MpiTrainersPort.join(config.start_seconds_max if config else _JOIN_SECONDS_MAX)
     try:
-        lost_ranks = serve(port, config, problem)
+        lost_ranks = serve(port, config, problem, ahead=ahead)
     except StartRefused as refused:
         click.get_current_context().exit(refused.error.exit_code)
     except HoldfastError:

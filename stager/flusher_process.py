@@ -4,12 +4,16 @@
                         │ yes                                  │ one line of JSON: ready, or its error
                         └──────────────► hello ─► welcome ◄────┘ ─► ring mapped, or the one we have kept
 
+Where the ranks come later, a flusher that will be needed is started before (`FlusherAhead`): it loads its modules
+meanwhile, and touches neither store nor ring until it is told to.
+
 The flusher must outlive this MPI job: it has its own session (mpirun kills ours), no variable of the MPI launcher (it
 would take itself for a rank), and its output goes to a file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -24,7 +28,7 @@ from typing import Any, BinaryIO
 import platformdirs
 
 from holdfast.config import StagerConfig
-from holdfast.errors import ConfigError, PeerLost, ProtocolError
+from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
 from holdfast.ring import doorbell as ipc
 from holdfast.ring.directory import run_key, runtime_directory
 from holdfast.ring.ring import Ring
@@ -36,6 +40,45 @@ _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 _READY_LINE_BYTES_MAX = 64 * 1024
 _LOG_TAIL_BYTES = 2000
 _started: list[subprocess.Popen[bytes]] = []  # not waited for: they outlive us by design; see `reap`
+
+
+class FlusherAhead:
+    """A flusher that has its modules and waits to be told to begin; it ends with this process. None is made where one
+    answers already. Main thread.
+
+    Args:
+        config: Settings.
+    """
+
+    def __init__(self, config: StagerConfig) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(HoldfastError, OSError):  # `attach` meets the same, and says it to the ranks
+            if not (runtime_directory(config.store, config.runtime_dir) / ipc.SOCKET_NAME).exists():
+                self._process = _launch(config, ["ahead"], subprocess.PIPE)
+
+    @property
+    def pid(self) -> int | None:
+        """Its process; None if none waits."""
+        return None if self._process is None else self._process.pid
+
+    def begin(self) -> subprocess.Popen[bytes] | None:
+        """Tell it to begin; the caller has it from now on. None if there is none."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None
+            with (
+                contextlib.suppress(BrokenPipeError),
+                process.stdin as told,
+            ):  # if it has died, its output tells
+                told.write(b"begin\n")
+        return process
+
+    def close(self) -> None:
+        """End it, unless it has begun."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
 
 
 @dataclass
@@ -64,12 +107,15 @@ class Flusher:
         self.channel.close()
 
 
-def attach(config: StagerConfig, *, held: Flusher | None = None) -> Flusher:
+def attach(
+    config: StagerConfig, *, held: Flusher | None = None, ahead: FlusherAhead | None = None
+) -> Flusher:
     """Attach to the run's flusher; start one if none is there. At most `start_seconds_max`. From any thread.
 
     Args:
         config: Settings.
         held: The flusher that was attached and has ended, if its ring is still mapped: the next one may go on with it.
+        ahead: One that waits to begin, for when none serves the run.
 
     Raises:
         StoreError, FencedError, ConfigError: The flusher could not start; its own error.
@@ -81,12 +127,14 @@ def attach(config: StagerConfig, *, held: Flusher | None = None) -> Flusher:
     attempt = 0 if held is None else held.attempt
     greeted = _greet(socket_path, attempt, deadline)
     if greeted is None:
-        _start(config, deadline)
+        _start(config, deadline, ahead)
         greeted = _greet(socket_path, attempt, deadline, wait=True)
     if greeted is None:
         raise PeerLost(
             f"the flusher that was started hung up before it answered; see {log_path(config.store)}"
         )
+    if ahead is not None:
+        ahead.close()
     channel, welcome = greeted
     try:
         if config.chunk_bytes is not None and welcome["chunk_bytes"] != config.chunk_bytes:
@@ -178,19 +226,24 @@ def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any] | No
     )
 
 
-def _start(config: StagerConfig, deadline: float) -> None:
-    """Start a flusher and wait until it says that it is ready."""
-    path = log_path(config.store)
+def _launch(config: StagerConfig, first: list[str], stdin: int) -> subprocess.Popen[bytes]:
+    """A flusher in a session of its own."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
-    with path.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flusher", *_arguments(config)],
-            stdin=subprocess.DEVNULL,
+    with log_path(config.store).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flusher", *first, *_arguments(config)],
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=log,
             start_new_session=True,
             env=environment,
         )
+
+
+def _start(config: StagerConfig, deadline: float, ahead: FlusherAhead | None) -> None:
+    """Have a flusher begin, and wait until it says that it is ready."""
+    path = log_path(config.store)
+    process = (ahead and ahead.begin()) or _launch(config, [], subprocess.DEVNULL)
     assert process.stdout is not None
     with process.stdout as output:
         line = _first_line(output, deadline)

@@ -13,7 +13,7 @@ from holdfast.telemetry.metrics_page import serve_metrics
 from holdfast.telemetry.status_document import Transport
 from holdfast.telemetry.status_socket import serve_status
 from holdfast.telemetry.tracing import export_spans
-from stager.flusher_process import Flusher, attach
+from stager.flusher_process import Flusher, FlusherAhead, attach
 from stager.refusal import refuse_start
 from stager.segments import SegmentList
 from stager.service import StagerService
@@ -39,6 +39,7 @@ def serve(
     config: StagerConfig | None,
     problem: HoldfastError | None = None,
     attached: Flusher | None = None,
+    ahead: FlusherAhead | None = None,
 ) -> set[int]:
     """Receive until the ranks have left and all that is staged is in the store.
 
@@ -47,6 +48,7 @@ def serve(
         config: Settings; None if they are wrong.
         problem: What is wrong with them.
         attached: The flusher, if this stager has attached to it already.
+        ahead: A flusher that waits to begin.
 
     Returns:
         The ranks that were lost.
@@ -61,7 +63,7 @@ def serve(
             assert problem is not None
             raise problem
         segments = SegmentList(config.runtime_dir)
-        flusher = attached or attach(config)
+        flusher = attached or attach(config, ahead=ahead)
     except HoldfastError as error:
         is_told = refuse_start(port, error)
         if segments is not None:

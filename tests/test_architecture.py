@@ -125,6 +125,14 @@ def test_naming_the_package_starts_neither_torch_nor_mpi() -> None:
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
+def test_a_stager_and_a_flusher_load_nothing_that_only_other_stores_metrics_or_failures_need() -> None:
+    unused = {"boto3", "fsspec", "http.server", "opentelemetry", "prometheus_client", "tenacity"}
+    result = python(
+        f"import sys, stager.command, stager.serving, flusher.command; print(sorted({unused} & set(sys.modules)))"
+    )
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_mpi_is_started_in_one_thin_file_per_package_at_most(package: str) -> None:
     # `holdfast doctor` starts doctor_job.py as a job of its own, and nothing imports it.

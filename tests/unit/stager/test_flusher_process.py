@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -21,8 +22,10 @@ from holdfast.ring.directory import make_private_directory, runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
 from holdfast.store import open_store
 from stager import flusher_process
-from stager.flusher_process import Flusher, attach
+from stager.flusher_process import Flusher, FlusherAhead, attach
 from tests.support.checkpoints import manifest_of, small_image
+
+_LOADED_BYTES = 40 << 20  # a Python with all modules of a flusher has more, an empty one less
 
 
 @pytest.fixture
@@ -75,6 +78,73 @@ def test_a_started_flusher_serves_and_is_outside_of_the_job(
         assert "drained" in heard
     finally:
         found.close()
+
+
+def test_a_flusher_that_was_started_ahead_touches_nothing_and_is_the_one_that_serves(
+    config: StagerConfig, tmp_path: Path
+) -> None:
+    ahead = FlusherAhead(config)
+    pid = ahead.pid
+    assert pid is not None
+    try:
+        process = psutil.Process(pid)
+        assert os.getsid(pid) == pid != os.getsid(0)
+        deadline = time.monotonic() + 60
+        while process.memory_info().rss < _LOADED_BYTES or process.status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < deadline, "it does not come to wait"
+            time.sleep(0.01)
+        assert [path.name for path in tmp_path.iterdir()] == ["state"]
+        found = attach(config, ahead=ahead)
+        assert (found.pid, ahead.pid) == (pid, None)
+        assert Path(f"/proc/{pid}/fd/0").readlink() == Path("/dev/null")
+        found.channel.send("finish")
+        found.close()
+    finally:
+        ahead.close()
+
+
+def test_a_flusher_that_was_started_ahead_ends_where_another_one_serves(config: StagerConfig) -> None:
+    lingering = config.model_copy(update={"linger": True})
+    ahead = FlusherAhead(lingering)
+    pid = ahead.pid
+    assert pid is not None
+    waiting = psutil.Process(pid)
+    first = attach(lingering)
+    assert FlusherAhead(lingering).pid is None
+    first.channel.send("finish")
+    first.close()
+    found = attach(lingering, ahead=ahead)
+    try:
+        assert (found.pid, ahead.pid) == (first.pid, None)
+        assert not waiting.is_running()
+    finally:
+        found.close()
+        os.kill(first.pid, signal.SIGTERM)
+
+
+_STARTED = """
+import sys, time
+from holdfast.config import StagerConfig
+from stager.flusher_process import FlusherAhead
+ahead = FlusherAhead(StagerConfig(store=sys.argv[1], runtime_dir=sys.argv[2]))
+print(ahead.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_flusher_that_was_started_ahead_ends_with_its_stager(config: StagerConfig) -> None:
+    stager = subprocess.Popen(
+        [sys.executable, "-c", _STARTED, config.store, str(config.runtime_dir)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert stager.stdout is not None
+    with stager.stdout as said:
+        waiting = psutil.Process(int(said.readline()))
+    stager.kill()
+    stager.wait()
+    assert psutil.wait_procs([waiting], 60)[1] == []
+    assert not Path(config.store).exists()
 
 
 def _geometry(config: StagerConfig) -> tuple[int, int]:
@@ -198,7 +268,7 @@ def test_a_flusher_that_ends_just_as_the_stager_comes_is_replaced(
     else:
         again: list[threading.Thread] = []
 
-        def start(config: StagerConfig, deadline: float) -> None:
+        def start(config: StagerConfig, deadline: float, ahead: FlusherAhead | None) -> None:
             ends.join()
             again.append(threading.Thread(target=_take_and_end, args=(Listener(directory / SOCKET_NAME),)))
             again[0].start()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.config import FlusherConfig
-from holdfast.telemetry import metrics_page
+from holdfast.telemetry import metrics_server
 from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.metrics_page import serve_metrics
 
@@ -30,7 +30,7 @@ def descriptors() -> int:
 
 @pytest.fixture
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(metrics_page._Handler, "timeout", 0.2)
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.2)
     port = free_port()
     config = FlusherConfig(
         store=str(tmp_path), metrics_port=port - 1, metrics_address="127.0.0.1", runtime_dir=tmp_path
@@ -54,7 +54,7 @@ def test_idle_connections_do_not_use_up_the_descriptors(port: int) -> None:
     for one in idle:  # all but eight at once, those when they have said nothing for a while
         one.settimeout(max(0.1, until - time.monotonic()))
         closed += one.recv(1) == b""
-        assert descriptors() - before <= len(idle) + metrics_page._CONNECTIONS_MAX + 2
+        assert descriptors() - before <= len(idle) + metrics_server._CONNECTIONS_MAX + 2
     assert closed == len(idle)
     for one in idle:
         one.close()
