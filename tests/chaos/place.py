@@ -84,6 +84,7 @@ class GrowingPlace(DirectoryPlace):
     """A directory, and a ring that grows: 31 chunks of 4 MiB, for two of which the first 256 MiB are too small."""
 
     settings = ("--chunk-bytes", "4MiB")
+    first_chunks = 64
     size: Mapping[str, str] = {"CHAOS_WIDTH": "300000"}
 
 

@@ -43,6 +43,8 @@ def play(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     else:
         place = DirectoryPlace(tmp_path / "store")
         reference, number = request.getfixturevalue("directory_reference"), stage.number
+    goes_on = victims.processes in {(), ("flusher",)}
+    first_chunks = GrowingPlace.first_chunks if stage.grows and goes_on else 0
     scenario = Scenario(
         place,
         tmp_path,
@@ -66,6 +68,7 @@ def play(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
             staged=stage.staged,
             durable=stage.durable,
             torn=SAVES[1] if stage.torn else -1,
+            first_chunks=first_chunks,
         )
         assert len(scenario.staged_at_kill) <= stage.staged_max, "the kill came too late to show anything"
         if stage.torn and victims.name == "a rank":

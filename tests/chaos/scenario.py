@@ -30,6 +30,7 @@ from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import StoreMissing
 from holdfast.faultpoint import FIRED_VARIABLE, VARIABLE, parse_faults
 from holdfast.ring.directory import runtime_directory
+from holdfast.ring.ring import Ring
 from holdfast.store import open_store
 from holdfast.store.retrying import Retrying
 from tests.chaos import job as training
@@ -106,6 +107,7 @@ class Scenario:
         staged: int = 0,
         durable: int = 0,
         torn: int = -1,
+        first_chunks: int = 0,
     ) -> Scenario:
         """Train until `at`, kill the victims there, and wait until what they left behind has ended.
 
@@ -118,6 +120,7 @@ class Scenario:
             then: Another fault, armed for whoever comes after the dead: `flusher@recovering=kill`.
             staged: How many of the saves are staged at that point although no event may say so yet, and `durable`.
             torn: Rank 0 finds its copy of this step torn when the point is reached; -1: none.
+            first_chunks: Slots of a ring that grows; the job goes on, and fills slots that were added. 0: as it may be.
         """
         self._then = then
         who, _, point = at.rpartition("@")
@@ -141,6 +144,8 @@ class Scenario:
                     os.kill(stands, signal.SIGCONT)
             if machine:
                 self._lose_machine()
+            if first_chunks:
+                self._wait_for_added_slots(job, first_chunks)
             job.wait(_END_SECONDS_MAX)
             self._wait_for_stager()
         all_staged = self._events("staged", "stager") | set(SAVES[:staged])
@@ -272,6 +277,23 @@ class Scenario:
             return all(SAVES[1] - 1 in losses(path) for path in written)
 
         wait_until(trained, _REACH_SECONDS_MAX, f"the ranks wait for who stands still:\n{self._said(job)}")
+
+    def _wait_for_added_slots(self, job: Job, first_chunks: int) -> None:
+        """Until a save has filled slots that were added: they serve first, but for a save that has all its slots."""
+        with Ring.attach(runtime_directory(self._place.url, self._machines[-1])) as ring:
+
+            def used() -> bool:
+                ended = (
+                    job.process.poll() is not None
+                )  # before the look, which the ring's end does not prevent
+                ring.see_added()
+                found = any(record.slot >= first_chunks for record in ring.remains())
+                assert found or not ended, (
+                    f"of {ring.ring_chunks} slots those from {first_chunks} on were of no use:\n{self._said(job)}"
+                )
+                return found
+
+            wait_until(used, _END_SECONDS_MAX, f"no save is in the slots that were added:\n{self._said(job)}")
 
     def _pid(self, victim: str, job: Job, number: int) -> int:
         if victim == "mpirun":
