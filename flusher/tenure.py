@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from holdfast.checkpoints.claim import Claim
 from holdfast.errors import DamageError, FencedError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest, manifest_name
 from holdfast.ring.directory import make_private_directory, open_private_file
+from holdfast.ring.doorbell import SOCKET_NAME
 from holdfast.store.base import Store
 
 _log = logging.getLogger("holdfast.flusher")
@@ -113,35 +115,50 @@ class Tenure:
 
 _PID_NAME = "flusher.pid"
 _PID_BYTES_MAX = 32
+_ENDS_SECONDS_MAX = 10.0
+_LOOK_AGAIN_SECONDS = 0.05
 
 
 class Instance:
     """The right to be the flusher of one run on this machine.
 
+    One that ends has closed its socket, and gives the right back a moment later: it is waited for. One that begins, or
+    that was stopped as it ended, is waited for as long.
+
     Args:
         directory: The run's runtime directory; made if it is not there.
+        ends_seconds_max: How long one is waited for that stagers cannot connect to.
 
     Raises:
         FencedError: Another flusher holds it; names its pid.
         ConfigError: The directory is not safely ours.
     """
 
-    def __init__(self, directory: Path) -> None:
-        make_private_directory(directory)
+    def __init__(self, directory: Path, *, ends_seconds_max: float = _ENDS_SECONDS_MAX) -> None:
         self.directory = directory
         self._path = directory / _PID_NAME
-        self._fd = self._lock()
+        self._fd = self._lock(time.monotonic() + ends_seconds_max)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
-    def _lock(self) -> int:
+    def _lock(self, deadline: float) -> int:
+        listens = 0
         while True:
-            fd = open_private_file(self._path, os.O_RDWR | os.O_CREAT)
+            try:
+                make_private_directory(self.directory)  # each time: one that ends may have removed it
+                fd = open_private_file(self._path, os.O_RDWR | os.O_CREAT)
+            except FileNotFoundError:
+                continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 pid = os.pread(fd, _PID_BYTES_MAX, 0).decode("ascii", "replace").strip() or "unknown"
                 os.close(fd)
+                # Twice: who is just closing the socket removes its name next.
+                listens = listens + 1 if (self.directory / SOCKET_NAME).exists() else 0
+                if listens < 2 and time.monotonic() < deadline:
+                    time.sleep(_LOOK_AGAIN_SECONDS)
+                    continue
                 raise FencedError(
                     f"process {pid} is already the flusher of this run ({self.directory}); let it finish, or end it"
                 ) from None

@@ -39,7 +39,7 @@ from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from holdfast.store.base import SMALL_BYTES_MAX
 from holdfast.store.retrying import RetryBudget, Retrying
-from holdfast.telemetry.causes import Reason
+from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import VERSION, Kind, decode, encode, to_json
 from holdfast.wire.welcome import Welcome
@@ -526,7 +526,7 @@ class World:
             self.offered.append(Offered(job.number, rank, step, transfer, sim.here, sim.now))
             if sim.chance.random() < 0.03:
                 sim.wait(None, sim.chance.random() * 0.05, "decline late")
-                link.decline(step, Reason("busy", "it failed here"))
+                link.decline(step, DeclineCause.BUSY.because("it failed here"))
         reread(self, ring, kept)
         wait_for = TransferState.DURABLE if sim.chance.random() < 0.7 else TransferState.STAGED
         sim.here.notes["left_staged"] = wait_for is TransferState.STAGED

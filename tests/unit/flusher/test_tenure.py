@@ -2,39 +2,78 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
 from flusher.tenure import Instance
 from holdfast.errors import ConfigError, FencedError
+from holdfast.ring.doorbell import SOCKET_NAME
 
 _HOLD = """
 import sys, pathlib, time
 from flusher.tenure import Instance
 held = Instance(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
-time.sleep(600)
+sys.stdin.readline()
+held.release(keep_directory=False)
 """
+_SECONDS_MAX = 60.0
+
+
+@contextlib.contextmanager
+def _holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the right, until it is told to give it back."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    assert holder.stdin is not None
+    with holder.stdout as output, holder.stdin:
+        assert output.readline() == "held\n"
+        try:
+            yield holder
+        finally:
+            holder.kill()
+            holder.wait()
 
 
 def test_a_live_one_is_named_and_a_killed_one_is_no_obstacle(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(directory)], stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    with pytest.raises(FencedError, match=f"process {holder.pid} is already"):
-        Instance(directory)
-    holder.kill()
-    holder.wait()
-    holder.stdout.close()
+    with _holder(directory) as holder:
+        (directory / SOCKET_NAME).touch()
+        with pytest.raises(FencedError, match=f"process {holder.pid} is already"):
+            Instance(directory, ends_seconds_max=_SECONDS_MAX)
+        (directory / SOCKET_NAME).unlink()
     assert (directory / "flusher.pid").exists()
     Instance(directory).release(keep_directory=False)
     assert not directory.exists()
+
+
+def test_one_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with _holder(directory) as holder, ThreadPoolExecutor(1) as pool:
+        following = pool.submit(Instance, directory, ends_seconds_max=_SECONDS_MAX)
+        assert wait([following], timeout=0.3).not_done
+        holder.communicate("\n", timeout=_SECONDS_MAX)
+        held = following.result(_SECONDS_MAX)
+    assert (directory / "flusher.pid").read_text().split() == [str(os.getpid())]
+    held.release(keep_directory=False)
+
+
+def test_one_that_neither_ends_nor_serves_is_waited_for_no_longer(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with _holder(directory) as holder, pytest.raises(FencedError, match=f"process {holder.pid} is already"):
+        Instance(directory, ends_seconds_max=0.2)
 
 
 def test_released_keeps_the_directory_if_asked_or_not_empty(tmp_path: Path) -> None:
