@@ -3,6 +3,7 @@ not wait (tests/gpu/test_scaler.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,20 @@ def test_lightning_gives_the_scaler_of_mixed_precision() -> None:
         assert of(other) is other
 
 
-@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(
+    ("scaled", "own"),
+    [(True, False), (False, False), (True, True)],
+    ids=["fp16", "fp32", "in the script's state"],
+)
 def test_trainer_gives_the_scaler_of_fp16(
-    scaled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scaled: bool, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import Trainer, TrainingArguments
 
     from trainer_side.frameworks import transformers
 
     given: dict[str, Any] = {}
+    lacking: list[str] = []
 
     class Recorder:
         """Takes the state, and finds no checkpoint."""
@@ -52,13 +58,16 @@ def test_trainer_gives_the_scaler_of_fp16(
         def __init__(self, state: dict[str, Any], **_: Any) -> None:
             given.update(state)
 
-        def restore(self) -> int:
+        def restore(self, *, may_lack: Collection[str]) -> int:
+            lacking.extend(may_lack)
             return 0
 
     monkeypatch.setattr(transformers, "Checkpointer", Recorder)
     trainer = Trainer(torch.nn.Linear(2, 2), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
     scaler = torch.amp.GradScaler("cpu") if scaled else None
     trainer.accelerator.scaler = scaler  # Accelerate makes one on a device alone
-    assert transformers.HoldfastCallback().restore(trainer) is None
-    assert given.get("scaler") is scaler
+    more = {"scaler": torch.amp.GradScaler("cpu")} if own else {}
+    assert transformers.HoldfastCallback(state=more).restore(trainer) is None
+    assert given.get("scaler") is more.get("scaler", scaler)
     assert ("scaler" in given) is scaled
+    assert lacking == (["scaler"] if scaled and not own else []), "checkpoints from before have none"

@@ -87,7 +87,9 @@ class HoldfastCallback(TrainerCallback):
         optimizer = trainer.create_optimizer()  # train() keeps it
         if trainer.is_fsdp_enabled:
             _shard(trainer, optimizer)
-        seen, scaler = _Seen(trainer), trainer.accelerator.scaler
+        seen = _Seen(trainer)
+        # A script may have it in its own state: before, the callback left it out, and checkpoints then have none.
+        scaler = None if "scaler" in self._more else trainer.accelerator.scaler
         own = {
             "model": trainer.model,
             "optimizer": optimizer,
@@ -101,7 +103,7 @@ class HoldfastCallback(TrainerCallback):
                 f"HoldfastCallback(state=…): the callback itself saves {', '.join(sorted(twice))}; choose another name"
             )
         self.checkpointer = Checkpointer({**own, **self._more}, config=self._config, every=self._every)
-        self._looked_at = self.checkpointer.restore()
+        self._looked_at = self.checkpointer.restore(may_lack=() if scaler is None else ("scaler",))
         if self._looked_at == 0:
             return None
         self._groups = [
