@@ -118,4 +118,6 @@ def test_a_slow_store_makes_the_interval_longer_and_a_quick_one_shorter_on_all_r
     (profile,) = run.events("profile")
     assert profile["rank"] == 0
     assert profile["iterations"] >= 5
-    assert run.events("interval_kept", "interval_loose") == []
+    refused = run.events("interval_kept", "interval_loose")
+    # the end may come while the ranks are being asked for one more
+    assert [line for line in refused if line["reason"] not in {"rank 0 has left", "rank 1 has left"}] == []
