@@ -1,4 +1,4 @@
-"""What the machine itself allows, in the words of the targets' table: from the documents, by arithmetic alone."""
+"""The machine's own limits, as the table of targets words them: computed from the documents alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bare_is(*peers: str) -> Callable[[Documents], str]:
 
 
 def pipeline(figure: str, alone: str) -> Callable[[Documents], str]:
-    """What of a bare transfer's or write's bandwidth is left when the bytes are copied, sent and written at once."""
+    """The bare pipeline's share of the bandwidth that a transfer, or a write, has alone."""
 
     def limit(documents: Documents) -> str:
         table = documents.get("table")
@@ -89,7 +89,7 @@ def gate_limit(documents: Documents) -> str:
 
 
 def server_share(documents: Documents) -> str:
-    """What the S3 server computes for the same bytes, whoever sends them."""
+    """The S3 server's own CPU seconds for the same bytes: everybody who sends them waits for these."""
     document = documents.get("s3")
     cpu = columns(document["rounds"], s3.RAW, "server_cpu_seconds") if document else []
     if not document or not cpu:

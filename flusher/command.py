@@ -71,9 +71,8 @@ def flusher(**arguments: Any) -> None:
         nonlocal is_ready
         is_ready = True
         _say({"ready": True, **said})
-        yield_to_training(
-            config.niceness
-        )  # not before: the stager waits for all of this, and the ranks for the stager
+        # Not before: the stager waits for all of this, and the ranks for the stager.
+        yield_to_training(config.niceness)
 
     try:
         identify("flusher")

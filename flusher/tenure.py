@@ -117,6 +117,7 @@ _PID_NAME = "flusher.pid"
 _PID_BYTES_MAX = 32
 _ENDS_SECONDS_MAX = 10.0
 _LOOK_AGAIN_SECONDS = 0.05
+_MISSES_MAX = 3
 
 
 class Instance:
@@ -142,12 +143,15 @@ class Instance:
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def _lock(self, deadline: float) -> int:
-        listens = 0
+        listens = misses = 0
         while True:
             try:
                 make_private_directory(self.directory)  # each time: one that ends may have removed it
                 fd = open_private_file(self._path, os.O_RDWR | os.O_CREAT)
             except FileNotFoundError:
+                misses += 1
+                if misses > _MISSES_MAX:  # nobody has removed it: it cannot be made
+                    raise
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

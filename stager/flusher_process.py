@@ -66,10 +66,8 @@ class FlusherAhead:
         process, self._process = self._process, None
         if process is not None:
             assert process.stdin is not None
-            with (
-                contextlib.suppress(BrokenPipeError),
-                process.stdin as told,
-            ):  # if it has died, its output tells
+            # Where it has died, its output says why.
+            with contextlib.suppress(BrokenPipeError), process.stdin as told:
                 told.write(b"begin\n")
         return process
 

@@ -70,7 +70,7 @@ def measure(measured: Measured, sizes: Sizes) -> None:
 
 
 def _mirror_memory(sizes: Sizes) -> dict[str, float]:
-    """What each save with a mirror takes for its memory, beside the copy."""
+    """Each save with a mirror takes its memory and gives it back: the time of both, without the copy."""
     lane = lane_of(torch.device("cuda", torch.cuda.current_device()))
     taken, given_back = [], []
     for _ in range(_WARM_UP + sizes.rounds):

@@ -25,7 +25,7 @@ def measure(measured: Measured, sizes: Sizes) -> None:
         mirror_bytes = 0
         for number in range(_SAVES):
             saver.save(number)
-            # What it has not given back yet.
+            # A save may have given back a part of its mirror by now, so this is a lower bound.
             mirror_bytes = max(mirror_bytes, _beside_torch() - beside_before)
             saver.wait_done()
         measured.put(

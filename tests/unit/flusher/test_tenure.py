@@ -86,6 +86,11 @@ def test_released_keeps_the_directory_if_asked_or_not_empty(tmp_path: Path) -> N
     assert [path.name for path in directory.iterdir()] == ["ring"]
 
 
+def test_a_directory_that_cannot_be_made_is_no_reason_to_wait() -> None:
+    with pytest.raises(FileNotFoundError):
+        Instance(Path("/proc/holdfast/run"))
+
+
 def test_a_link_in_place_of_the_pid_file_is_refused(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir(mode=0o700)
