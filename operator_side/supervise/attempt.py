@@ -43,6 +43,13 @@ class Attempt:
         assert self._process.stdout is not None
         self.output: IO[bytes] = self._process.stdout
         os.set_blocking(self.output.fileno(), False)
+        self._end = os.pidfd_open(self._process.pid)
+        self._is_silent = False  # nobody has its output any more
+
+    @property
+    def descriptors(self) -> list[int]:
+        """One of them can be read when there is output, or when mpirun has ended."""
+        return [self._end] if self._is_silent else [self._end, self.output.fileno()]
 
     @property
     def pid(self) -> int:
@@ -52,9 +59,11 @@ class Attempt:
     def read(self) -> bytes:
         """New output of mpirun; empty if there is none."""
         try:
-            return os.read(self.output.fileno(), _READ_BYTES)
+            data = os.read(self.output.fileno(), _READ_BYTES)
         except BlockingIOError:
             return b""
+        self._is_silent = not data
+        return data
 
     def poll(self) -> int | None:
         """Exit status of mpirun; None while it runs."""
@@ -88,6 +97,7 @@ class Attempt:
 
     def close(self) -> None:
         self.output.close()
+        os.close(self._end)
 
     def _signal(self, number: int) -> None:
         if self._process.poll() is None:

@@ -70,8 +70,8 @@ class JobProcesses:
         self._attempt = Attempt(self._command(launch), environment)
 
     def wait(self, seconds: float, wakes: int) -> None:
-        """Until there is output, until the descriptor `wakes` can be read, or until this time has passed."""
-        wait_readable([wakes] if self._attempt is None else [wakes, self._attempt.output.fileno()], seconds)
+        """Until there is output, or its end; until the descriptor `wakes` can be read, or this time has passed."""
+        wait_readable([wakes, *(self._attempt.descriptors if self._attempt else [])], seconds)
 
     def hear(self) -> tuple[list[Report], int | None]:
         """What the processes have reported, and the exit status of mpirun if it has just ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -256,16 +256,39 @@ def test_an_attempt_is_told_what_is_set_aside(
 ) -> None:
     given = dict(os.environ) | ({} if by_hand is None else {SET_ASIDE_VARIABLE: by_hand})
     script = f"import os; print('told', os.environ.get({SET_ASIDE_VARIABLE!r}))"
-    said: list[str] = []
-    files = RunFiles(tmp_path / "runtime" / "ring", tmp_path / "logs", tmp_path / "events")
-    job = JobProcesses(
-        lambda _: [sys.executable, "-c", script], given, files, lambda _, text: said.append(text)
-    )
-    job.launch(Launch(2, 1, (Host("here", 1),), set_aside))
-    while job.hear()[1] is None:
-        job.wait(1.0, os.eventfd(0))
-    job.close()
+    said, _ = _attempt(tmp_path, script, given, set_aside)
     assert said == [f"told {expected}"]
+
+
+def test_an_mpirun_that_says_nothing_more_is_waited_for_without_looking_again_and_again(
+    tmp_path: Path,
+) -> None:
+    script = "import os, time; print('last words', flush=True); os.closerange(1, 3); time.sleep(1)"
+    said, waits = _attempt(tmp_path, script, os.environ)
+    assert said == ["last words"]
+    assert waits < 10  # its words, the end of its output, its end
+
+
+def _attempt(
+    folder: Path, script: str, environment: Mapping[str, str], set_aside: tuple[Key, ...] = ()
+) -> tuple[list[str], int]:
+    """What a script said in the place of mpirun, and how many waits it took to hear that."""
+    said: list[str] = []
+    files = RunFiles(folder / "runtime" / "ring", folder / "logs", folder / "events")
+    job = JobProcesses(
+        lambda _: [sys.executable, "-c", script], environment, files, lambda _, text: said.append(text)
+    )
+    wakes = os.eventfd(0)
+    try:
+        job.launch(Launch(2, 1, (Host("here", 1),), set_aside))
+        waits = 0
+        while job.hear()[1] is None:
+            job.wait(60.0, wakes)
+            waits += 1
+        job.close()
+    finally:
+        os.close(wakes)
+    return said, waits
 
 
 @pytest.mark.parametrize("set_aside", [(), (Key(1, 5),)])
