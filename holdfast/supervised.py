@@ -76,6 +76,11 @@ DIARY_VARIABLE = "HOLDFAST_DRILL_DIARY"
 _open: dict[str, int] = {}
 
 
+def is_drilled() -> bool:
+    """Whether this process is in a drill."""
+    return bool(os.environ.get(DIARY_VARIABLE))
+
+
 def note(kind: str, value: Any) -> None:
     """Write a line, if this process is in a drill. A full disk ends no training."""
     path = os.environ.get(DIARY_VARIABLE)

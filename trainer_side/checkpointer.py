@@ -24,7 +24,7 @@ import torch
 
 from holdfast import supervised as diary
 from holdfast.config import TrainerConfig
-from holdfast.errors import ConfigError, StateError
+from holdfast.errors import ConfigError
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.notices.sparing import NO_LIMIT, Ability
 from holdfast.store import open_store
@@ -34,6 +34,7 @@ from trainer_side.joining import join, open_tier_set
 from trainer_side.ledger import Ledger, Stats
 from trainer_side.notice.open_sources import open_watch
 from trainer_side.pace.every import chosen
+from trainer_side.ranks.peers import agree
 from trainer_side.ranks.uncaught import end_by_exit_codes
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import RestoreOptions, restore
@@ -41,10 +42,13 @@ from trainer_side.save.areas import Areas
 from trainer_side.save.beginning import Beginning
 from trainer_side.save.copier import Copier
 from trainer_side.save.copy_engine import CopyEngine
+from trainer_side.save.left_out import LeftOut
 from trainer_side.save.places import Room
 from trainer_side.save.planner import Planner
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.saver import Saver, no_collections
+from trainer_side.state.given_state import GivenState
+from trainer_side.state.plain_counters import PlainCounters
 from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.transfer import TransferState
 
@@ -101,10 +105,8 @@ class Checkpointer:
         fresh: bool = False,
     ) -> None:
         end_by_exit_codes()
-        for name in list[object](state):
-            if not (isinstance(name, str) and name and "/" not in name):
-                raise StateError(f"names in the state are non-empty strings without '/', got {name!r}")
-        self._state = dict(state)
+        self._given = GivenState(state)
+        self._state = self._given.held
         refuse_split_objects(self._state)
         self._config = config or TrainerConfig()
         fixed = chosen(every, self._config)
@@ -137,8 +139,10 @@ class Checkpointer:
         context = RankContext(
             self._config, self._link, self._tiers, self._ledger, self._events, self._beginning
         )
+        self._left_out = LeftOut(self._state, rank=self._link.rank, events=self._events)
+        self._counters = PlainCounters(self._state, rank=self._link.rank)
         room = Room(self._areas, self._engine, self._copier, context)
-        planner = Planner(self._state, room, context)
+        planner = Planner(self._given, self._left_out, room, context)
         self._saver = Saver(self._state, planner, room, self._copier, context)
         self.restored: Restored | None = None
         self._closed = self._stepped = self._asked = self._progressed = False
@@ -208,6 +212,7 @@ class Checkpointer:
                 f"may_lack: expected names of the state ({', '.join(self._state)}), got {may_lack!r}"
             )
         self._beginning.restored()
+        agree(self._link.peers, self._given.problem())
         store = open_store(self._link.store_url)
         options = RestoreOptions(
             step=step,
@@ -229,6 +234,7 @@ class Checkpointer:
         if self.restored is not None:
             self._tiers.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)
             self._link.appointments.restored(self.restored.step)
+            self._left_out.restored()
         if self.restored is None:
             tell("restored", step=-1)
             return 0
@@ -250,6 +256,7 @@ class Checkpointer:
             self._stepped = True
             tell("stepped", step=step)
         diary.note("step", step)
+        self._counters.note(step)
         appointments = self._link.appointments
         due = appointments.reach(step)
         every = appointments.every(self._every, step)
@@ -327,6 +334,7 @@ class Checkpointer:
             self._watching.close()
         if self._pacer is not None:
             self._pacer.close()
+        self._left_out.close()
         self._copier.close()
         try:
             atexit.unregister(self._tiers.close)

@@ -118,7 +118,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
     JSON: {"passed", "seed", "directory", "kills": [{"number", "what", "after_step", "last_step", "resumed_from",
     "lost_steps", "lost_seconds", "phases", "notice", "compared": [step], "unequal": [step], "exact", "wrong": [text]}],
     "files_compared", "files_differ", "constant": [name], "samples": null or {"trained", "skipped", "repeated"},
-    "wrong": [text]}.
+    "counters": [text], "wrong": [text]}.
 
     Exit codes: 0 the drill passed; 1 it failed; other codes as for every command.
     """
@@ -206,6 +206,7 @@ def _document(outcome: DrillOutcome, seed: int, folder: str | None) -> dict[str,
         "files_differ": sum(bool(one.differs) for one in outcome.files),
         "constant": sorted(outcome.constant),
         "samples": None if outcome.samples is None else outcome.samples._asdict(),
+        "counters": outcome.counters,
         "wrong": outcome.wrong,
     }
 
@@ -246,6 +247,13 @@ def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
         if seen is None
         else f"samples: {seen.trained} trained on, {seen.skipped} skipped, {seen.repeated} repeated"
     )
+    for counter in outcome.counters:
+        out.print(
+            plain(f"{counter}: no state_dict() has it; register it as a buffer if training uses it"),
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+        )
     wrong = [f"kill {finding.kill.number}: {why}" for finding in outcome.findings for why in finding.wrong]
     for why in [*outcome.wrong, *wrong]:
         out.print(plain(why), style="red", markup=False, soft_wrap=True)

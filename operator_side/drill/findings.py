@@ -201,6 +201,30 @@ def samples(reference: Lines, drilled: Lines) -> Samples | None:
     return Samples(want.total(), (want - got).total(), sum(times for times in more.values() if times > 0))
 
 
+def counters(reference: Lines, drilled: Lines) -> list[str]:
+    """Numbers on modules that differ between the runs at their last steps, each with both values.
+
+    No checkpoint has them, so a resume begins them from the script's own values.
+    """
+    (last, want), (drilled_last, got) = _counters(reference), _counters(drilled)
+    if last != drilled_last:
+        return []
+    return [
+        f"{path} is {got[path]} after step {last}, and {number} in the undisturbed run"
+        for path, number in want.items()
+        if path in got and got[path] != number
+    ]
+
+
+def _counters(diary: Lines) -> tuple[int, dict[str, float]]:
+    """The last step, and the numbers after it."""
+    last, now = -1, dict[str, float]()
+    for line in (line["counters"] for line in diary if "counters" in line):
+        now = {**({} if line["begins"] else now), **line["values"]}
+        last = int(line["step"])
+    return last, now
+
+
 _Span = tuple[int, int, int, int]
 
 

@@ -15,7 +15,7 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.store import open_store
 from operator_side.drill.compare import Compared, compare, constants
-from operator_side.drill.findings import KillFinding, Samples, Struck, examine, samples, shortened
+from operator_side.drill.findings import KillFinding, Samples, Struck, counters, examine, samples, shortened
 from operator_side.drill.job import DrillRun, Setup, wait_until
 from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, Strike, plan
 from operator_side.drill.supervised_run import SupervisedRun
@@ -36,6 +36,7 @@ class DrillOutcome:
         before: Files from before the first kill that differ: the script itself is not deterministic.
         constant: Names of values that differ between the runs, but never change within a run.
         samples: Comparison of the samples; None: they were not seen.
+        counters: Numbers on modules that no checkpoint has, and that a resume did not bring back.
         wrong: Failures that belong to no single kill.
     """
 
@@ -45,6 +46,7 @@ class DrillOutcome:
     before: list[Compared] = field(default_factory=list)
     constant: set[str] = field(default_factory=set)
     samples: Samples | None = None
+    counters: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -208,6 +210,7 @@ def _judge(outcome: DrillOutcome, struck: list[Struck], reference: DrillRun, dri
             "script is not deterministic, so the drill cannot tell whether it resumes exactly"
         )
     outcome.samples = samples(reference.said["diary"], drilled.said["diary"])
+    outcome.counters = counters(reference.said["diary"], drilled.said["diary"])
     if outcome.samples is not None and (outcome.samples.skipped or outcome.samples.repeated):
         outcome.wrong.append(
             f"samples: {outcome.samples.skipped} skipped, {outcome.samples.repeated} repeated"

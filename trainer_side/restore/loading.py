@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import StateError
+from trainer_side.restore.group_lists import same_group_lists
 from trainer_side.restore.in_place import differs, refill
 from trainer_side.restore.mismatch import of_another_object
 from trainer_side.restore.split_parts import SplitPart
@@ -228,9 +229,12 @@ def _load_per_rank(name: str, value: PerRank, blobs: Any, *, rank: int, ranks: i
 
 def _load_object(name: str, value: Any, saved: Any) -> None:
     with _refusal_named(name, value):
-        value.load_state_dict(saved)
         if isinstance(value, torch.optim.Optimizer):
+            with same_group_lists(value):
+                value.load_state_dict(saved)
             _keep_dtypes(value, saved)
+        else:
+            value.load_state_dict(saved)
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Any) -> None:

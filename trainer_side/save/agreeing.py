@@ -11,13 +11,14 @@ its table: the others would wait for it in vain.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.errors import HoldfastError, StateError
 from holdfast.wire.proof import is_statistic, some
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.save.rank_context import RankContext
+from trainer_side.state.given_state import GivenState
 from trainer_side.state.parameter_names import by_name, first_names, parameter_names
 from trainer_side.state.proposal import Table, table
 from trainer_side.state.tree import collect
@@ -29,15 +30,16 @@ class RanksAgreeing:
     """See the module. Training thread.
 
     Args:
-        state: As the script gave it.
+        given: As the script gave it.
         context: Who this rank is; the council of its tiers asks the other ranks.
 
     Attributes:
         sum_seconds: What the checksums took when the ranks last agreed.
     """
 
-    def __init__(self, state: Mapping[str, Any], context: RankContext) -> None:
-        self._state, self._council, self._events = state, context.tiers.council, context.events
+    def __init__(self, given: GivenState, context: RankContext) -> None:
+        self._given, self._state = given, given.held
+        self._council, self._events = context.tiers.council, context.events
         self._rank, self._ranks = context.link.rank, context.link.ranks
         self._context = context
         self._said: set[str] = set()
@@ -66,6 +68,7 @@ class RanksAgreeing:
             StateError: It failed here, or on another rank.
         """
         try:
+            self._given.take_new()
             return collect(self._state)
         except Exception as error:
             problem = StateError(f"state_dict() failed: {type(error).__name__}: {error}")

@@ -12,7 +12,7 @@ With a new plan come new areas.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +26,13 @@ from trainer_side.save.agreeing import RanksAgreeing
 from trainer_side.save.areas import areas_max
 from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.device_copy import HOST_BYTES
+from trainer_side.save.left_out import LeftOut
 from trainer_side.save.places import NoRoom, Room
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.tearing import TearCheck
 from trainer_side.state import accelerator
 from trainer_side.state.arriving import settle
+from trainer_side.state.given_state import GivenState
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state.tree import classify, collect
 
@@ -60,7 +62,8 @@ class Planner:
     """The plan of this rank. Training thread.
 
     Args:
-        state: As the script gave it.
+        given: The state as the script gave it.
+        left_out: Names what the script trains and no checkpoint has.
         room: Is cleared before a new plan, and furnished for it.
         context: Limits of areas; who this rank is. The council of its tiers agrees with the other ranks; with local
             tiers these agree among themselves, the same way before and after the stager is lost.
@@ -68,16 +71,18 @@ class Planner:
 
     def __init__(
         self,
-        state: Mapping[str, Any],
+        given: GivenState,
+        left_out: LeftOut,
         room: Room,
         context: RankContext,
     ) -> None:
-        self._state, self._room = state, room
+        self._given, self._left_out, self._room = given, left_out, room
+        self._state = given.held
         self._link, self._tiers = context.link, context.tiers
         self._config, self._events = context.config, context.events
         self._plan: SavePlan | None = None
         self._sparing = NOBODY  # of the plan
-        self._agreeing = RanksAgreeing(state, context)
+        self._agreeing = RanksAgreeing(given, context)
         self._agreed = Agreement(0, {})
 
     def take(self) -> tuple[SavePlan, Capture]:
@@ -96,17 +101,23 @@ class Planner:
         # The first time all ranks wait for each other.
         if self._plan is None:
             self._agreeing.begin()
-        collected = self._agreeing.collect() if self._plan is None else collect(self._state, may_arrive=True)
+        if self._plan is None:
+            collected = self._agreeing.collect()
+        else:
+            self._given.take_new()
+            collected = collect(self._state, may_arrive=True)
         tree = self._agreeing.named(collected, self._agreed)
         self._widen(tree)
         self._spare()
         if self._plan is not None:
             taken = capture(tree, self._plan.skeleton, defer=True)
             if taken is not None:
+                self._left_out.look(collected)
                 return self._plan, taken
         # First save, or other tensors than before. All ranks come here at the same step, so they may wait for
         # each other; a rank that is still sending must wait for its buffer first, and not decline.
         settle(collected)
+        self._left_out.look(collected, new_layout=True)
         self._agree(collected)
         tree = self._agreeing.named(collected, self._agreed)
         planned = self._renew_together(tree)

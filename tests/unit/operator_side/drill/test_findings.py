@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from operator_side.drill.compare import Compared, Difference, constants
-from operator_side.drill.findings import Samples, Struck, examine, samples
+from operator_side.drill.findings import Samples, Struck, counters, examine, samples
 from operator_side.drill.kill_plan import Kill, KillTarget
 
 LENGTH = 10
@@ -24,6 +24,27 @@ def trained(attempt: int, first: int, last: int, *, place: int | None = None) ->
 
 
 REFERENCE = trained(1, 0, 9)
+
+
+def counted(first: int, last: int, begin: int = 0) -> list[dict[str, Any]]:
+    """One process: a counter that goes up at each step, and a number that never changes."""
+    lines = []
+    for step in range(first, last + 1):
+        values = {
+            "model/calls": begin + step - first + 1,
+            **({"model/0.in_features": 4} if step == first else {}),
+        }
+        lines.append({"counters": {"step": step, "begins": step == first, "values": values}})
+    return lines
+
+
+def test_a_counter_that_a_resume_begins_again_is_named() -> None:
+    found = counters(counted(0, 9), [*counted(0, 6), *counted(4, 9)])
+    assert found == ["model/calls is 6 after step 9, and 10 in the undisturbed run"]
+
+
+def test_a_counter_that_is_saved_is_not_named() -> None:
+    assert counters(counted(0, 9), [*counted(0, 6), *counted(4, 9, begin=4)]) == []
 
 
 def test_what_is_done_again_after_a_kill_is_not_repeated() -> None:

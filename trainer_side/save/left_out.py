@@ -1,0 +1,382 @@
+"""Names what the script trains and no checkpoint has, or what a resume would not bring back.
+
+    Checkpointer()   restore()                 first step                  save() with a new layout, and the next one
+    watch the steps  remember what was filled  is it still in the state?   optimizers, groups, schedulers, gradients
+
+Nothing here refuses a save: each finding may be meant. Rank 0 logs each once, by path; every rank writes an event.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from holdfast.telemetry.events import EventLog
+from trainer_side.save.optimizer_steps import OptimizerSteps
+from trainer_side.save.restored_tensors import RestoredTensors
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.split_tensor import local_of
+from trainer_side.state.tree import children, tensor_paths, with_inner
+
+_log = logging.getLogger("holdfast.trainer")
+
+_LOOKS = 2  # saves of each layout
+_DEPTH_MAX = 4  # of attributes of a script's own object
+_OBJECTS_MAX = 2000
+_T = TypeVar("_T")
+
+
+class LeftOut:
+    """See the module. Training thread.
+
+    Args:
+        state: Names mapped to objects, as the checkpoints have them.
+        rank: This rank.
+        events: Event log.
+    """
+
+    def __init__(self, state: Mapping[str, Any], *, rank: int, events: EventLog) -> None:
+        self._state, self._rank, self._events = state, rank, events
+        self._restored = RestoredTensors(state)
+        self._steps = OptimizerSteps(self._look_at_restored)
+        self._said: set[str] = set()
+        self._looks_left = 0
+        self._unused_gradients = 0
+        self._steps.watch()
+
+    def restored(self) -> None:
+        """`restore()` has filled the state."""
+        self._restored.remember()
+        self._say(_frozen_with_moments(self._state))
+
+    def look(self, tree: Mapping[str, Any], *, new_layout: bool = False) -> None:
+        """A save has collected `tree`. Costs nothing after the second save of a layout."""
+        if new_layout:
+            self._looks_left = _LOOKS
+            self._steps.watch()
+        if not self._looks_left:
+            return
+        self._looks_left -= 1
+        self._look_at_restored()
+        try:
+            self._say(self._findings(tree))
+        except Exception:  # noqa: BLE001 - attributes of any object may raise; no checkpoint may fail for a warning
+            _log.debug("the state could not be compared with what is trained", exc_info=True)
+        if not self._looks_left:
+            self._steps.unwatch()
+
+    def close(self) -> None:
+        """Take the hooks off all optimizers."""
+        self._steps.unwatch()
+
+    def _look_at_restored(self) -> None:
+        self._say(
+            f"{stray}; the value that restore() has filled in is not used. Build and tie the model before restore()"
+            for stray in self._restored.strays()
+        )
+
+    def _findings(self, tree: Mapping[str, Any]) -> Iterator[str]:
+        held = _Held(self._state, tree)
+        named = dict(_optimizers(self._state))
+        mine = list(named)
+        others = [one for one in self._steps.stepped if not any(one is other for other in mine)]
+        for optimizer in others:
+            if held.has_moments(optimizer):  # an object of the script saves it
+                named[optimizer] = type(optimizer).__name__
+            else:
+                yield from self._not_in_the_state(optimizer, mine, held)
+        for optimizer, name in named.items():
+            yield from _parameters_left_out(name, optimizer, held)
+        yield from self._gradients_left_over(named)
+        yield from _groups_of_wrappers(self._state)
+        yield from _schedulers(self._state, tree, mine)
+
+    def _not_in_the_state(self, optimizer: Optimizer, mine: list[Optimizer], held: _Held) -> Iterator[str]:
+        trained = next((path for _, _, one in _trained(optimizer) if (path := held.path(one))), None)
+        if trained is None:
+            return  # it trains something else
+        idle = [one for one in mine if one not in self._steps.stepped and _share_parameters(one, optimizer)]
+        if not idle and not any(_moments(optimizer)):
+            return  # nothing of it is worth saving
+        again = " The optimizer in the state does not step: was it made again?" if idle else ""
+        yield (
+            f"{type(optimizer).__name__} steps {trained}, and the state does not have this optimizer: no checkpoint "
+            f"has its moments.{again} Hand the optimizer that steps to the Checkpointer, before restore()"
+        )
+
+    def _gradients_left_over(self, named: Mapping[Optimizer, str]) -> Iterator[str]:
+        unused = [(one, found) for one in named if (found := self._steps.unused_gradient(one)) is not None]
+        if not unused:
+            return
+        self._unused_gradients += 1
+        if self._unused_gradients == 1 and _has_scaler(self._state):
+            return  # the scaler may have skipped this step, which it does not do at each save
+        optimizer, (group, place) = unused[0]
+        yield (
+            f"{named[optimizer]}: {_parameter_name(optimizer, group, place)} has a gradient that no step has used yet, "
+            "and no checkpoint has gradients. Save after a step of the optimizer, not between two that accumulate"
+        )
+
+    def _say(self, findings: Iterable[str]) -> None:
+        for finding in findings:
+            if finding in self._said:
+                continue
+            self._said.add(finding)
+            self._events.emit("left_out", {"what": finding})
+            if self._rank == 0:
+                _log.warning("%s", finding)
+
+
+class _Held:
+    """The tensors that the next checkpoint has."""
+
+    def __init__(self, state: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
+        whole = {name: _inside(value) for name, value in tree.items()}
+        self._named = [(path, tensor) for path, tensor in tensor_paths(whole) if _is_plain(tensor)]
+        self._paths: dict[int, str] = {}
+        for path, tensor in self._named:
+            self._paths.setdefault(_storage(tensor), path)
+        modules = {name for name, value in state.items() if isinstance(value, torch.nn.Module)}
+        self._copies = [(path, one) for path, one in self._named if path.partition("/")[0] not in modules]
+
+    def path(self, tensor: torch.Tensor) -> str | None:
+        """Where it is in the checkpoint; None if it is not, as far as addresses tell."""
+        return self._paths.get(_storage(tensor)) if _is_plain(tensor) else ""
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether it, or a copy of it that an object's `state_dict()` made, is in the checkpoint."""
+        return self.path(tensor) is not None or any(
+            one.shape == tensor.shape
+            and one.dtype == tensor.dtype
+            and one.device == tensor.device
+            # A copy has the same bytes; this waits for a device, and only where a warning would follow.
+            and torch.equal(one, tensor)
+            for _, one in self._copies
+        )
+
+    def has_moments(self, optimizer: Optimizer) -> bool:
+        moments = [one for one in _moments(optimizer) if one.dim()]
+        return bool(moments) and self.has(moments[0])
+
+    def twin(self, tensor: torch.Tensor) -> str | None:
+        """A tensor of the same shape and another dtype."""
+        found = (path for path, one in self._named if one.shape == tensor.shape and one.dtype != tensor.dtype)
+        return next(found, None)
+
+
+def _parameters_left_out(name: str, optimizer: Optimizer, held: _Held) -> Iterator[str]:
+    missing = [(group, place) for group, place, one in _trained(optimizer) if not held.has(one)]
+    if not missing:
+        return
+    first = optimizer.param_groups[missing[0][0]]["params"][missing[0][1]]
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    twin = held.twin(first) if first.dtype == torch.float32 else None
+    masters = (
+        f" If it is the fp32 master copy of {twin}, the next step after a resume writes the script's own value over "
+        "the restored weight: put the master copies into the state, or make them after restore()."
+        if twin
+        else ""
+    )
+    yield (
+        f"{name} steps {_parameter_name(optimizer, *missing[0])}{more}, and no part of the state has its value: a "
+        f"resume would go on from the script's own.{masters} Put the module or the tensor into the state"
+    )
+
+
+def _groups_of_wrappers(state: Mapping[str, Any]) -> Iterator[str]:
+    """Wrappers of optimizers that hold other groups than the optimizer inside."""
+    for name, value in state.items():
+        groups = _groups(value)
+        if groups is None:
+            continue
+        inner = with_inner([value])[1:] if isinstance(value, Optimizer) else _reachable(value, Optimizer)
+        for one in inner:
+            theirs = one.param_groups
+            if theirs is groups or len(theirs) != len(groups):
+                continue
+            pairs = [*zip(groups, theirs, strict=True)]
+            same_parameters = all(_ids(a.get("params", ())) == _ids(b["params"]) for a, b in pairs)
+            if same_parameters and any(a is not b for a, b in pairs):
+                yield (
+                    f"{name}: param_groups of {type(value).__name__} and of the {type(one).__name__} inside it are two "
+                    "lists: a learning rate that is set in one does not reach the other. After load_state_dict() of "
+                    "the inner optimizer, let the wrapper take its param_groups again"
+                )
+
+
+def _schedulers(
+    state: Mapping[str, Any], tree: Mapping[str, Any], optimizers: list[Optimizer]
+) -> Iterator[str]:
+    for name, value in state.items():
+        driven = getattr(value, "optimizer", None) if isinstance(value, LRScheduler) else None
+        if isinstance(driven, Optimizer) and optimizers and not any(driven is one for one in optimizers):
+            yield (
+                f"{name}: {type(value).__name__} drives a {type(driven).__name__} that is not in the state. Make the "
+                "scheduler for the optimizer that is"
+            )
+    if any(_is_scheduler(node) for node in _dictionaries(tree)):
+        return
+    for optimizer in optimizers:
+        if any("initial_lr" in group for group in optimizer.param_groups):
+            yield (
+                f"{_name_of(state, optimizer)}: its groups have initial_lr, as a learning rate scheduler leaves it, "
+                "and the state has no scheduler: a resume would begin its schedule from the start. Put the "
+                "scheduler into the state"
+            )
+            return
+
+
+def _frozen_with_moments(state: Mapping[str, Any]) -> Iterator[str]:
+    """Parameters that were trained when they were saved, and are not now."""
+    for name, value in state.items():
+        if not isinstance(value, Optimizer):
+            continue
+        found = [
+            (group, place)
+            for group, place, parameter in _all_parameters(value)
+            if not parameter.requires_grad and value.state.get(parameter)
+        ]
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            path = _path_of(state, value.param_groups[found[0][0]]["params"][found[0][1]])
+            what = path or _parameter_name(value, *found[0])
+            yield (
+                f"{what}{more}: the checkpoint has moments of {name} for it, and requires_grad is False now: it was "
+                "trained when it was saved, and is frozen. If that is not meant, set requires_grad before restore()"
+            )
+
+
+# -- small questions ---------------------------------------------------------------------------------------------------
+
+
+def _optimizers(state: Mapping[str, Any]) -> Iterator[tuple[Optimizer, str]]:
+    """The optimizers that the state saves, those that they wrap, and those inside of the script's own objects."""
+    for name, value in state.items():
+        if isinstance(value, Optimizer):
+            found = with_inner([value])
+        elif isinstance(value, torch.nn.Module | torch.Tensor | LRScheduler | PerRank):
+            continue
+        else:
+            found = with_inner(_reachable(value, Optimizer)) if hasattr(value, "state_dict") else []
+        for optimizer in found:
+            yield optimizer, name
+
+
+def _name_of(state: Mapping[str, Any], optimizer: Optimizer) -> str:
+    return next(name for one, name in _optimizers(state) if one is optimizer)
+
+
+def _trained(optimizer: Optimizer) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Group, place and parameter of each that a step may change."""
+    for group, place, parameter in _all_parameters(optimizer):
+        if parameter.numel() and (parameter.requires_grad or optimizer.state.get(parameter)):
+            yield group, place, parameter
+
+
+def _all_parameters(optimizer: Optimizer) -> Iterator[tuple[int, int, torch.Tensor]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            yield number, place, parameter
+
+
+def _moments(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [tensor for _, tensor in tensor_paths(list(optimizer.state.values())) if _is_plain(tensor)]
+
+
+def _share_parameters(one: Optimizer, other: Optimizer) -> bool:
+    mine = {id(parameter) for _, _, parameter in _all_parameters(one)}
+    return any(id(parameter) in mine for _, _, parameter in _all_parameters(other))
+
+
+def _parameter_name(optimizer: Optimizer, group: int, place: int) -> str:
+    names = optimizer.param_groups[group].get("param_names")
+    if names:
+        return str(names[place])
+    shape = list(optimizer.param_groups[group]["params"][place].shape)
+    return f"parameter {place} of group {group} (shape {shape})"
+
+
+def _path_of(state: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
+    for name, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            for path, one in value.named_parameters():
+                if one is parameter:
+                    return f"{name}/{path}"
+    return None
+
+
+def _has_scaler(state: Mapping[str, Any]) -> bool:
+    return any(_reachable(value, torch.amp.GradScaler) for value in state.values())
+
+
+def _groups(value: Any) -> list[dict[str, Any]] | None:
+    groups = getattr(value, "param_groups", None)
+    return groups if isinstance(groups, list) and all(isinstance(one, dict) for one in groups) else None
+
+
+def _ids(parameters: Iterable[Any]) -> list[int]:
+    return [*map(id, parameters)]
+
+
+def _inside(value: Any) -> Any:
+    """What a `PerRank` value holds."""
+    if not isinstance(value, PerRank):
+        return value
+    inner = value.value
+    if isinstance(inner, torch.nn.Module | Optimizer):
+        return inner.state_dict()
+    return inner if isinstance(inner, dict | list | tuple | torch.Tensor) else None
+
+
+def _dictionaries(tree: Any) -> Iterator[dict[Any, Any]]:
+    pending, seen = [tree], set[int]()
+    while pending:
+        node = pending.pop()
+        if isinstance(node, dict):
+            yield node
+        for _, child in children(node):
+            if isinstance(child, dict | list | tuple) and id(child) not in seen:
+                seen.add(id(child))
+                pending.append(child)
+
+
+def _is_scheduler(node: Mapping[Any, Any]) -> bool:
+    return "last_epoch" in node or "_last_lr" in node or "base_lrs" in node
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return local_of(tensor).layout is torch.strided and not local_of(tensor).is_meta
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(local_of(tensor).untyped_storage()._cdata)
+
+
+def _reachable(value: Any, kind: type[_T]) -> list[_T]:
+    """The objects of a kind among the attributes of an object, and in its lists, tuples and dictionaries."""
+    found: list[_T] = []
+    seen: set[int] = set()
+    pending: list[tuple[Any, int]] = [(value, 0)]
+    while pending and len(seen) < _OBJECTS_MAX:
+        one, depth = pending.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, kind):
+            found.append(one)
+            continue
+        if depth >= _DEPTH_MAX or isinstance(one, torch.nn.Module | torch.Tensor | type):
+            continue
+        if isinstance(one, dict | list | tuple):
+            inside: Iterable[Any] = [child for _, child in children(one)]
+        else:
+            inside = getattr(one, "__dict__", {}).values()
+        pending += [
+            (child, depth + 1) for child in inside if not isinstance(child, str | int | float | bytes)
+        ]
+    return found

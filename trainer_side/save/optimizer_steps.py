@@ -1,0 +1,100 @@
+"""Watches which optimizers step, whether or not the state has them, and what gradients each step has used.
+
+torch calls the global hooks for every optimizer of the process. They are set only while somebody looks: a compiled step
+breaks its graph at each hook.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class OptimizerSteps:
+    """The steps since `watch`. Hooks run in the thread that steps an optimizer; all else is of the training thread.
+
+    Args:
+        before_first: Called before the first step since `watch` changes anything.
+    """
+
+    def __init__(self, before_first: Callable[[], None]) -> None:
+        self._before_first = before_first
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._used: dict[
+            int, tuple[weakref.ref[torch.Tensor], int]
+        ] = {}  # by parameter: gradient, its version
+        self._hooks: list[Any] = []
+
+    def watch(self) -> None:
+        """Set the hooks, if they are not set."""
+        if not self._hooks:
+            self._hooks = [
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ]
+
+    def unwatch(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def stepped(self) -> list[Optimizer]:
+        """The optimizers that have stepped, and are still there."""
+        return list(self._stepped)
+
+    def unused_gradient(self, optimizer: Optimizer) -> tuple[int, int] | None:
+        """A gradient that no step has used: numbers of a group, and of its first parameter with a gradient.
+
+        A gradient on a device counts only if it is another tensor than at the last step: its value would have to be
+        waited for.
+        """
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if self._is_unused(parameter, gradient):
+                    return number, place
+                break
+        return None
+
+    def _is_unused(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        used = self._used.get(id(parameter))
+        is_same = used is not None and used[0]() is gradient
+        if is_same and used is not None and used[1] == gradient._version:
+            return False
+        if gradient.layout is not torch.strided or type(gradient) is not torch.Tensor:
+            return False
+        if gradient.device.type != "cpu":
+            return not is_same
+        return bool(gradient.any())
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        if not self._stepped:
+            self._before_first()
+        self._stepped.add(optimizer)
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        for parameter, gradient in _first_gradients(optimizer):
+            self._used[id(parameter)] = weakref.ref(gradient), gradient._version
+
+    # Traced into a compiled step, they would see the first step alone.
+    _before._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _after._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _first_gradients(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each group, the first parameter that has a gradient."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (gradient := parameter.grad) is not None:
+                if not gradient.is_inference():
+                    yield parameter, gradient
+                break
