@@ -19,6 +19,7 @@ pace/         `every="auto"`: measures what checkpoints cost, and asks for anoth
 doors/        the parts of `holdfast export` and `holdfast import` that need torch
 joining, ledger, transfer, checks    how a rank joins the job, the counts of its checkpoints, the state of one step on
               its way, and the trainers' part of `holdfast doctor`
+opaque        keeps torch.compile out of all of this
 """
 
 from trainer_side.checkpointer import Checkpointer

@@ -33,6 +33,7 @@ from holdfast.telemetry.events import EventLog
 from trainer_side.joining import join, open_tier_set
 from trainer_side.ledger import Ledger, Stats
 from trainer_side.notice.open_sources import open_watch
+from trainer_side.opaque import OpaqueContext, opaque_methods
 from trainer_side.pace.every import chosen
 from trainer_side.ranks.peers import agree
 from trainer_side.ranks.uncaught import end_by_exit_codes
@@ -62,6 +63,7 @@ _EXIT_SECONDS_MAX = 10.0  # for a script that ends without close()
 report_end()  # an error of joining the job is reported, too
 
 
+@opaque_methods
 class Checkpointer:
     """Takes checkpoints of a training run, and brings the newest one back.
 
@@ -313,7 +315,7 @@ class Checkpointer:
         Entering it calls `wait_copied()`. A `save()` inside it takes the state as it is at that moment, and returns
         only when the state is copied.
         """
-        return self._copier.changing()
+        return OpaqueContext(self._copier.changing())
 
     def close(self) -> None:
         """Wait until every step that was begun is durable (at most `close_seconds_max`), then leave the job.

@@ -21,6 +21,7 @@ import torch
 from holdfast import supervised as diary
 from holdfast.errors import StateError
 from trainer_side.data.permutation import Permutation
+from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.rng import apart
 
 _log = logging.getLogger("holdfast.data")
@@ -36,6 +37,7 @@ class _Position(NamedTuple):
     cursor: int
 
 
+@opaque_methods
 class ResumableSampler:
     """Gives each rank its samples: each sample exactly once per epoch, however often the run is interrupted.
 
@@ -102,6 +104,9 @@ class ResumableSampler:
 
     def batches(self, batch_size: int) -> Iterator[list[int]]:
         """Endless iterator over this rank's indices, one list per step, across epochs; `next()` moves the cursor."""
+        return OpaqueIterator(self._batches(batch_size))
+
+    def _batches(self, batch_size: int) -> Iterator[list[int]]:
         while True:
             begin, end = self._span(batch_size, self._position)
             self._position = end
@@ -139,7 +144,7 @@ class ResumableSampler:
                 f"sampler: follow(): batch_size is {batch_size}, but the loader reads batches of {found}; "
                 "give both the same number"
             )
-        return self._following(loader, found or batch_size or 0)
+        return OpaqueIterator(self._following(loader, found or batch_size or 0))
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the next sample; the same on every rank.
@@ -278,6 +283,7 @@ class ResumableSampler:
         return Permutation(self._length, f"{self._seed}/{epoch}").at(first, count)
 
 
+@opaque_methods
 class ReadAhead(torch.utils.data.Sampler[Any]):
     """Batches of a `ResumableSampler` for a loader; each iteration begins at the place that the loop has reached.
 
@@ -297,6 +303,7 @@ class ReadAhead(torch.utils.data.Sampler[Any]):
         return _BatchReader(self.sampler, self.batch_size, epochs=self._epochs)
 
 
+@opaque_methods
 class _BatchReader(Iterator[_Indices]):
     """One iteration over the batches, from the place where the sampler was when the iteration began."""
 

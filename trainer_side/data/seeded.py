@@ -15,6 +15,7 @@ import numpy as np
 import torch.utils.data
 
 from holdfast.errors import StateError
+from trainer_side.opaque import opaque_methods
 from trainer_side.state.rng import apart
 
 
@@ -23,6 +24,7 @@ class _MapStyle(Protocol):
     def __len__(self) -> int: ...
 
 
+@opaque_methods
 class SeededSamples(torch.utils.data.Dataset[Any]):
     """A map-style data set whose random numbers depend on seed, epoch and sample alone.
 

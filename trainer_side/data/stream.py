@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from holdfast.errors import StateError
+from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.rng import apart
 
 
@@ -19,6 +20,7 @@ class _Source(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
 
 
+@opaque_methods
 class ResumableStream:
     """Gives each rank its part of an iterable that every rank reads whole: each sample once per pass, on any ranks.
 
@@ -57,6 +59,9 @@ class ResumableStream:
         """Endless iterator over this rank's samples, one list per step. A batch may go on into the next pass."""
         if batch_size < 1:
             raise StateError(f"stream: expected a batch size of 1 or more, got {batch_size}")
+        return OpaqueIterator(self._batches(batch_size))
+
+    def _batches(self, batch_size: int) -> Iterator[list[Any]]:
         mine = range(self._rank * batch_size, (self._rank + 1) * batch_size)
         while True:
             batch = []

@@ -13,10 +13,12 @@ from torch.utils.data import DataLoader
 
 from holdfast.errors import StateError
 from trainer_side.data.sampler import ReadAhead, ResumableSampler
+from trainer_side.opaque import opaque_methods
 
 __all__ = ["EpochLoader"]
 
 
+@opaque_methods
 class EpochLoader:
     """Gives a loader that reads `sampler.ahead(...)` the length of an epoch; iterating begins at the sampler's place.
 

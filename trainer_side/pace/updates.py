@@ -13,6 +13,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from trainer_side.opaque import only_shapes, opaque
+
 
 class Updates:
     """Sums the steps of all optimizers. Training thread.
@@ -46,14 +48,13 @@ class Updates:
             hook.remove()
         self._hooks.clear()
 
+    @opaque
     def _before(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        self._begun[id(optimizer)] = self._clock()
+        if not only_shapes():
+            self._begun[id(optimizer)] = self._clock()
 
+    @opaque
     def _after(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         begun = self._begun.pop(id(optimizer), None)
         if begun is not None:
             self._seconds += self._clock() - begun
-
-    # Traced into a compiled step, the clock would be read once, at compile time.
-    _before._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _after._torchdynamo_disable = True  # type: ignore[attr-defined]

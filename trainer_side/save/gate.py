@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trainer_side.opaque import only_shapes, opaque_hook
 from trainer_side.save.split_step import (
+    COMPILED,
     StepArguments,
     communicates,
     split_step,
@@ -68,9 +70,10 @@ class Gate:
         self._update_order: list[Optimizer] = list(optimizers)
         self._order_changed = True
         self._coarse = {id(one): reason for one in optimizers if (reason := why_not_split(one))}
-        self._said: set[int] = set()
+        self._said: set[str] = set()
+        hook = opaque_hook(self._hook)
         self._hooks = [
-            (optimizer, optimizer.register_step_pre_hook(self._hook))
+            (optimizer, optimizer.register_step_pre_hook(hook))
             for optimizer in optimizers
             if hasattr(optimizer, "_optimizer_step_pre_hooks")  # its class may not call Optimizer.__init__
         ]
@@ -155,8 +158,10 @@ class Gate:
         self._hooks.clear()
 
     def _hook(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, compiled: bool
     ) -> StepArguments | None:
+        if only_shapes():
+            return None  # the step is traced: it changes nothing yet
         self._on_hook(optimizer)
         if self._update_order[-1] is not optimizer:
             # An optimizer per layer steps in backward, the last layer first: calls come in the order of updates.
@@ -165,16 +170,16 @@ class Gate:
             self._order_changed = True
         if not self._closed:
             return None
-        if id(optimizer) in self._coarse:
+        if reason := self._coarse.get(id(optimizer), COMPILED if compiled else ""):
             # Only now: a hook that is never called holds nothing.
-            self._say(optimizer, self._coarse[id(optimizer)])
+            self._say(reason)
             self.wait()
             return None
         arguments, computed = with_gradients((args, kwargs))
         if self._held is not None and not self._held:
             return arguments if computed else None  # all is copied, or was never to be: nothing to look up
         if reason := communicates(optimizer):
-            self._say(optimizer, reason)
+            self._say(reason)
             self.wait()
             return arguments if computed else None
         places: dict[int, tuple[int, ...]] = {}  # looked up once a step: the answer does not change within it
@@ -198,13 +203,10 @@ class Gate:
         rest = split_step(optimizer, arguments, held=held, wait_for_more=wait_for_more)
         return arguments if rest is None and computed else rest
 
-    # Traced into a compiled step, the waiting would be done once, at compile time.
-    _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-    def _say(self, optimizer: Optimizer, reason: str) -> None:
-        """Once for each optimizer."""
-        if id(optimizer) not in self._said:
-            self._said.add(id(optimizer))
+    def _say(self, reason: str) -> None:
+        """Once."""
+        if reason not in self._said:
+            self._said.add(reason)
             _log.warning("%s", reason)
 
     def _wait(self, until: Callable[[], bool]) -> None:

@@ -37,6 +37,10 @@ _INDEPENDENT = (
 )
 # These look at a whole tensor at once: of one that is split among ranks, together with the other ranks.
 _OF_WHOLE_TENSORS = ("Adafactor", "Muon")
+COMPILED = (
+    "the step of an optimizer is compiled (torch.compile), and pieces of it would be compiled one by one and may round "
+    "differently: its updates wait for the whole copy"
+)
 _KNOWN_STEPS = {
     getattr(torch.optim, name).step.__qualname__: name for name in _INDEPENDENT if hasattr(torch.optim, name)
 }
@@ -50,9 +54,20 @@ def why_not_split(optimizer: Optimizer) -> str:
             f"{type(optimizer).__name__} has a step of its own, which may treat its parameters together; "
             "its updates wait for the whole copy"
         )
+    if _is_compiled(step):
+        return COMPILED
     if any(group.get("capturable") for group in optimizer.param_groups):
         return f"{type(optimizer).__name__} is capturable: a step in pieces cannot be part of a CUDA graph"
     return ""
+
+
+def _is_compiled(step: Any) -> bool:
+    """Whether the class of an optimizer has a compiled step, below or above the wrapper that calls the hooks."""
+    while step is not None:
+        if hasattr(step, "_torchdynamo_orig_callable") and not hasattr(step, "_torchdynamo_disable"):
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return False
 
 
 def communicates(optimizer: Optimizer) -> str:
