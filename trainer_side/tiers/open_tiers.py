@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import ConfigError
+from trainer_side.ranks.cores import cores_of_rank
 from trainer_side.tiers.media import CachedFile, DirectFile, MappedFile, Medium
 from trainer_side.tiers.memory_place import refuse_disk
 from trainer_side.tiers.pm import PmFile
@@ -21,6 +22,7 @@ from trainer_side.tiers.tier import Nearness, Tier
 from trainer_side.tiers.tier_directory import TierDirectory
 
 SLOTS = 2
+_SUMMERS_MAX = 6
 _MEDIA: dict[Nearness, Callable[[Path], Medium]] = {
     Nearness.MEMORY: MappedFile,
     Nearness.PM: PmFile,
@@ -38,7 +40,8 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
         run_url: The URL of the run.
         slots: How many slices a rank keeps room for: one, and one for each checkpoint in flight. At least 2; None:
             `prepare` measures the device for a second, and takes a number that suits it.
-        writers: How many threads write at once; None: measured in the same way. In memory it is one.
+        writers: How many threads write at once; None: measured in the same way. In memory as many as keep up with a device, at most half
+            of this rank's cores.
 
     Raises:
         ConfigError: `spec` names no tier; the message lists the kinds. Or a memory tier lies on a disk, and this rank
@@ -61,8 +64,9 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
         place = TierDirectory(Path(directory), run_url)
     if nearness is Nearness.MEMORY:
         refuse_disk(spec, place.base, warn=True)
-        # The copy engine itself puts slices there, and each slot costs memory, whatever is measured.
-        slots, writers = slots if slots is not None else SLOTS, writers if writers is not None else 1
+        # The copy engine itself puts slices there, so the writers only compute CRCs. Each slot costs memory, whatever is
+        # measured.
+        slots, writers = slots if slots is not None else SLOTS, writers if writers is not None else _summers()
     return SlotTier(spec, nearness, place, _MEDIA[nearness], slots=slots, writers=writers)
 
 
@@ -72,6 +76,11 @@ def memory_directory(spec: str) -> Path | None:
     if kind != Nearness.MEMORY:
         return None
     return Path(directory) if colon else _own_directory()
+
+
+def _summers() -> int:
+    """Threads that compute CRCs behind copies from a device, each at about 10 GB/s; the others stay the training's."""
+    return max(1, min(_SUMMERS_MAX, cores_of_rank() // 2))
 
 
 def _own_directory() -> Path:
