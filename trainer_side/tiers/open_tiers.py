@@ -40,8 +40,8 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
         run_url: The URL of the run.
         slots: How many slices a rank keeps room for: one, and one for each checkpoint in flight. At least 2; None:
             `prepare` measures the device for a second, and takes a number that suits it.
-        writers: How many threads write at once; None: measured in the same way. In memory as many as keep up with a device, at most half
-            of this rank's cores.
+        writers: How many threads write at once; None: measured in the same way. In memory as many as keep up with a
+            device, at most half of this rank's cores.
 
     Raises:
         ConfigError: `spec` names no tier; the message lists the kinds. Or a memory tier lies on a disk, and this rank
@@ -64,8 +64,8 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
         place = TierDirectory(Path(directory), run_url)
     if nearness is Nearness.MEMORY:
         refuse_disk(spec, place.base, warn=True)
-        # The copy engine itself puts slices there, so the writers only compute CRCs. Each slot costs memory, whatever is
-        # measured.
+        # The copy engine itself puts slices there, so the writers only compute CRCs. And each slot costs memory,
+        # whatever is measured.
         slots, writers = slots if slots is not None else SLOTS, writers if writers is not None else _summers()
     return SlotTier(spec, nearness, place, _MEDIA[nearness], slots=slots, writers=writers)
 
