@@ -157,7 +157,8 @@ class TrainerConfig(RoleConfig):
             nowhere.
         tier_slots: Number of checkpoint slots in each tier, at least 2: one for a complete step, the others for steps
             in flight. None: one more than `in_flight_max` in memory, 2 in the store, and measured on a device.
-        tier_writers: Number of threads that write to a tier. None: 1 in memory, and measured on a device.
+        tier_writers: Number of threads that write to a tier. None: up to 6 in memory, at most half of the rank's
+            cores; measured on a device.
         tier_seconds_max: Seconds to wait for the slowest rank's slice after the first rank has sealed its own; then the
             step counts as incomplete in that tier.
         store: URL of the run. Needed only where there is no stager to tell it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,3 +96,10 @@ def _place(server: str, environment: dict[str, str], monkeypatch: pytest.MonkeyP
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     return S3Place(server, environment["AWS_ENDPOINT_URL"], fresh_bucket(), environment)
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[Path]:
+    """A directory in memory, as a tier in memory and CUDA want it: `tmp_path` may lie on a disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-test-") as directory:
+        yield Path(directory)

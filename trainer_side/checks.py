@@ -1,4 +1,4 @@
-"""The trainers' part of `holdfast doctor`: torch, its devices, memory that a device can copy into, and notices."""
+"""The trainers' part of `holdfast doctor`: torch, its devices, memory that a device copies into, notices, tiers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from holdfast.command.checks import CheckPlan, CheckState, Finding
+from holdfast.config import TrainerConfig
+from holdfast.store.file_system import file_system_of
 from trainer_side.notice.aws import Aws
 from trainer_side.notice.azure import Azure
 from trainer_side.notice.gcp import Gcp
 from trainer_side.notice.source import NoticeSource, SourceError
+from trainer_side.save.host_memory import huge_buffer, lock
+from trainer_side.tiers.memory_place import why_not_memory
+from trainer_side.tiers.open_tiers import memory_directory
 
 _SECONDS_MAX = 1.0  # it is on the machine itself, or next to it
 _CHECK = "metadata service"
@@ -76,6 +81,7 @@ def trainer(plan: CheckPlan) -> Iterator[Finding]:
     """All that a training rank needs of its machine."""
     yield from devices(plan)
     yield from metadata(plan)
+    yield from tiers(plan)
 
 
 def devices(_: CheckPlan) -> Iterator[Finding]:
@@ -96,14 +102,26 @@ def devices(_: CheckPlan) -> Iterator[Finding]:
         yield Finding(
             f"gpu {index}", CheckState.OK, f"{name}, {free_bytes >> 20:,} of {total_bytes >> 20:,} MiB free"
         )
-    try:
-        torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
+    if (problem := lock(huge_buffer(_PINNED_BYTES))) is not None:
         yield Finding(
             "pinned memory",
             CheckState.FAIL,
-            f"cannot pin {_PINNED_BYTES >> 20} MiB: {error}",
-            "raise ulimit -l",
+            f"cannot lock {_PINNED_BYTES >> 20} MiB: {problem}",
+            "do what the message says; without it each copy from the device blocks the CPU",
         )
     else:
-        yield Finding("pinned memory", CheckState.OK, f"{_PINNED_BYTES >> 20} MiB pinned")
+        yield Finding("pinned memory", CheckState.OK, f"{_PINNED_BYTES >> 20} MiB locked")
+
+
+def tiers(_: CheckPlan) -> Iterator[Finding]:
+    """Whether each memory tier that is set lies in memory, where a device can copy into it."""
+    for spec in TrainerConfig.from_sources().tiers:
+        if (directory := memory_directory(spec)) is None:
+            continue
+        problem, needs_it = why_not_memory(spec, directory), torch.cuda.is_available()
+        yield Finding(
+            "memory tier",
+            CheckState.OK if problem is None else CheckState.FAIL if needs_it else CheckState.WARN,
+            f"{directory} is on {file_system_of(directory)}",
+            problem or "",
+        )

@@ -16,10 +16,10 @@ from holdfast.errors import ConfigError
 from holdfast.process import available_memory_bytes
 from holdfast.ring.directory import make_private_directory
 from holdfast.ring.growth import growth_bytes_in, image_chunks_max
+from holdfast.store.file_system import IN_MEMORY, file_system_of
 
 _PYTHON_MIN = (3, 11)
 _DESCRIPTORS_MIN = 1024
-_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 _TOUCH_BYTES = 64 << 20
 _CLOCK_SECONDS = 0.2
 _CLOCK_SLACK_SECONDS = 0.05
@@ -72,8 +72,8 @@ def shared_memory(plan: CheckPlan) -> Iterator[Finding]:
 
 
 def _ring_room(base: Path, plan: CheckPlan) -> Iterator[Finding]:
-    kind = _file_system(base)
-    in_memory = kind in _IN_MEMORY
+    kind = file_system_of(base)
+    in_memory = kind in IN_MEMORY
     yield Finding(
         "ring directory",
         CheckState.OK if in_memory else CheckState.WARN,
@@ -225,18 +225,6 @@ def network(_: CheckPlan) -> Iterator[Finding]:
             "only the loopback interface is up",
             "nothing to do for a job on one machine",
         )
-
-
-def _file_system(path: Path) -> str:
-    """Type of the file system, from the longest mount point above the path."""
-    best, kind = "", "unknown"
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, point, found, *_ = line.split(" ")
-        point = point.replace("\\040", " ")
-        inside = str(path) == point or str(path).startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, found
-    return kind
 
 
 def _read(path: Path) -> str:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from holdfast.crc import crc32
+from holdfast.errors import ConfigError
 from holdfast.image.slices import area_bytes, frames_of
+from holdfast.store.file_system import IN_MEMORY, file_system_of
 from tests.gpu.test_staging import PLENTY, OnDevice
 from trainer_side.save.host_memory import in_slot
 from trainer_side.save.staging import Staging
@@ -23,11 +25,11 @@ pytestmark = [
 
 @pytest.mark.parametrize("device_bytes_max", [0, PLENTY], ids=["C", "mirror"])
 def test_a_slice_is_copied_from_the_device_into_a_slot_and_sealed(
-    device_bytes_max: int | None, tmp_path: Path
+    device_bytes_max: int | None, tmpfs: Path
 ) -> None:
     job = OnDevice(device_bytes_max)
     layout = job.skeleton.layout
-    tier = open_tier(f"memory:{tmp_path}", "/run", slots=2, writers=1)
+    tier = open_tier(f"memory:{tmpfs}", "/run", slots=2, writers=1)
     tier.prepare(layout, 0)
     try:
         for step in (1, 2, 3):
@@ -57,7 +59,7 @@ def test_a_slice_is_copied_from_the_device_into_a_slot_and_sealed(
         tier.close()
 
 
-def test_what_is_registered_is_given_back(tmp_path: Path) -> None:
+def test_what_is_registered_is_given_back() -> None:
     """Else the next mapping at this address could not be registered."""
     memory = torch.zeros(1 << 20, dtype=torch.uint8).numpy().data
     for _ in range(3):
@@ -65,3 +67,12 @@ def test_what_is_registered_is_given_back(tmp_path: Path) -> None:
         assert tensor.is_pinned()
         del tensor
         gc.collect()
+
+
+def test_a_memory_tier_on_a_disk_is_refused_before_the_first_byte(tmp_path: Path) -> None:
+    if file_system_of(tmp_path) in IN_MEMORY:
+        pytest.skip(f"{tmp_path} is in memory here")
+    torch.zeros(1, device="cuda")
+    with pytest.raises(ConfigError, match=f"{tmp_path} is on .*, which is not in memory"):
+        open_tier(f"memory:{tmp_path}", "/run")
+    assert [*tmp_path.iterdir()] == []

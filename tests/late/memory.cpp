@@ -6,11 +6,15 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <sstream>
+#include <string>
 #include <utility>
 
 namespace late {
@@ -104,6 +108,27 @@ bool take_unused(int device, void** pointer, size_t bytes) {
     *pointer = *one;
     of.unused.erase(one);
     return true;
+  }
+  return false;
+}
+
+// A driver pins pages for as long as they are locked, and the kernel refuses that for a shared mapping of a file that it
+// writes back to a disk.
+bool on_disk(const char* pointer, size_t bytes) {
+  constexpr unsigned long IN_MEMORY[] = {0x01021994, 0x858458f6, 0x958458f6};  // tmpfs, ramfs, hugetlbfs
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    std::istringstream words(line);
+    unsigned long begin, end, inode;
+    char dash;
+    std::string rights, offset, device, path;
+    words >> std::hex >> begin >> dash >> end >> rights >> offset >> device >> std::dec >> inode >> std::ws;
+    std::getline(words, path);
+    if (end <= (unsigned long)pointer || begin >= (unsigned long)pointer + bytes) continue;
+    if (!inode || rights.back() != 's' || path.empty() || path[0] != '/') continue;
+    struct statfs found;
+    if (statfs(path.c_str(), &found)) continue;  // a file without a name: memfd_create, shared anonymous memory
+    if (!std::count(std::begin(IN_MEMORY), std::end(IN_MEMORY), (unsigned long)found.f_type)) return true;
   }
   return false;
 }
@@ -241,6 +266,7 @@ cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
   LATE_ENTER_UNSAFE("cudaHostRegister");
   for (auto& [from, other] : pinned)
     if ((char*)pointer < from + other && from < (char*)pointer + bytes) return say(cudaErrorHostMemoryAlreadyRegistered);
+  if (on_disk((char*)pointer, bytes)) return say(cudaErrorInvalidValue);
   pinned[(char*)pointer] = bytes;
   return cudaSuccess;
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from holdfast.store.file_system import IN_MEMORY, file_system_of
 from tests.late.control import ILLEGAL_ADDRESS, LateMachine
 from trainer_side.save.device_runtime import device_runtime
 
@@ -247,6 +249,27 @@ def test_memory_is_registered_once(late: LateMachine) -> None:
     assert runtime().cudaHostUnregister(address) == 0
     assert late.pinned_bytes() == before
     assert runtime().cudaHostUnregister(address) == 713
+    runtime().cudaGetLastError()
+
+
+def test_a_mapped_file_on_a_disk_cannot_be_registered(tmp_path: Path, tmpfs: Path, late: LateMachine) -> None:
+    """A shared one: what a program changes in a private one is its own."""
+    if file_system_of(tmp_path) in IN_MEMORY:
+        pytest.skip(f"{tmp_path} is in memory here")
+    before = late.pinned_bytes()
+    for folder, flags, refused in (
+        (tmp_path, mmap.MAP_SHARED, 1),
+        (tmp_path, mmap.MAP_PRIVATE, 0),
+        (tmpfs, mmap.MAP_SHARED, 0),
+    ):
+        (folder / "a file").write_bytes(bytes(2 * 4096))
+        with (folder / "a file").open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 2 * 4096, flags=flags)
+        address = ctypes.c_void_p(torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() + 4096)
+        assert runtime().cudaHostRegister(address, ctypes.c_size_t(4096), 0) == refused
+        assert late.pinned_bytes() == before + (0 if refused else 4096)
+        if not refused:
+            assert runtime().cudaHostUnregister(address) == 0
     runtime().cudaGetLastError()
 
 

@@ -72,7 +72,7 @@ def test_a_change_that_torch_does_not_count_withdraws_the_step(
 
 @MIRROR
 def test_each_slot_of_a_tier_that_is_the_area_has_what_does_not_change(
-    mirror: str, tmp_path: Path, late: LateMachine, monkeypatch: pytest.MonkeyPatch
+    mirror: str, tmp_path: Path, tmpfs: Path, late: LateMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Strategy D: what one slot holds says nothing of another. The tier itself is read, slot by slot."""
     slots, saves, changed_at = 3, 18, 12
@@ -80,7 +80,7 @@ def test_each_slot_of_a_tier_that_is_the_area_has_what_does_not_change(
         monkeypatch,
         device_bytes_max=mirror,
         store=f"file://{tmp_path}/store",
-        tiers=[f"memory:{tmp_path}"],
+        tiers=[f"memory:{tmpfs}"],
         tier_slots=slots,
         on_full="wait",
     )

@@ -10,13 +10,26 @@ import contextlib
 import logging
 import mmap
 import weakref
+from pathlib import Path
 
 import torch
 
+from holdfast.store.file_system import file_system_of
 from trainer_side.save.device_runtime import device_runtime
 from trainer_side.state.accelerator import module_of, own_device
 
 _log = logging.getLogger("holdfast.trainer")
+
+_INVALID_VALUE = 1
+# Of CUDA and HIP: they have the same numbers.
+_CAUSES = {
+    -1: "this runtime has no call for it; install the CUDA or ROCm build of torch",
+    _INVALID_VALUE: "the driver does not take these pages; only ordinary memory and files on a tmpfs can be locked",
+    2: "no more memory may be locked; raise the limit of locked memory (ulimit -l), or free memory of the host",
+    304: "the operating system refused; raise the limit of locked memory (ulimit -l), and see dmesg",
+    712: "another library has locked a part of it already; see which one locks memory that it does not own",
+    801: "this device or driver cannot lock memory in place, as under some virtual machines",
+}
 
 
 def huge_buffer(nbytes: int) -> torch.Tensor:
@@ -49,20 +62,51 @@ def in_slot(slot: memoryview, *, pinned: bool) -> torch.Tensor:
 
 
 def _lock(memory: torch.Tensor, what: str) -> None:
+    if (problem := lock(memory)) is not None:
+        _log.warning(
+            "the device's runtime cannot lock %d bytes of %s: %s. Copies from the device into them are slow and block "
+            "the CPU",
+            memory.numel(),
+            what,
+            problem,
+        )
+
+
+def lock(memory: torch.Tensor) -> str | None:
+    """Lock memory in place for the device of this rank, until the tensor is gone.
+
+    Returns:
+        Why that was refused, and what to do; None: it is locked, or torch has no runtime that locks.
+    """
     runtime, device = device_runtime(), own_device()
     if runtime is None:
-        return
+        return None
     address, nbytes = memory.data_ptr(), memory.numel()
     # Else it would make a context on the first device.
     with contextlib.nullcontext() if device is None else module_of(device).device(device):
         code = runtime.lock(address, nbytes)
     if code:
-        _log.warning(
-            "CUDA cannot register %d bytes of %s (error %d): copies from the device into them block the CPU; raise "
-            "the limit of locked memory (ulimit -l)",
-            nbytes,
-            what,
-            code,
-        )
-        return
+        return _refusal(code, address)
     weakref.finalize(memory, runtime.unlock, address).atexit = False
+    return None
+
+
+def _refusal(code: int, address: int) -> str:
+    """The cause of a refused lock, with its error number, and what to do."""
+    if code == _INVALID_VALUE and (file := _file_at(address)) is not None:
+        return (
+            f"error {code}: it is the mapped file {file} on {file_system_of(file)}, and only files in memory can be "
+            "locked; put it on a tmpfs"
+        )
+    return f"error {code}: {_CAUSES.get(code, 'look this number up among the errors of the runtime')}"
+
+
+def _file_at(address: int) -> Path | None:
+    """The file that is mapped at this address; None for memory without one."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, _, _, _, inode, *path = line.split(maxsplit=5)
+            begin, end = (int(word, 16) for word in span.split("-"))
+            if begin <= address < end:
+                return Path(path[0]) if path and inode != "0" and path[0].startswith("/") else None
+    return None

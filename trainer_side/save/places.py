@@ -52,6 +52,10 @@ class StepPlace:
     keeping: Keeping | None
 
 
+def _nobody() -> None:
+    """No lane waits for frames."""
+
+
 class Room:
     """The areas and the slots. Training thread.
 
@@ -201,6 +205,7 @@ class Room:
         keeping = place.keeping
         self._areas.send(place.area, transfer, keeping)
         transfer.record["in_flight"] = len(self._areas.in_flight())
+        place.area.tell(_nobody if keeping is None else keeping.nudge)
         if keeping is not None:
             keeping.link_released = transfer.released
             self._tiers.keep(keeping, place.area)

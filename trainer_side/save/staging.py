@@ -79,6 +79,7 @@ class Staging:
         self._landing: Callable[[], None] | None = None
         self._mirror: Mirror | None = None
         self._took_host = False  # beside the mirror, all that is in host memory
+        self._told: Callable[[], None] = lambda: None
         self._mirrored_now = 0  # so many batches of the mirror are what is captured at once
         for frame in frames_of(skeleton.layout, skeleton.rank):
             offset = frame.offset
@@ -102,6 +103,10 @@ class Staging:
     def is_ready(self, offset: int) -> bool:
         """Whether the frame that begins at `offset` holds the checkpoint that is now in the area."""
         return self._copies_left[self._frame_at[offset]] == 0
+
+    def tell(self, ready: Callable[[], None]) -> None:
+        """Call `ready`, in the copy thread, whenever frames of the checkpoint that follows have become ready."""
+        self._told = ready
 
     def copy_now(
         self,
@@ -265,6 +270,7 @@ class Staging:
             self._bring(mirror, cancelled, arrived)
         if not self._plan.gated and not cancelled():
             self._copies_left = [0] * len(self._copies_left)
+            self._told()
 
     def _bring(self, mirror: Mirror, cancelled: Callable[[], bool], arrived: Callable[..., None]) -> None:
         left = self._mirrored_now
@@ -286,6 +292,8 @@ class Staging:
     def _count(self, batch: Batch) -> None:
         for frame, count in batch.frames.items():
             self._copies_left[frame] -= count
+        if not all(map(self._copies_left.__getitem__, batch.frames)):
+            self._told()
 
     def _land(self) -> None:
         """What `copy_now` has captured is here, all of it: frames count from now on."""
@@ -296,3 +304,4 @@ class Staging:
         if self._plan.gated:
             for frame in range(len(self._copies_left)):
                 self._copies_left[frame] -= 1
+            self._told()

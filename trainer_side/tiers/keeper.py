@@ -19,6 +19,7 @@ from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.ports import CouncilPort
+from trainer_side.state import accelerator
 from trainer_side.tiers.coordinator import CouncilLimits
 from trainer_side.tiers.council import Council
 from trainer_side.tiers.found_steps import FoundSteps
@@ -79,7 +80,12 @@ class Keeper:
             port.rank, self._outcomes.lanes, self._found, writers=config.tier_writers, seconds_max=max(limits)
         )
         self._slots = StepSlots(
-            job, self._room, self._outcomes, report, call_seconds_max=config.tier_seconds_max
+            job,
+            self._room,
+            self._outcomes,
+            report,
+            call_seconds_max=config.tier_seconds_max,
+            is_direct=lambda: self.is_direct,
         )
         self._closed = False
 
@@ -97,7 +103,9 @@ class Keeper:
 
     @property
     def is_direct(self) -> bool:
-        return self.tiers[0].nearness in _IN_MEMORY
+        # A device cannot copy straight into a file on persistent memory (DAX): CUDA refuses to lock it.
+        first = self.tiers[0].nearness
+        return first is Nearness.MEMORY or (first is Nearness.PM and accelerator.kind() is None)
 
     @property
     def is_prepared(self) -> bool:

@@ -63,6 +63,7 @@ class Keeping:
         link_released: Set when the link reads the area no more, and where there is no link.
         released: Set when no tier reads the area any more.
         compare: Has the fingerprints of this rank compared with those of the others, by rank 0.
+        lookers: Wake the lanes that write it.
         kept_in: Tiers that have sealed it, by number. `lost_in`: tiers that gave it up, with the reason.
     """
 
@@ -77,6 +78,7 @@ class Keeping:
     link_released: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
     compare: Callable[[str], None] = lambda _fingerprints: None
+    lookers: list[Callable[[], None]] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     cancel_reason: Reason | None = None
     kept_in: set[int] = field(default_factory=set)
@@ -106,6 +108,12 @@ class Keeping:
         if not self.cancelled.is_set():
             self.cancel_reason = reason
             self.cancelled.set()
+            self.nudge()
+
+    def nudge(self) -> None:
+        """Have every lane look at it: a frame is ready. Any thread."""
+        for look in self.lookers:
+            look()
 
     def sum(self, frame: int) -> int:
         """CRC-32 of a frame that is ready. The first thread computes it, the others wait."""
@@ -118,7 +126,8 @@ class Keeping:
                 self._sums[frame] = crc32(
                     self.area.view(self.frames[frame].offset, self.frames[frame].nbytes)
                 )
-                self.sum_seconds += time.perf_counter() - begun
+                with self._guard:
+                    self.sum_seconds += time.perf_counter() - begun
             return self._sums[frame]
 
     def over_in(self, tier: int, reason: Reason | None = None) -> None:

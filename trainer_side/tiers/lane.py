@@ -30,7 +30,8 @@ from trainer_side.tiers.verdict_queue import VerdictQueue
 
 _log = logging.getLogger("holdfast.trainer.tiers")
 
-_LOOK_SECONDS = 2e-3  # while bytes are being copied, or the link reads a slot
+_LOOK_SECONDS = 2e-3  # while the link reads a slot
+_UNTOLD_SECONDS = 20e-3  # while bytes are being copied: `Keeping.nudge` tells of a frame that is ready
 _FRAMES_LOOKED_AT_MAX = 16  # to find one that is ready: frames get ready in about this order
 _SEAL = -1
 
@@ -128,6 +129,7 @@ class Lane:
 
     def keep(self, keeping: Keeping) -> None:
         """Begin to write a step, whose area is being filled."""
+        keeping.lookers.append(self._wake)
         with self._changed:
             self._parts.append(TierPart(keeping, keeping.writers[self.number]))
             if keeping.source_is_slot == self.number:
@@ -149,7 +151,7 @@ class Lane:
 
         Nobody waits for a tier that hangs.
         """
-        deadline = time.monotonic() + (_LOOK_SECONDS if self.calls.hangs else seconds_max)
+        deadline = time.monotonic() + (_UNTOLD_SECONDS if self.calls.hangs else seconds_max)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -168,8 +170,7 @@ class Lane:
                 if part is None and not verdicts and orphan is None:
                     if self._closing and not self._parts and not self._verdicts.is_waiting:
                         return
-                    waits = self._parts or self._verdicts.is_waiting
-                    self._changed.wait(_LOOK_SECONDS if waits else None)
+                    self._changed.wait(self._look_seconds())
                     continue
             for verdict in verdicts:
                 self._deliver(verdict)
@@ -181,6 +182,16 @@ class Lane:
                 self._finish(part)
             else:
                 self._write(part, frame)
+
+    def _look_seconds(self) -> float | None:
+        """When to look again although nobody has told anything; under the lock."""
+        if self._verdicts.is_waiting or any(part.given_up for part in self._parts):
+            return _LOOK_SECONDS
+        return _UNTOLD_SECONDS if self._parts else None
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
 
     def _next(self) -> tuple[TierPart | None, int]:
         """The next piece of work; under the lock."""
@@ -205,6 +216,7 @@ class Lane:
                     del part.unwritten[place]
                     part.busy += 1
                     part.begun_at = part.begun_at or time.monotonic()
+                    self._changed.notify()  # the next frame may be ready, too
                     return part, frame
         return None, 0
 

@@ -13,13 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import ConfigError
+from trainer_side.ranks.cores import cores_of_rank
 from trainer_side.tiers.media import CachedFile, DirectFile, MappedFile, Medium
+from trainer_side.tiers.memory_place import refuse_disk
 from trainer_side.tiers.pm import PmFile
 from trainer_side.tiers.slot_tier import SlotTier
 from trainer_side.tiers.tier import Nearness, Tier
 from trainer_side.tiers.tier_directory import TierDirectory
 
 SLOTS = 2
+_SUMMERS_MAX = 6
 _MEDIA: dict[Nearness, Callable[[Path], Medium]] = {
     Nearness.MEMORY: MappedFile,
     Nearness.PM: PmFile,
@@ -37,10 +40,12 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
         run_url: The URL of the run.
         slots: How many slices a rank keeps room for: one, and one for each checkpoint in flight. At least 2; None:
             `prepare` measures the device for a second, and takes a number that suits it.
-        writers: How many threads write at once; None: measured in the same way. In memory it is one.
+        writers: How many threads write at once; None: measured in the same way. In memory as many as keep up with a
+            device, at most half of this rank's cores.
 
     Raises:
-        ConfigError: `spec` names no tier; the message lists the kinds.
+        ConfigError: `spec` names no tier; the message lists the kinds. Or a memory tier lies on a disk, and this rank
+            trains on a device.
     """
     kind, colon, directory = spec.partition(":")
     if kind not in {*_MEDIA, Nearness.STORE}:
@@ -49,8 +54,7 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
     if nearness is Nearness.STORE:
         return _open_store(run_url, slots, writers)
     if not colon and nearness is Nearness.MEMORY:
-        shared = f"/dev/shm/holdfast-{os.geteuid()}"  # noqa: S108 (0700, owner checked)
-        place = TierDirectory(Path(shared) / "tiers", run_url, parents=1)
+        place = TierDirectory(_own_directory(), run_url, parents=1)
     elif not Path(directory).is_absolute():
         raise ConfigError(
             f"tier {spec!r}: expected an absolute directory after the colon, as in {kind}:/mnt/disk; allowed are "
@@ -59,9 +63,28 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
     else:
         place = TierDirectory(Path(directory), run_url)
     if nearness is Nearness.MEMORY:
-        # The copy engine itself puts slices there, and each slot costs memory, whatever is measured.
-        slots, writers = slots if slots is not None else SLOTS, writers if writers is not None else 1
+        refuse_disk(spec, place.base, warn=True)
+        # The copy engine itself puts slices there, so the writers only compute CRCs. And each slot costs memory,
+        # whatever is measured.
+        slots, writers = slots if slots is not None else SLOTS, writers if writers is not None else _summers()
     return SlotTier(spec, nearness, place, _MEDIA[nearness], slots=slots, writers=writers)
+
+
+def memory_directory(spec: str) -> Path | None:
+    """The directory of a memory tier; None for any other tier."""
+    kind, colon, directory = spec.partition(":")
+    if kind != Nearness.MEMORY:
+        return None
+    return Path(directory) if colon else _own_directory()
+
+
+def _summers() -> int:
+    """Threads that compute CRCs behind copies from a device, each at about 10 GB/s; the others stay the training's."""
+    return max(1, min(_SUMMERS_MAX, cores_of_rank() // 2))
+
+
+def _own_directory() -> Path:
+    return Path(f"/dev/shm/holdfast-{os.geteuid()}") / "tiers"  # noqa: S108 (0700, owner checked)
 
 
 def _open_store(run_url: str, slots: int | None, writers: int | None) -> Tier:

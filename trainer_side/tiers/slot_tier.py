@@ -18,6 +18,7 @@ from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import read_whole
 from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.media import Medium
+from trainer_side.tiers.memory_place import refuse_disk
 from trainer_side.tiers.slot_files import SlotFiles
 from trainer_side.tiers.slot_format import SLOTS_MAX, Superblock
 from trainer_side.tiers.slot_scan import scan
@@ -95,6 +96,8 @@ class SlotTier:
         return 0 if self._open is None else self._open.file.superblock.slots
 
     def prepare(self, layout: Layout, rank: int) -> None:
+        if self._nearness is Nearness.MEMORY:
+            refuse_disk(self._name, self._place.base)  # the device may have come after the start
         with self._preparing:
             now = self._open
             if now is not None and now.rank != rank:

@@ -6,7 +6,7 @@ A tier without a free slot skips the step and tells the council: the step is the
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ class StepSlots:
         outcomes: Told what has a slot and what has none.
         report: Told which tier refuses a slot.
         call_seconds_max: How long a tier may take to give one.
+        is_direct: Whether a slot of the first tier is the staging area.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class StepSlots:
         report: TierReport,
         *,
         call_seconds_max: float,
+        is_direct: Callable[[], bool],
     ) -> None:
         self._job, self._room, self._outcomes, self._report = job, room, outcomes, report
-        self._call_seconds_max = call_seconds_max
+        self._call_seconds_max, self._is_direct = call_seconds_max, is_direct
         self._newest_step = -1
 
     def begin(
@@ -73,7 +75,7 @@ class StepSlots:
                 self._outcomes.began(number, order, layout.image_bytes)
         if not writers:
             return None
-        direct = 0 in writers and writers[0].memory is not None
+        direct = self._is_direct() and 0 in writers and writers[0].memory is not None
         return Keeping(
             order,
             self._room.frames,

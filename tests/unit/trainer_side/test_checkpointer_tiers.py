@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from holdfast.config import TrainerConfig
+from holdfast.crc import crc32 as true_crc32
 from holdfast.errors import PeerLost
 from holdfast.telemetry.causes import Reason
 from holdfast.telemetry.events import EventLog
@@ -168,4 +171,44 @@ def test_a_copy_that_fails_is_kept_nowhere(monkeypatch: pytest.MonkeyPatch, spec
     assert not rank.holds(1)
     assert rank.keeper.complete_step == 0
     assert rank.checkpointer.stats.skipped == {f"{spec}: copy failed": 1 for spec in specs}
+    rank.checkpointer.close()
+
+
+def test_lanes_hear_of_each_frame_and_do_not_wait_for_their_next_look(
+    monkeypatch: pytest.MonkeyPatch, specs: list[str]
+) -> None:
+    for name in ("_LOOK_SECONDS", "_UNTOLD_SECONDS"):
+        monkeypatch.setattr(f"trainer_side.tiers.lane.{name}", 3600.0)
+    rank = Rank(monkeypatch, specs, tier_writers=2)
+    for step in (1, 2, 3):
+        assert rank.save(step)
+        rank.link.stage(step)
+        until(lambda: {"memory", "file"} <= kept_kinds(rank, step))  # noqa: B023 (called at once)
+        for lane in rank.keeper._outcomes.lanes:  # verdicts wait for the link, which tells nobody
+            lane._wake()
+        until(lambda: rank.keeper.is_idle)
+    rank.checkpointer.close()
+
+
+def kept_kinds(rank: Rank, step: int) -> set[str]:
+    tiers = rank.keeper.tiers
+    return {str(tier.nearness) for tier in tiers if step in {one.seal.step for one in tier.kept()}}
+
+
+def test_crcs_of_one_slice_are_computed_by_several_threads_at_once(
+    monkeypatch: pytest.MonkeyPatch, specs: list[str]
+) -> None:
+    together, turns = threading.Barrier(3, timeout=60), itertools.count()
+
+    def crc32(view: memoryview) -> int:
+        if next(turns) < together.parties:
+            together.wait()
+        return true_crc32(view)
+
+    monkeypatch.setattr("trainer_side.tiers.keeping.crc32", crc32)
+    rank = Rank(monkeypatch, specs[:1], tier_writers=3)
+    assert rank.save(1)
+    rank.link.stage(1)
+    until(lambda: rank.keeper.is_idle)
+    assert rank.checkpointer.kept_step == 1
     rank.checkpointer.close()

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from holdfast.command.checks import CheckPlan, CheckState, Finding
+from holdfast.store.file_system import IN_MEMORY, file_system_of
 from tests.support.fake_metadata import (
     AWS_ROOT,
     AWS_TOKEN,
@@ -18,7 +20,7 @@ from tests.support.fake_metadata import (
     GCP_PREEMPTED,
     FakeMetadata,
 )
-from trainer_side.checks import metadata
+from trainer_side.checks import metadata, tiers
 
 PLAN = CheckPlan(None, Path("/nowhere"), 1, 1)
 CLOSED: tuple[int, str, dict[str, str]] = (404, "", {})
@@ -99,3 +101,19 @@ def test_a_variable_that_is_no_url_is_named() -> None:
     finding = found({"AWS_EC2_METADATA_SERVICE_ENDPOINT": "https://elsewhere"})
     assert finding.state is CheckState.FAIL
     assert "https://elsewhere" in finding.seen
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_a_memory_tier_on_a_disk_is_found(
+    tmp_path: Path, tmpfs: Path, device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if file_system_of(tmp_path) in IN_MEMORY:
+        pytest.skip(f"{tmp_path} is in memory here")
+    monkeypatch.setenv("HOLDFAST_TIERS", f"memory,memory:{tmpfs},memory:{tmp_path},file:{tmp_path}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
+    *fine, wrong = tiers(PLAN)
+    assert [finding.state for finding in fine] == [CheckState.OK, CheckState.OK]
+    assert [finding.fix for finding in fine] == ["", ""]
+    assert wrong.state is (CheckState.FAIL if device else CheckState.WARN)
+    assert wrong.seen == f"{tmp_path} is on {file_system_of(tmp_path)}"
+    assert "mount -t tmpfs" in wrong.fix

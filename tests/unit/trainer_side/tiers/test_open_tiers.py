@@ -56,3 +56,12 @@ def test_a_name_with_odd_characters_makes_a_plain_directory(tmp_path: Path) -> N
     assert place.directory.parent == tmp_path
     assert place.directory.name.isascii()
     assert " " not in place.directory.name
+
+
+@pytest.mark.parametrize(("cores", "writers"), [(1, 1), (2, 1), (8, 4), (16, 6), (96, 6)])
+def test_in_memory_as_many_threads_compute_crcs_as_keep_up_with_a_device(
+    cores: int, writers: int, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_side.tiers.open_tiers.cores_of_rank", lambda: cores)
+    assert open_tier(f"memory:{tmpfs}", "/run").writers == writers
+    assert open_tier(f"memory:{tmpfs}", "/run", writers=3).writers == 3
