@@ -65,7 +65,9 @@ def is_other(own: StageNames, state: Mapping[str, Any], tree: Any) -> bool:
     return more or any(_is_by_name(tree[name]) for name in _optimizers(state, tree))
 
 
-def narrow(state: Mapping[str, Any], tree: dict[str, Any], ranks: Sequence[StageNames], rank: int) -> None:
+def narrow(
+    state: Mapping[str, Any], tree: dict[str, Any], ranks: Sequence[StageNames], rank: int
+) -> list[str]:
     """Leave in the tree what this rank takes, and of the rest only what no other rank does.
 
     Args:
@@ -74,12 +76,15 @@ def narrow(state: Mapping[str, Any], tree: dict[str, Any], ranks: Sequence[Stage
         ranks: What each rank has.
         rank: This one.
 
+    Returns:
+        The optimizers whose parameters now have the numbers of the script.
+
     Raises:
         StateError: Parameters of an optimizer do not fit those that were saved; names them.
     """
     own = ranks[rank]
     order = _order(own, tree)
-    staged = False
+    staged, numbered = False, []
     for name, keys in own.modules.items():
         saved = _saved(tree, name)
         taken = {key for one in ranks for key in one.modules.get(name, ())} & set(saved)
@@ -99,6 +104,8 @@ def narrow(state: Mapping[str, Any], tree: dict[str, Any], ranks: Sequence[Stage
                 _by_name(name, tree[name], every) if named else _by_order(name, tree[name], every, order)
             )
             tree[name] = _numbered(tree[name], keys_of[rank])
+            numbered.append(name)
+    return numbered
 
 
 class _FilePlace(NamedTuple):

@@ -31,6 +31,7 @@ from trainer_side.save.rank_context import RankContext
 from trainer_side.save.tearing import TearCheck
 from trainer_side.state import accelerator
 from trainer_side.state.arriving import settle
+from trainer_side.state.position_names import SavedNames
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state.tree import classify, collect
 
@@ -79,6 +80,7 @@ class Planner:
         self._sparing = NOBODY  # of the plan
         self._agreeing = RanksAgreeing(state, context)
         self._agreed = Agreement(0, {})
+        self._names = SavedNames(state, is_writer=context.link.rank == 0)
 
     def take(self) -> tuple[SavePlan, Capture]:
         """Capture the state, planning first if its tensors are new.
@@ -96,21 +98,27 @@ class Planner:
         # The first time all ranks wait for each other.
         if self._plan is None:
             self._agreeing.begin()
-        collected = self._agreeing.collect() if self._plan is None else collect(self._state, may_arrive=True)
+        with self._names.telling() as given:
+            collected = (
+                self._agreeing.collect() if self._plan is None else collect(self._state, may_arrive=True)
+            )
+        if self._plan is not None:
+            self._names.look(collected, given)
         tree = self._agreeing.named(collected, self._agreed)
         self._widen(tree)
         self._spare()
         if self._plan is not None:
-            taken = capture(tree, self._plan.skeleton, defer=True)
+            taken = capture(tree, self._plan.skeleton, defer=True, trailer=self._trailer)
             if taken is not None:
                 return self._plan, taken
         # First save, or other tensors than before. All ranks come here at the same step, so they may wait for
         # each other; a rank that is still sending must wait for its buffer first, and not decline.
         settle(collected)
-        self._agree(collected)
+        self._names.renew(collected, given)
+        self._agreed = self._agreeing.agree(collected, len(self._names.trailer))
         tree = self._agreeing.named(collected, self._agreed)
         planned = self._renew_together(tree)
-        taken = capture(tree, planned.skeleton)
+        taken = capture(tree, planned.skeleton, trailer=self._trailer)
         assert taken is not None
         return planned, taken
 
@@ -164,8 +172,10 @@ class Planner:
         self._tiers.council.concur(None)
         return planned
 
-    def _agree(self, tree: Any) -> None:
-        self._agreed = self._agreeing.agree(tree)
+    @property
+    def _trailer(self) -> bytes:
+        """Nothing where optimizers have names in place of numbers."""
+        return self._names.trailer if self._agreed.union is None else b""
 
     def _renew(self, tree: Any) -> SavePlan:
         """Make a plan within the room that was agreed on, and the areas for it."""
@@ -179,6 +189,7 @@ class Planner:
             ranks=ranks,
             chunk_bytes=self._link.chunk_bytes,
             agreed=self._agreed,
+            trailer=self._trailer,
         )
         self._sparing = self._link.appointments.sparing
         if self._sparing.ranks:

@@ -118,7 +118,7 @@ def located(
                 optimizer = value
         if optimizer is not None and sizes(optimizer.param_groups) == sizes(node["param_groups"]):
             found[path] = optimizer
-    return found
+    return dict(sorted(found.items()))
 
 
 def forms(tree: Any) -> Iterator[tuple[str, Any]]:
