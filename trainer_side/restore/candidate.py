@@ -39,8 +39,9 @@ from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
 from trainer_side.restore.parcels import Parcels
 from trainer_side.restore.reading import Reading, Use, read
 from trainer_side.restore.rounds import Rounds
-from trainer_side.restore.split_parts import Placed, place, split_moments, split_parts
+from trainer_side.restore.split_parts import Placed, beside, place, split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
+from trainer_side.restore.two_values import Suspects, suspects
 from trainer_side.state.optimizer_places import located, optimizers_of, telling
 
 _log = logging.getLogger("holdfast.restore")
@@ -120,6 +121,7 @@ class Trial:
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._names, self._is_other = StageNames({}, {}), False
         self._reading = Reading()
+        self._suspects = Suspects((), candidate.step)
         self._placed = Placed({}, frozenset(), 0)
         self._deal = Deal()
         self._adopted_bytes = 0
@@ -245,6 +247,7 @@ class Trial:
         error: HoldfastError | None = None
         try:
             self._deal.settle()
+            self._suspects.see(self._structure.tree)
             values = load(job.state, self._structure.tree, rank=self._peers.rank, ranks=self._peers.ranks)
         except HoldfastError as refused:
             error = refused
@@ -378,6 +381,12 @@ class Trial:
         join_by_name(job.state, self._live, structure.tree, structure.names, self._optimizers)
         parts = split_parts(job.state, self._live)
         check(job.state, self._live, parts, structure.tree, step, may_lack=job.may_lack)
+        self._suspects = suspects(
+            job.state, self._live, structure.tree, self._image, structure.entry_of, step
+        )
         parts = {**parts, **split_moments(job.state, structure.tree)}
-        self._placed = place(structure, parts, job.state, left_out)
-        self._adopted_bytes = structure.adopt(self._live) + self._placed.nbytes
+        # While it is open whether the bytes will be taken, none of them goes into live memory.
+        is_open = bool(self._suspects.groups)
+        self._placed = place(structure, beside(parts) if is_open else parts, job.state, left_out)
+        adopted_bytes = 0 if is_open else structure.adopt(self._live)
+        self._adopted_bytes = adopted_bytes + self._placed.nbytes

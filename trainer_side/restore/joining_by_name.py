@@ -94,6 +94,7 @@ def join_by_name(
         )
         order = join.order()
         join.see_shapes(order, optimizer, saved, shapes)
+        join.see_twice(order, optimizer, saved)
         groups = join.groups(order, len(own))
         if order != sorted(order) or groups != sorted(groups):
             _arrange(saved, at(live, path), order, groups)
@@ -289,6 +290,27 @@ class _Join:
                     f"{self._path}: expected {self._say(self._here, number)} to have the shape {list(shape)} of the "
                     f"parameter in its place in the checkpoint, it has {list(parameters[number].shape)}: the "
                     "parameters were in another order, and no names say which is which; nothing was loaded"
+                )
+
+    def see_twice(
+        self, order: Sequence[int], optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
+    ) -> None:
+        """See that a parameter that the optimizer has twice has one state in the checkpoint.
+
+        Raises:
+            StateError: It has two, and the later one would win; names both.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        first: dict[int, int] = {}
+        for number, parameter in enumerate(parameters):
+            one = first.setdefault(id(parameter), number)
+            both = numbers[order[one]], numbers[order[number]]
+            if both[0] != both[1] and all(key in saved["state"] for key in both):
+                raise StateError(
+                    f"{self._path}: {self._say(self._here, number)} is in this optimizer twice, and two parameters of "
+                    f"the checkpoint are in its places, {self._say(self._there, order[one])} and "
+                    f"{self._say(self._there, order[number])}; give it each parameter once; nothing was loaded"
                 )
 
     @staticmethod

@@ -100,6 +100,18 @@ def split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str
     return parts
 
 
+def beside(parts: Mapping[str, SplitPart]) -> dict[str, SplitPart]:
+    """The same parts, to be read into memory of their own; what is split by hand stays as it is."""
+    found = dict(parts)
+    for path, part in parts.items():
+        if part.live and isinstance(part.value, torch.Tensor):
+            fresh = torch.empty_like(part.value, requires_grad=False)
+            here = _held(path, fresh)
+            assert here is not None
+            found[path] = SplitPart(path, fresh, here, live=False)
+    return found
+
+
 def place(
     structure: Structure,
     parts: Mapping[str, SplitPart],

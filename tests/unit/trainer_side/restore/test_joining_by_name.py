@@ -15,9 +15,14 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, Se
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.errors import StateError
-from tests.support.restoring import publish
+from tests.support.restoring import CountingStore, publish
 from tests.unit.trainer_side.restore.named import publish_named
 from tests.unit.trainer_side.restore.test_restore import bring_back
+from tests.unit.trainer_side.restore.test_restore_dtensors import MESHES, RANKS, as_rank, trained
+from tests.unit.trainer_side.restore.test_restore_dtensors import Net as Split
+from trainer_side.ranks.peers import LonePeers
+from trainer_side.restore.restore import restore
+from trainer_side.state.split_tensor import local_of
 from trainer_side.state.tree import collect
 
 State = dict[str, Any]
@@ -537,3 +542,25 @@ def test_another_order_is_said_once_and_the_same_order_is_not(
     assert "another order" not in caplog.text
     bring_back({"model": fresh, "optimizer": torch.optim.AdamW([*fresh.parameters()][::-1])}, tmp_path)
     assert caplog.text.count("another order") == 1
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_parameters_that_are_split_among_ranks(tmp_path: Path, kind: str) -> None:
+    shard, even = MESHES[kind]
+    net, optimizer = trained(even=even)
+    publish_named(tmp_path, 5, {"model": net, "optimizer": optimizer})
+    for rank in range(RANKS):
+        with as_rank(rank):
+            found = []
+            for backwards in (False, True):
+                torch.manual_seed(2)
+                live = Split(even=even)
+                shard(live)
+                parameters = [*live.parameters()]
+                moments = torch.optim.AdamW(parameters[::-1] if backwards else parameters)
+                restore(
+                    {"model": live, "optimizer": moments}, CountingStore(tmp_path), LonePeers(), events=None
+                )
+                assert all(moments.state[one]["exp_avg"].shape == one.shape for one in parameters)
+                found.append([local_of(moments.state[one]["exp_avg"]) for one in parameters])
+            assert all(map(torch.equal, *found))
