@@ -374,7 +374,7 @@ class Trial:
         left_out: set[int] = set()
         if ranks:
             before = structure.entries
-            numbered = narrow(job.state, structure.tree, ranks, self._peers.rank)
+            numbered = narrow(job.state, structure.tree, ranks, self._peers.rank, structure.names)
             left_out = before - structure.entries
             for name in numbered:
                 self._optimizers.pop(name, None)

@@ -19,7 +19,7 @@ from trainer_side.state.tree import children, with_changes
 _SPOILT = "<generator object"  # torch makes a new text from the letters of a text, and gets this
 
 
-class Kept:
+class Shielded:
     """A value that torch's loading would refuse, or warn of. It leaves objects of other classes as they are."""
 
     __slots__ = ("value",)
@@ -91,9 +91,9 @@ def uncast(optimizer: torch.optim.Optimizer, saved: Any) -> None:
 
 def _shielded(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return Kept(value) if value.is_complex() else value
+        return Shielded(value) if value.is_complex() else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Kept(value)
+        return Shielded(value)
     shields = {key: _shielded(one) for key, one in children(value)}
     changed = {key: shield for key, shield in shields.items() if shield is not value[key]}
     return with_changes(value, changed) if changed else value
@@ -101,7 +101,7 @@ def _shielded(value: Any) -> Any:
 
 def _restored(loaded: Any, saved: Any, device: torch.device) -> Any:
     """`loaded` with the dtypes of `saved`, wherever both have the same form; itself where it has them already."""
-    if isinstance(loaded, Kept):
+    if isinstance(loaded, Shielded):
         return _moved(loaded.value, device)
     if isinstance(saved, torch.Tensor):
         if isinstance(loaded, torch.Tensor) and loaded.dtype != saved.dtype:
