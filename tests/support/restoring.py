@@ -32,9 +32,13 @@ def publish(
     ranks: int = 1,
     chunk_bytes: int = CHUNK_BYTES,
     plain: bool = False,
+    image: bytes | None = None,
 ) -> Manifest:
-    """Write what `torch.save` makes of `tree`, and its manifest; `plain`: under the name without the attempt."""
-    image = torch_image(tree)
+    """Write what `torch.save` makes of `tree`, and its manifest; `plain`: under the name without the attempt.
+
+    With `image` that is written, and `tree` is not looked at.
+    """
+    image = torch_image(tree) if image is None else image
     name = step_file_name(step, attempt=attempt if attempt > 1 and not plain else 0)
     manifest = manifest_of(image, step=step, attempt=attempt, file=name, chunk_bytes=chunk_bytes, ranks=ranks)
     # Where a storage lies is asked from torch, by other means than those of the code under test.

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from holdfast.errors import DamageError, HoldfastError, StateError
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key, Manifest
@@ -30,14 +32,17 @@ from trainer_side.restore.deal import Deal, deal
 from trainer_side.restore.exchange import check_received
 from trainer_side.restore.image_map import Described
 from trainer_side.restore.inventory import Found, Shelf
+from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.loading import check, live_trees, load
 from trainer_side.restore.narrowing import StageNames, is_other, narrow
 from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
 from trainer_side.restore.parcels import Parcels
 from trainer_side.restore.reading import Reading, Use, read
 from trainer_side.restore.rounds import Rounds
-from trainer_side.restore.split_parts import Placed, place, split_moments, split_parts
+from trainer_side.restore.split_parts import Placed, beside, place, split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
+from trainer_side.restore.two_values import Suspects, suspects
+from trainer_side.state.optimizer_places import located, optimizers_of, telling
 
 _log = logging.getLogger("holdfast.restore")
 
@@ -113,8 +118,10 @@ class Trial:
         self._rounds: Rounds | None = None
         self._structure: Structure | None = None
         self._live: dict[str, Any] = {}
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._names, self._is_other = StageNames({}, {}), False
         self._reading = Reading()
+        self._suspects = Suspects((), candidate.step)
         self._placed = Placed({}, frozenset(), 0)
         self._deal = Deal()
         self._adopted_bytes = 0
@@ -240,6 +247,7 @@ class Trial:
         error: HoldfastError | None = None
         try:
             self._deal.settle()
+            self._suspects.see(self._structure.tree)
             values = load(job.state, self._structure.tree, rank=self._peers.rank, ranks=self._peers.ranks)
         except HoldfastError as refused:
             error = refused
@@ -349,7 +357,9 @@ class Trial:
         else:
             file, store = f"slices of {self._candidate.name}", None
         self._structure = Structure(file, self._image, data, store)
-        self._live = live_trees(self._job.state)
+        with telling(optimizers_of(self._job.state)) as given:
+            self._live = live_trees(self._job.state)
+        self._optimizers = located(self._live, self._job.state, given)
         self._names = StageNames.of(self._job.state, self._live)
         self._is_other = is_other(self._names, self._job.state, self._structure.tree)
 
@@ -364,10 +374,19 @@ class Trial:
         left_out: set[int] = set()
         if ranks:
             before = structure.entries
-            narrow(job.state, structure.tree, ranks, self._peers.rank)
+            numbered = narrow(job.state, structure.tree, ranks, self._peers.rank, structure.names)
             left_out = before - structure.entries
+            for name in numbered:
+                self._optimizers.pop(name, None)
+        join_by_name(job.state, self._live, structure.tree, structure.names, self._optimizers)
         parts = split_parts(job.state, self._live)
         check(job.state, self._live, parts, structure.tree, step, may_lack=job.may_lack)
+        self._suspects = suspects(
+            job.state, self._live, structure.tree, self._image, structure.entry_of, step
+        )
         parts = {**parts, **split_moments(job.state, structure.tree)}
-        self._placed = place(structure, parts, job.state, left_out)
-        self._adopted_bytes = structure.adopt(self._live) + self._placed.nbytes
+        # While it is open whether the bytes will be taken, none of them goes into live memory.
+        is_open = bool(self._suspects.groups)
+        self._placed = place(structure, beside(parts) if is_open else parts, job.state, left_out)
+        adopted_bytes = 0 if is_open else structure.adopt(self._live)
+        self._adopted_bytes = adopted_bytes + self._placed.nbytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from trainer_side.restore.in_place import differs, refill
 from trainer_side.restore.mismatch import of_another_object
 from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import once
+from trainer_side.restore.uncast import uncast, uncasting
+from trainer_side.state.optimizer_places import optimizers_of
 from trainer_side.state.per_rank import PerRank, decode
 from trainer_side.state.rng import RngState
 from trainer_side.state.tree import refusal, tensor_paths
@@ -229,23 +231,12 @@ def _load_per_rank(name: str, value: PerRank, blobs: Any, *, rank: int, ranks: i
 
 def _load_object(name: str, value: Any, saved: Any) -> None:
     with _refusal_named(name, value):
-        if isinstance(value, torch.optim.Optimizer):
-            with same_group_lists(value):
-                value.load_state_dict(saved)
-            _keep_dtypes(value, saved)
-        else:
+        is_optimizer = isinstance(value, torch.optim.Optimizer)
+        kept = same_group_lists(value) if is_optimizer else nullcontext()
+        with uncasting(optimizers_of({name: value})) as done, kept:
             value.load_state_dict(saved)
-
-
-def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Any) -> None:
-    """Undo what torch's own loading casts: float32 moments of bfloat16 parameters must come back as they were."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for parameter, number in zip(parameters, numbers, strict=True):
-        for key, tensor in saved["state"].get(number, {}).items():
-            loaded = optimizer.state[parameter].get(key)
-            if isinstance(loaded, torch.Tensor) and loaded.dtype != tensor.dtype:
-                optimizer.state[parameter][key] = tensor.to(loaded.device)
+        if is_optimizer and not done:
+            uncast(value, saved)  # its own loading may cast as torch's does
 
 
 @contextmanager

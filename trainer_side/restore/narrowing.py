@@ -5,8 +5,9 @@
     rank 1   has net/layers.1  ┴─ each says so ─► rank 1: {net: {layers.1}, optimizer of layers.1 by number}
 
 Only what another rank takes is left out. What nobody takes stays in the tree, and the object of the state refuses it,
-as in any other job. A file in which parameters have numbers (of a job without stages) does not say which is which: they
-are taken to be in the order of the model's state, group by group, if numbers, shapes and the order on every rank fit.
+as in any other job. A file in which parameters have numbers (of a job without stages) has their names beside it. Files
+of earlier versions have none: their parameters are taken to be in the order of the model's state, group by group, if
+numbers, shapes and the order on every rank fit.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.errors import StateError
 from trainer_side.state.parameter_names import parameter_names
+from trainer_side.state.position_names import Position, Positions
 
 # Moments that torch's optimizers make in the shape of the parameter; those of Adafactor are smaller.
 _LIKE_PARAMETERS = frozenset(
@@ -65,7 +68,13 @@ def is_other(own: StageNames, state: Mapping[str, Any], tree: Any) -> bool:
     return more or any(_is_by_name(tree[name]) for name in _optimizers(state, tree))
 
 
-def narrow(state: Mapping[str, Any], tree: dict[str, Any], ranks: Sequence[StageNames], rank: int) -> None:
+def narrow(
+    state: Mapping[str, Any],
+    tree: dict[str, Any],
+    ranks: Sequence[StageNames],
+    rank: int,
+    names: Positions = MappingProxyType({}),
+) -> list[str]:
     """Leave in the tree what this rank takes, and of the rest only what no other rank does.
 
     Args:
@@ -73,13 +82,17 @@ def narrow(state: Mapping[str, Any], tree: dict[str, Any], ranks: Sequence[Stage
         tree: What was saved; is changed.
         ranks: What each rank has.
         rank: This one.
+        names: Of parameters that have numbers in the tree, as far as the file says.
+
+    Returns:
+        The optimizers whose parameters now have the numbers of the script.
 
     Raises:
         StateError: Parameters of an optimizer do not fit those that were saved; names them.
     """
     own = ranks[rank]
     order = _order(own, tree)
-    staged = False
+    staged, numbered = False, []
     for name, keys in own.modules.items():
         saved = _saved(tree, name)
         taken = {key for one in ranks for key in one.modules.get(name, ())} & set(saved)
@@ -95,10 +108,14 @@ def narrow(state: Mapping[str, Any], tree: dict[str, Any], ranks: Sequence[Stage
             if name not in own.parameters:
                 parameter_names(state)  # raises what was wrong
             every = [one.parameters.get(name, ()) for one in ranks]
-            keys_of = (
-                _by_name(name, tree[name], every) if named else _by_order(name, tree[name], every, order)
-            )
+            known = None if named else _names_of(tree[name], names.get(name))
+            if named or known is not None:
+                keys_of = _by_name(name, tree[name], every, known)
+            else:
+                keys_of = _by_order(name, tree[name], every, order)
             tree[name] = _numbered(tree[name], keys_of[rank])
+            numbered.append(name)
+    return numbered
 
 
 class _FilePlace(NamedTuple):
@@ -123,26 +140,58 @@ def _order(own: StageNames, tree: Mapping[str, Any]) -> dict[str, _FilePlace]:
     return places
 
 
-def _by_name(at: str, saved: Mapping[str, Any], every: Sequence[_Groups]) -> list[list[list[Any]]]:
-    """By rank and group, which of the saved parameters each parameter is."""
+def _names_of(
+    saved: Mapping[str, Any], groups: Sequence[Sequence[Position]] | None
+) -> list[dict[str, Any]] | None:
+    """By group, name within its module to number; None where the file does not name each of them."""
+    if groups is None or [*map(len, groups)] != [len(group["params"]) for group in saved["param_groups"]]:
+        return None
+    found: list[dict[str, Any]] = []
+    for group, positions in zip(saved["param_groups"], groups, strict=True):
+        if not all(position.names for position in positions):
+            return None
+        pairs = [
+            (name.partition("/")[2], number)
+            for number, position in zip(group["params"], positions, strict=True)
+            for name in position.names
+        ]
+        found.append(dict(pairs))
+        if len(found[-1]) != len(pairs):
+            return None  # two modules of the state have the same names
+    return found
+
+
+def _by_name(
+    at: str,
+    saved: Mapping[str, Any],
+    every: Sequence[_Groups],
+    known: Sequence[Mapping[str, Any]] | None = None,
+) -> list[list[list[Any]]]:
+    """By rank and group, which of the saved parameters each parameter is; `known`: what `_names_of` gave."""
     groups = _same_groups(at, saved, every)
-    taken: list[set[str]] = [set() for _ in groups]
+    if known is None:
+        known = [{name: name for name in names} for names in groups]
+    taken: list[set[Any]] = [set() for _ in groups]
     keys_of: list[list[list[Any]]] = []
     for rank, own in enumerate(every):
         keys_of.append([])
         for number, parameters in enumerate(own):
-            known = set(groups[number])
             keys_of[-1].append([])
             for names in parameters:
-                key = next((name for name in names if name in known), None)
-                if key is None:
+                name = next((name for name in names if name in known[number]), None)
+                if name is None:
                     raise StateError(
                         f"{at}: rank {rank} has the parameter {names[0]} in group {number}, in which the checkpoint "
                         "has none of that name; nothing was loaded"
                     )
-                taken[number].update(names)
-                keys_of[-1][-1].append(key)
-    lost = [name for names, known in zip(groups, taken, strict=True) for name in names if name not in known]
+                taken[number].update(known[number][one] for one in names if one in known[number])
+                keys_of[-1][-1].append(known[number][name])
+    lost = [
+        name
+        for of_group, keys in zip(known, taken, strict=True)
+        for name, key in of_group.items()
+        if key not in keys
+    ]
     if lost:
         raise StateError(
             f"{at}: the checkpoint has the parameters {', '.join(lost[:5])}, which no rank has ({len(lost)} in all); "

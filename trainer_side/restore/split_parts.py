@@ -18,6 +18,7 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.region_targets import Claims, ScatterTarget
 from trainer_side.restore.structure import Structure, entry_at, once
+from trainer_side.state.optimizer_places import at
 from trainer_side.state.split_tensor import Held, held, is_split
 from trainer_side.state.tree import children, tensor_paths
 
@@ -88,15 +89,27 @@ def split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str
     for name, value in state.items():
         if isinstance(value, torch.optim.Optimizer) and name in tree:
             for number, parameter, moments in _saved_moments(value, tree[name]):
-                for key, saved in moments.items():
-                    path = f"{name}/state/{number}/{key}"
-                    before = value.state.get(parameter, {}).get(key)
-                    if _is_moment(key, saved, parameter) and not _fits(before, saved):
+                for own, saved in tensor_paths(moments):
+                    path = f"{name}/state/{number}/{own}"
+                    before = at(value.state.get(parameter, {}), own)
+                    if _is_moment(own.rpartition("/")[2], saved, parameter) and not _fits(before, saved):
                         moment = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
                         here = _held(path, moment)
                         assert here is not None
                         parts[path] = SplitPart(path, moment, here, live=False)
     return parts
+
+
+def beside(parts: Mapping[str, SplitPart]) -> dict[str, SplitPart]:
+    """The same parts, to be read into memory of their own; what is split by hand stays as it is."""
+    found = dict(parts)
+    for path, part in parts.items():
+        if part.live and isinstance(part.value, torch.Tensor):
+            fresh = torch.empty_like(part.value, requires_grad=False)
+            here = _held(path, fresh)
+            assert here is not None
+            found[path] = SplitPart(path, fresh, here, live=False)
+    return found
 
 
 def place(

@@ -29,6 +29,7 @@ from holdfast.store.base import Store
 from holdfast.store.ranged import RangedFile
 from trainer_side.restore.image_map import Described, ends_of, is_storage
 from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle
+from trainer_side.state.position_names import Position, from_record
 from trainer_side.state.split_tensor import is_split
 from trainer_side.state.tree import Named, refusal, tensor_paths
 
@@ -144,6 +145,7 @@ class Structure:
             raise DamageError(f"{self._what}: not a file that torch reads: {error}") from error
         self.storages = self._assign(created)
         self._check_paths()
+        self.names = self._names(data)
 
     @property
     def tensors(self) -> list[Named]:
@@ -195,6 +197,13 @@ class Structure:
             self.storages[index] = memory
             adopted_bytes += memory.nbytes()
         return adopted_bytes
+
+    def _names(self, data: bytes) -> dict[str, list[list[Position]]]:
+        """The names of what the tree has by number only."""
+        for entry in self._image.entries:
+            if entry.name.endswith("/data.pkl") and entry.offset + entry.nbytes <= ends_of(self._image)[0]:
+                return from_record(data[entry.offset : entry.offset + entry.nbytes], source=self._what)
+        return {}
 
     def _assign(self, created: list[torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
         """Entry index → storage.

@@ -75,8 +75,12 @@ class RanksAgreeing:
             self._refuse(error if isinstance(error, StateError) else problem)
             raise
 
-    def agree(self, tree: Any) -> Agreement:
+    def agree(self, tree: Any, beside_bytes: int) -> Agreement:
         """Compare the state with that of the other ranks. Collective.
+
+        Args:
+            tree: The state.
+            beside_bytes: What data.pkl takes beside the pickle.
 
         Raises:
             ConfigError: Rank 0 has found that the first save must not be (see `begin`).
@@ -86,7 +90,7 @@ class RanksAgreeing:
         """
         self._names = {}
         proposed, agreement = self._propose(
-            lambda: table(self._state, tree, rank=self._rank, ranks=self._ranks)
+            lambda: table(self._state, tree, rank=self._rank, ranks=self._ranks, beside_bytes=beside_bytes)
         )
         self.sum_seconds = proposed.sum_seconds
         if agreement.asks_stages:

@@ -14,6 +14,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from trainer_side.opaque import opaque
+
 
 class OptimizerSteps:
     """The steps since `watch`. Hooks run in the thread that steps an optimizer; all else is of the training thread.
@@ -34,8 +36,9 @@ class OptimizerSteps:
         """Set the hooks, if they are not set."""
         if not self._hooks:
             self._hooks = [
-                register_optimizer_step_pre_hook(self._before),
-                register_optimizer_step_post_hook(self._after),
+                # Traced into a compiled step, they would see the first step alone.
+                register_optimizer_step_pre_hook(opaque(self._before)),
+                register_optimizer_step_post_hook(opaque(self._after)),
             ]
 
     def unwatch(self) -> None:
@@ -84,10 +87,6 @@ class OptimizerSteps:
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         for parameter, gradient in _first_gradients(optimizer):
             self._used[id(parameter)] = weakref.ref(gradient), gradient._version
-
-    # Traced into a compiled step, they would see the first step alone.
-    _before._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _after._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _first_gradients(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -33,6 +33,7 @@ from trainer_side.save.tearing import TearCheck
 from trainer_side.state import accelerator
 from trainer_side.state.arriving import settle
 from trainer_side.state.given_state import GivenState
+from trainer_side.state.position_names import SavedNames
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state.tree import classify, collect
 
@@ -84,6 +85,7 @@ class Planner:
         self._sparing = NOBODY  # of the plan
         self._agreeing = RanksAgreeing(given, context)
         self._agreed = Agreement(0, {})
+        self._names = SavedNames(self._state, is_writer=context.link.rank == 0)
 
     def take(self) -> tuple[SavePlan, Capture]:
         """Capture the state, planning first if its tensors are new.
@@ -101,16 +103,19 @@ class Planner:
         # The first time all ranks wait for each other.
         if self._plan is None:
             self._agreeing.begin()
-        if self._plan is None:
-            collected = self._agreeing.collect()
-        else:
-            self._given.take_new()
-            collected = collect(self._state, may_arrive=True)
+        with self._names.telling() as told:
+            if self._plan is None:
+                collected = self._agreeing.collect()
+            else:
+                self._given.take_new()
+                collected = collect(self._state, may_arrive=True)
+        if self._plan is not None:
+            self._names.look(collected, told)
         tree = self._agreeing.named(collected, self._agreed)
         self._widen(tree)
         self._spare()
         if self._plan is not None:
-            taken = capture(tree, self._plan.skeleton, defer=True)
+            taken = capture(tree, self._plan.skeleton, defer=True, trailer=self._trailer)
             if taken is not None:
                 self._left_out.look(collected)
                 return self._plan, taken
@@ -118,10 +123,11 @@ class Planner:
         # each other; a rank that is still sending must wait for its buffer first, and not decline.
         settle(collected)
         self._left_out.look(collected, new_layout=True)
-        self._agree(collected)
+        self._names.renew(collected, told)
+        self._agreed = self._agreeing.agree(collected, len(self._names.trailer))
         tree = self._agreeing.named(collected, self._agreed)
         planned = self._renew_together(tree)
-        taken = capture(tree, planned.skeleton)
+        taken = capture(tree, planned.skeleton, trailer=self._trailer)
         assert taken is not None
         return planned, taken
 
@@ -175,8 +181,10 @@ class Planner:
         self._tiers.council.concur(None)
         return planned
 
-    def _agree(self, tree: Any) -> None:
-        self._agreed = self._agreeing.agree(tree)
+    @property
+    def _trailer(self) -> bytes:
+        """Nothing where optimizers have names in place of numbers."""
+        return self._names.trailer if self._agreed.union is None else b""
 
     def _renew(self, tree: Any) -> SavePlan:
         """Make a plan within the room that was agreed on, and the areas for it."""
@@ -190,6 +198,7 @@ class Planner:
             ranks=ranks,
             chunk_bytes=self._link.chunk_bytes,
             agreed=self._agreed,
+            trailer=self._trailer,
         )
         self._sparing = self._link.appointments.sparing
         if self._sparing.ranks:

@@ -62,6 +62,7 @@ def table(
     ranks: int,
     names: Mapping[str, Sequence[Sequence[str]]] | None = None,
     sums: Sequence[int] = (),
+    beside_bytes: int = 0,
 ) -> Table:
     """What this rank proposes. Training thread; reads every byte of the state once, moves none.
 
@@ -72,6 +73,7 @@ def table(
         ranks: Number of ranks.
         names: Of the parameters of each optimizer, where the ranks have different tensors: then a stage is proposed.
         sums: Those of a table of the same tensors; empty: they are made.
+        beside_bytes: What data.pkl takes beside the pickle.
 
     Raises:
         StateError: A tensor, or a plain value, is of a kind that cannot be saved; names its path.
@@ -113,7 +115,8 @@ def table(
             if row not in regions and held_whole(tensor):
                 regions[row] = tensor.itemsize, Region((0,) * tensor.dim(), tuple(tensor.shape))
     try:
-        pickle_bytes = len(Pickling(found).head(full)) if rank == 0 or stage is not None else 0
+        is_pickled = rank == 0 or stage is not None
+        pickle_bytes = len(Pickling(found).head(full)) + beside_bytes if is_pickled else 0
     except REFUSED as error:
         raise blame(full, found, error) from error
     digest = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()

@@ -31,6 +31,7 @@ from trainer_side.state.arriving import settle
 from trainer_side.state.per_rank import PerRank, encode
 from trainer_side.state.per_rank_places import Blobs
 from trainer_side.state.pickling import REFUSED, Pickling, blame, load_structure
+from trainer_side.state.position_names import laid
 from trainer_side.state.recall import Last, Recall
 from trainer_side.state.shards import Expanded, Shards
 from trainer_side.state.snapshot import Snapshot
@@ -102,10 +103,11 @@ class Deferred:
         recall: Recognised the tree. If nothing comes of it, it does not again: the next capture looks at everything.
         snapshot: The tree as it was.
         skeleton: The plan.
+        trailer: See `capture`.
     """
 
-    def __init__(self, recall: Recall, snapshot: Snapshot, skeleton: Skeleton) -> None:
-        self._recall, self._snapshot, self._skeleton = recall, snapshot, skeleton
+    def __init__(self, recall: Recall, snapshot: Snapshot, skeleton: Skeleton, trailer: bytes) -> None:
+        self._recall, self._snapshot, self._skeleton, self._trailer = recall, snapshot, skeleton, trailer
 
     @property
     def fits(self) -> bool:
@@ -113,7 +115,7 @@ class Deferred:
         last = self._recall.last
         longer = max(0, self._snapshot.text_length - last.text_length)
         more_bytes = longer * _CHARACTER_BYTES_MAX + _GROWTH_BYTES
-        return last.pickle_bytes + more_bytes <= self._skeleton.pickle_reserve_bytes
+        return last.pickle_bytes + more_bytes + len(self._trailer) <= self._skeleton.pickle_reserve_bytes
 
     def contents(self) -> dict[int, bytes]:
         """What `Capture.contents` lacks.
@@ -130,11 +132,11 @@ class Deferred:
                 "the plain values of the state cannot be pickled any more; the next save says why"
             )
         data, reserve = pickled[0], skeleton.pickle_reserve_bytes
-        if len(data) > reserve:
+        if len(data) + len(self._trailer) > reserve:
             recall.holds = False
-            raise Outgrown("", len(data), reserve)
+            raise Outgrown("", len(data) + len(self._trailer), reserve)
         recall.last = Last(len(data), self._snapshot.text_length)
-        return {skeleton.zip_parts.pickle_entry: data.ljust(reserve, b"\0")}
+        return {skeleton.zip_parts.pickle_entry: laid(data, self._trailer, reserve)}
 
 
 class Capture(NamedTuple):
@@ -165,6 +167,7 @@ def plan(
     ranks: int,
     chunk_bytes: int,
     agreed: Agreement,
+    trailer: bytes = b"",
 ) -> Skeleton:
     """Lay out the image. The layout and the literals come out the same on every rank that holds the same tensors.
 
@@ -177,6 +180,7 @@ def plan(
         ranks: Number of ranks.
         chunk_bytes: Size of a chunk.
         agreed: The room for data.pkl and for each `PerRank` value, and how tensors are split.
+        trailer: See `capture`.
 
     Raises:
         Outgrown: On rank 0, data.pkl does not fit its reserve.
@@ -206,9 +210,9 @@ def plan(
 
     def pad(whole: bytes) -> bytes:
         nonlocal pickled, fits
-        pickled, fits = whole, len(whole) <= pickle_reserve_bytes
+        pickled, fits = whole, len(whole) + len(trailer) <= pickle_reserve_bytes
         if not fits and rank == 0:
-            raise Outgrown("", len(whole), pickle_reserve_bytes)
+            raise Outgrown("", len(whole) + len(trailer), pickle_reserve_bytes)
         # On other ranks only the size matters: theirs is not sent.
         return whole[:pickle_reserve_bytes].ljust(pickle_reserve_bytes, b"\0")
 
@@ -255,7 +259,9 @@ def plan(
     )
 
 
-def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False) -> Capture | None:
+def capture(
+    tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False, trailer: bytes = b""
+) -> Capture | None:
     """The cheap step of every save: what is small is made, what is large is pointed to. Training thread.
 
     Args:
@@ -263,6 +269,7 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False)
         skeleton: The plan.
         defer: Whether data.pkl may be left to be made later. It is where the tree is recalled, holds nothing but what a
             snapshot keeps as it is, and has nothing in it that might make the pickle much longer than the last one.
+        trailer: The last bytes of data.pkl (`position_names.py`); on rank 0.
 
     Returns:
         None if the tensors are not those of the plan any more: make a new one.
@@ -283,7 +290,7 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False)
     if expanded is None:
         return None
     full = expanded.tree
-    found = _recalled(full, skeleton, defer=defer) or _in_full(full, skeleton)
+    found = _recalled(full, skeleton, defer=defer, trailer=trailer) or _in_full(full, skeleton, trailer)
     if found is None:
         return None
     sources, data_pkl, tensors, tensor_entries = found
@@ -322,7 +329,9 @@ _GROWTH_BYTES = 1024  # much for numbers alone: those that get longer take a few
 _CHARACTER_BYTES_MAX = 4  # in UTF-8
 
 
-def _recalled(full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool) -> _TakenNow | None:
+def _recalled(
+    full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool, trailer: bytes
+) -> _TakenNow | None:
     """What `_in_full` would give, where only values have changed since it last gave something; else None."""
     for recall in skeleton._recalls:
         seen = recall.look(full)
@@ -333,18 +342,22 @@ def _recalled(full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool) -> _T
         if skeleton.rank != 0:
             return _TakenNow(sources, None, tensors, recall.entries)
         snapshot = recall.snapshot(full, seen.walked) if defer else None
-        if snapshot is not None and (deferred := Deferred(recall, snapshot, skeleton)).fits:
+        if snapshot is not None and (deferred := Deferred(recall, snapshot, skeleton, trailer)).fits:
             return _TakenNow(sources, deferred, tensors, recall.entries)
         pickled = recall.pickle(full, seen.walked)
         reserve = skeleton.pickle_reserve_bytes
-        if pickled is not None and len(pickled[0]) <= reserve and pickled[1] <= skeleton._accepted:
+        if (
+            pickled is not None
+            and len(pickled[0]) + len(trailer) <= reserve
+            and pickled[1] <= skeleton._accepted
+        ):
             if snapshot is not None:
                 recall.last = Last(len(pickled[0]), snapshot.text_length)
-            return _TakenNow(sources, pickled[0].ljust(reserve, b"\0"), tensors, recall.entries)
+            return _TakenNow(sources, laid(pickled[0], trailer, reserve), tensors, recall.entries)
     return None
 
 
-def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _TakenNow | None:
+def _in_full(full: Mapping[str, Any], skeleton: Skeleton, trailer: bytes) -> _TakenNow | None:
     """Survey and pickle; None if the tensors are not those of the plan."""
     zip_parts = skeleton.zip_parts
     skeleton._recalls.clear()
@@ -360,7 +373,7 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _TakenNow | None:
         entry = zip_parts.storage_entries[number]
         if entry not in blob_entries:
             sources[entry] = part.source(entry)
-    pickled = _pickled(full, found, skeleton) if skeleton.rank == 0 else None
+    pickled = _pickled(full, found, skeleton, len(trailer)) if skeleton.rank == 0 else None
     recall = Recall.of(
         full,
         found,
@@ -375,11 +388,13 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _TakenNow | None:
     numbers = [found.number(tensor) for tensor in tensors]
     entries = [zip_parts.storage_entries[number] for number in numbers if number is not None]
     assert len(entries) == len(tensors), "all tensors were surveyed"
-    data_pkl = None if pickled is None else pickled[1].ljust(skeleton.pickle_reserve_bytes, b"\0")
+    data_pkl = None if pickled is None else laid(pickled[1], trailer, skeleton.pickle_reserve_bytes)
     return _TakenNow(sources, data_pkl, tensors, entries)
 
 
-def _pickled(full: Mapping[str, Any], found: Survey, skeleton: Skeleton) -> tuple[Pickling, bytes]:
+def _pickled(
+    full: Mapping[str, Any], found: Survey, skeleton: Skeleton, beside_bytes: int
+) -> tuple[Pickling, bytes]:
     """The pickle of this save, of which it is known that torch.load takes it."""
     job = Pickling(found)
     entry = skeleton.layout.entries[skeleton.zip_parts.pickle_entry]
@@ -387,8 +402,8 @@ def _pickled(full: Mapping[str, Any], found: Survey, skeleton: Skeleton) -> tupl
         pickled = job.head(full)
     except REFUSED as error:
         raise blame(full, found, error) from error
-    if len(pickled) > entry.nbytes:
-        raise Outgrown("", len(pickled), entry.nbytes)
+    if len(pickled) + beside_bytes > entry.nbytes:
+        raise Outgrown("", len(pickled) + beside_bytes, entry.nbytes)
     if not job.kinds <= skeleton._accepted:
         # A class of values that was not in the state when it was planned: see again whether it can be loaded.
         file = SparseFile.of(skeleton.literals, skeleton.layout.image_bytes)

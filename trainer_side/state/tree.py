@@ -165,7 +165,7 @@ def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
     replicated, gated = _roles(state)
     owned: dict[int, Ownership] = {}
     for _, tensor in tensor_paths(tree):
-        view = _view(local_of(tensor))
+        view = view_of(local_of(tensor))
         if view is None:
             continue  # refused with its path when the plan is made
         before = owned.get(view[0], Ownership(REPLICATED, gated=True))
@@ -206,22 +206,22 @@ def _roles(state: Mapping[str, Any]) -> tuple[set[_View], set[_View]]:
     stepped: set[_View | None] = set()
     for value in state.values():
         if isinstance(value, torch.nn.Module):
-            parameters.update(_view(local_of(parameter)) for parameter in value.parameters())
-            buffers.update(_view(local_of(buffer)) for buffer in value.buffers())
+            parameters.update(view_of(local_of(parameter)) for parameter in value.parameters())
+            buffers.update(view_of(local_of(buffer)) for buffer in value.buffers())
         elif isinstance(value, torch.optim.Optimizer):
             for optimizer in with_inner([value]):
                 state_of = list(optimizer.state.values())
-                moments.update(_view(local_of(tensor)) for _, tensor in tensor_paths(state_of))
+                moments.update(view_of(local_of(tensor)) for _, tensor in tensor_paths(state_of))
                 groups = optimizer.param_groups
                 stepped.update(
-                    _view(local_of(parameter)) for group in groups for parameter in group["params"]
+                    view_of(local_of(parameter)) for group in groups for parameter in group["params"]
                 )
     replicated = (parameters | moments) - buffers
     gated = replicated & (stepped | moments)
     return {view for view in replicated if view}, {view for view in gated if view}
 
 
-def _view(tensor: torch.Tensor) -> _View | None:
+def view_of(tensor: torch.Tensor) -> _View | None:
     """A key that a tensor and its detached twin in a `state_dict()` share; None if it has no plain storage."""
     if refusal(tensor) is not None:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.crc import crc32
 from holdfast.image.layout import Layout
 from holdfast.wire.state_messages import Agreement
+from trainer_side.state.position_names import SavedNames
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
 from trainer_side.state.tree import classify, collect
@@ -24,10 +25,11 @@ def make_plan(
     ranks: int = 1,
     chunk_bytes: int = CHUNK_BYTES,
     reserve: int = 0,
+    trailer: bytes = b"",
 ) -> Skeleton:
     """The plan of one rank, with reserves as this rank alone would have them."""
     tree = collect(state)
-    proposed = table(state, tree, rank=rank, ranks=ranks)
+    proposed = table(state, tree, rank=rank, ranks=ranks, beside_bytes=len(trailer))
     return plan(
         tree,
         classify(state, tree),
@@ -35,11 +37,21 @@ def make_plan(
         ranks=ranks,
         chunk_bytes=chunk_bytes,
         agreed=Agreement(reserve or 2 * proposed.pickle_bytes + 4096, proposed.per_rank_bytes),
+        trailer=trailer,
     )
 
 
-def taken(state: Mapping[str, Any], skeleton: Skeleton) -> Capture:
-    found = capture(collect(state), skeleton)
+def named(state: Mapping[str, Any]) -> bytes:
+    """The names that rank 0 puts behind the pickle."""
+    names = SavedNames(state, is_writer=True)
+    with names.telling() as given:
+        tree = collect(state)
+    names.renew(tree, given)
+    return names.trailer
+
+
+def taken(state: Mapping[str, Any], skeleton: Skeleton, trailer: bytes = b"") -> Capture:
+    found = capture(collect(state), skeleton, trailer=trailer)
     assert found is not None
     return found
 
@@ -94,6 +106,7 @@ def assembled(layout: Layout, frames: Sequence[Mapping[int, bytes]]) -> bytes:
 
 def save(state: Mapping[str, Any], path: Path, *, chunk_bytes: int = CHUNK_BYTES) -> Layout:
     """The file of a job with one rank."""
-    skeleton = make_plan(state, chunk_bytes=chunk_bytes)
-    path.write_bytes(assembled(skeleton.layout, [sent(skeleton, taken(state, skeleton))]))
+    trailer = named(state)
+    skeleton = make_plan(state, chunk_bytes=chunk_bytes, trailer=trailer)
+    path.write_bytes(assembled(skeleton.layout, [sent(skeleton, taken(state, skeleton, trailer))]))
     return skeleton.layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from holdfast.errors import StateError
 from trainer_side.restore.narrowing import StageNames, is_other, narrow
 from trainer_side.state.parameter_names import by_name, first_names, parameter_names
+from trainer_side.state.position_names import Positions, positions
 from trainer_side.state.tree import collect
 
 State = dict[str, Any]
@@ -34,10 +36,10 @@ def saved(state: State, *, named: bool) -> State:
     return by_name(collect(state), names, names) if named else collect(state)
 
 
-def narrowed(tree: State, states: list[State], rank: int) -> State:
+def narrowed(tree: State, states: list[State], rank: int, names: Positions = MappingProxyType({})) -> State:
     ranks = [StageNames.from_bytes(StageNames.of(one, collect(one)).to_bytes()) for one in states]
     assert any(is_other(names, one, tree) for names, one in zip(ranks, states, strict=True))
-    narrow(states[rank], tree, ranks, rank)
+    narrow(states[rank], tree, ranks, rank, names)
     return tree
 
 
@@ -54,6 +56,23 @@ def test_each_rank_gets_its_layers_and_their_moments(named: bool, groups: int) -
             assert torch.equal(tree["optimizer"]["state"][number]["exp_avg"], moments["exp_avg"]), number
         for there, here in zip(tree["optimizer"]["param_groups"], expected["param_groups"], strict=True):
             assert there["params"] == here["params"]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_file_with_numbers_in_another_order_than_the_models_is_taken_by_its_names(groups: int) -> None:
+    whole = job(0, 1, 2, backwards=True, groups=groups)
+    names = positions(whole, collect(whole), {"optimizer": whole["optimizer"]})
+    parts = [job(0, groups=groups), job(1, 2, groups=groups)]
+    for state, own in zip(parts, (slice(4, 6), slice(0, 4)), strict=True):
+        for number, group in enumerate(state["optimizer"].param_groups):
+            ends = [name for name, _ in whole["net"].named_parameters()][::-1][own][number::groups]
+            named = dict(state["net"].named_parameters())
+            group["params"] = [named[name] for name in sorted(ends)]
+    for rank, state in enumerate(parts):
+        tree = narrowed(collect(whole), parts, rank, names)
+        expected = collect(state)["optimizer"]
+        for number, moments in expected["state"].items():
+            assert torch.equal(tree["optimizer"]["state"][number]["exp_avg"], moments["exp_avg"]), number
 
 
 def test_a_file_of_stages_comes_back_whole() -> None:

@@ -1,0 +1,44 @@
+"""A real job goes on with parameters and groups of its optimizer in another order: each keeps moments and settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.job import Job, environment
+
+pytestmark = [pytest.mark.mpi]
+_JOB = Path(__file__).with_name("jobs") / "reordered.py"  # not imported: torch's own modules for it warn
+STEPS = 6
+
+
+def _run(directory: Path, way: str, order: str, steps: int, store: str) -> dict[str, Any]:
+    out = directory / f"{store}-{order}.pt"
+    with Job(
+        2,
+        [str(_JOB), way, order, str(steps), str(out)],
+        ["--store", str(directory / store), "--chunk-bytes", "64KiB", "--ring-bytes", "4MiB"],
+        env=environment(directory / f"runtime-{store}"),
+        log=directory / f"{store}-{order}.log",
+    ) as job:
+        job.succeed(120)
+    found: dict[str, Any] = torch.load(out, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_another_order_trains_on_as_if_nothing_had_happened(tmp_path: Path, way: str) -> None:
+    expected = _run(tmp_path, way, "abc", STEPS, "whole")
+    _run(tmp_path, way, "abc", STEPS // 2, "parts")
+    found = _run(tmp_path, way, "cab", STEPS, "parts")
+    assert len(found) == len(expected) == 6
+    for name, values in expected.items():
+        assert found[name].keys() == values.keys() == {"value", "lr", "step", "exp_avg", "exp_avg_sq"}
+        assert found[name]["lr"] == values["lr"], name
+        for key in ("value", "step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(found[name][key], values[key]), (name, key)
+    said = (tmp_path / "parts-cab.log").read_text()
+    assert "optimizer: its parameters are in another order than in the checkpoint" in said

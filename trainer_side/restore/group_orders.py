@@ -1,0 +1,130 @@
+"""Puts what schedulers have for each group of an optimizer into the order in which its groups are now.
+
+groups of the checkpoint [a, b], of the script [b, a]:   base_lrs [0.1, 0.2] ─► [0.2, 0.1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from holdfast.errors import StateError
+from trainer_side.state.optimizer_places import at, reachable
+from trainer_side.state.tree import children
+
+# As torch's schedulers, and timm's, name their lists.
+_PER_GROUP = frozenset(
+    {
+        "base_lrs",
+        "_last_lr",
+        "lr_lambdas",
+        "min_lrs",
+        "max_lrs",
+        "base_momentums",
+        "max_momentums",
+        "base_values",
+    }
+)
+_ADVICE = "give the optimizer its groups in the order in which they were saved; nothing was loaded"
+
+
+class GroupOrder(NamedTuple):
+    """The groups of an optimizer that was put into another order.
+
+    Attributes:
+        path: Of its dictionary in the state.
+        groups: For each group of the script, which of the checkpoint's it is.
+    """
+
+    path: str
+    groups: Sequence[int]
+
+    @property
+    def is_same(self) -> bool:
+        return list(self.groups) == sorted(self.groups)
+
+    def of(self, values: Sequence[Any]) -> list[Any]:
+        return [values[number] for number in self.groups]
+
+
+def reorder_schedulers(
+    state: Mapping[str, Any],
+    live: Mapping[str, Any],
+    tree: Mapping[str, Any],
+    orders: Mapping[int, GroupOrder],
+) -> None:
+    """Change the lists of all schedulers of the tree whose optimizer has its groups in another order.
+
+    Args:
+        state: As the script gave it.
+        live: What `live_trees` gave for it.
+        tree: What was saved; is changed.
+        orders: By `id()` of the optimizer.
+
+    Raises:
+        StateError: It cannot be told whether a list follows the groups, or which optimizer it is of; names it.
+    """
+    moved = {key: order for key, order in orders.items() if not order.is_same}
+    if not moved:
+        return
+    places = {id(value): path for path, _, value in _lists(live)}
+    done: set[str] = set()
+    for scheduler in reachable(state):
+        order = moved.get(id(getattr(scheduler, "optimizer", None)))
+        if order is None or not hasattr(scheduler, "__dict__"):
+            continue
+        known = [places[id(one)] for one in vars(scheduler).values() if id(one) in places]
+        for path in dict.fromkeys(known):
+            if path not in done:
+                done.add(path)
+                _reorder(path, at(tree, path) if path else tree, order, scheduler)
+    for path, key, value in list(_lists(tree)):
+        for order in moved.values():
+            if path not in done and key in _PER_GROUP and _changes(value, order):
+                raise StateError(
+                    f"{path}/{key}: the groups of {order.path} are in another order than in the checkpoint, and it "
+                    f"cannot be told whether this list is of that optimizer; {_ADVICE}"
+                )
+
+
+def _reorder(path: str, saved: Any, order: GroupOrder, scheduler: Any) -> None:
+    if not isinstance(saved, dict):
+        return
+    for key, value in saved.items():
+        if not _changes(value, order):
+            continue
+        if key in _PER_GROUP:
+            saved[key] = type(value)(order.of(value))
+        elif not type(scheduler).__module__.startswith("torch."):
+            raise StateError(
+                f"{path}/{key}: the groups of {order.path} are in another order than in the checkpoint, and it is not "
+                f"known whether this list of {type(scheduler).__name__} follows them; {_ADVICE}"
+            )
+
+
+def _changes(value: Any, order: GroupOrder) -> bool:
+    """Whether it may be a list of one value for each group, and would become another one."""
+    if not isinstance(value, list | tuple) or len(value) != len(order.groups):
+        return False
+    return any(_differ(one, other) for one, other in zip(value, order.of(value), strict=True))
+
+
+def _differ(one: Any, other: Any) -> bool:
+    try:
+        return bool(one is not other and one != other)
+    except (RuntimeError, ValueError):  # tensors, or arrays, of several elements
+        return True
+
+
+def _lists(tree: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The lists in dictionaries: path of the dictionary, key, list."""
+    seen: set[int] = set()
+    pending: list[tuple[str, Any]] = [("", tree)]
+    while pending:
+        path, node = pending.pop()
+        for key, value in children(node):
+            if isinstance(node, dict) and isinstance(value, list | tuple):
+                yield path, key, value
+            if isinstance(value, dict | list | tuple) and id(value) not in seen:
+                seen.add(id(value))
+                pending.append((f"{path}/{key}" if path else str(key), value))

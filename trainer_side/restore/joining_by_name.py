@@ -1,0 +1,369 @@
+"""Joins the parameters of each optimizer to those in the checkpoint by their names, where their order is another one.
+
+    saved      params [0, 1]   names  model/a.weight, model/b.weight     state {0: A, 1: B}
+    script     AdamW([b.weight, a.weight])
+    after      params [0, 1]                                             state {0: B, 1: A}
+
+torch itself joins by position. A name counts without its wrapper (`module.`, `_orig_mod.`), and without the name of its
+object in the state where that is another one now. Parameters that no name joins keep their order, if shapes allow.
+Settings of groups follow the groups, and the lists of schedulers follow the settings (`group_orders.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.errors import StateError
+from trainer_side.restore.group_orders import GroupOrder, reorder_schedulers
+from trainer_side.state.optimizer_places import at, is_form, sizes
+from trainer_side.state.position_names import Position, Positions, positions
+from trainer_side.state.tree import tensor_paths
+
+_log = logging.getLogger("holdfast.restore")
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# Moments that torch's optimizers make in the shape of the parameter; those of other kinds may be smaller.
+_LIKE_PARAMETERS = frozenset(
+    {"exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
+)
+
+
+class _Side(NamedTuple):
+    """The parameters of an optimizer in the script, or in the checkpoint.
+
+    Attributes:
+        flat: All of them.
+        group_of: The group of each.
+        paths: What the whole state has there: paths without wrappers.
+        objects: Names at the top of the state.
+    """
+
+    flat: list[Position]
+    group_of: list[int]
+    paths: frozenset[str]
+    objects: frozenset[str]
+
+
+def join_by_name(
+    state: Mapping[str, Any],
+    live: Mapping[str, Any],
+    tree: Mapping[str, Any],
+    names: Positions,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> None:
+    """Put the parameters and groups of all optimizers of the tree into the order of the script.
+
+    Optimizers with other numbers of parameters are left as they are: they are refused elsewhere.
+
+    Args:
+        state: As the script gave it.
+        live: What `live_trees` gave for it.
+        tree: What was saved; is changed.
+        names: Of the parameters in it; those that the file has.
+        optimizers: By the path of their dictionaries in `live`.
+
+    Raises:
+        StateError: Parameters, or groups, of the script have no counterpart; names both.
+    """
+    here = positions(state, live, optimizers)
+    shapes = {path: tuple(tensor.shape) for path, tensor in tensor_paths(tree)}
+    paths_here = _bare(path for path, _ in tensor_paths(live)) | _bare(_names_of(here))
+    paths_there = _bare(shapes) | _bare(_names_of(names))
+    orders: dict[int, GroupOrder] = {}
+    for path, optimizer in optimizers.items():
+        saved = at(tree, path)
+        if not is_form(saved) or any(
+            isinstance(key, str) for group in saved["param_groups"] for key in group["params"]
+        ):
+            continue
+        there = _saved_positions(saved, names.get(path))
+        own = here[path]
+        if sorted(map(len, own)) != sorted(sizes(saved["param_groups"])) or list(map(len, there)) != sizes(
+            saved["param_groups"]
+        ):
+            continue
+        join = _Join(
+            path,
+            _Side(*_flat(own), paths_here, frozenset(map(str, state))),
+            _Side(*_flat(there), paths_there, frozenset(map(str, tree))),
+            names,
+        )
+        order = join.order()
+        join.see_shapes(order, optimizer, saved, shapes)
+        join.see_twice(order, optimizer, saved)
+        groups = join.groups(order, len(own))
+        if order != sorted(order) or groups != sorted(groups):
+            _arrange(saved, at(live, path), order, groups)
+            orders[id(optimizer)] = GroupOrder(path, groups)
+            _log.warning(
+                "%s: its parameters are in another order than in the checkpoint, so their state is loaded by name",
+                path,
+            )
+    reorder_schedulers(state, live, tree, orders)
+
+
+def _saved_positions(
+    saved: Mapping[str, Any], known: Sequence[Sequence[Position]] | None
+) -> list[list[Position]]:
+    """Those of the file, or what torch has kept of the names; without both nothing is known but the order."""
+    if known is not None:
+        return [list(group) for group in known]
+    found: list[list[Position]] = []
+    for group in saved["param_groups"]:
+        own = group.get("param_names")
+        if not isinstance(own, list) or len(own) != len(group["params"]):
+            own = [None] * len(group["params"])
+        found.append([Position(() if name is None else (str(name),)) for name in own])
+    return found
+
+
+def _flat(groups: Sequence[Sequence[Position]]) -> tuple[list[Position], list[int]]:
+    flat = [position for group in groups for position in group]
+    return flat, [number for number, group in enumerate(groups) for _ in group]
+
+
+def _names_of(found: Positions) -> Iterator[str]:
+    for groups in found.values():
+        for group in groups:
+            for position in group:
+                yield from position.names
+
+
+def _unwrapped(name: str) -> str:
+    return "/".join(
+        ".".join(part for part in one.split(".") if part not in _WRAPPERS) for one in name.split("/")
+    )
+
+
+def _bare(names: Any) -> frozenset[str]:
+    return frozenset(map(_unwrapped, names))
+
+
+def _inside(name: str) -> str:
+    """The name within its object of the state."""
+    return _unwrapped(name.partition("/")[2] or name)
+
+
+class _Join:
+    """The join of one optimizer.
+
+    Args:
+        path: Of its dictionary in the tree.
+        here, there: Of the script, and of the checkpoint.
+        names: Of all optimizers of the checkpoint, for messages.
+    """
+
+    def __init__(self, path: str, here: _Side, there: _Side, names: Positions) -> None:
+        self._path, self._here, self._there, self._names = path, here, there, names
+        self._by_order: list[int] = []
+
+    def order(self) -> list[int]:
+        """For each parameter of the script, which of the checkpoint's it is.
+
+        Raises:
+            StateError: One has no counterpart.
+        """
+        found: dict[int, int] = {}
+        for level in (str, _unwrapped, _inside):
+            self._match(level, found)
+        taken = set(found.values())
+        rest_here = [number for number in range(len(self._here.flat)) if number not in found]
+        rest_there = [number for number in range(len(self._there.flat)) if number not in taken]
+        self._see_strangers(rest_here, rest_there)
+        found.update(zip(rest_here, rest_there, strict=True))
+        self._by_order = rest_here
+        return [found[number] for number in range(len(found))]
+
+    def _match(self, level: Callable[[str], str], found: dict[int, int]) -> None:
+        taken = set(found.values())
+        here = _unique(self._here, level, found)
+        there = _unique(self._there, level, taken)
+        pairs: dict[int, int] = {}
+        for name, own in here.items():
+            other = there.get(name)
+            if own is None or other is None or (level is _inside and not self._is_renamed(own, other)):
+                continue
+            if pairs.setdefault(own, other) != other:
+                raise StateError(
+                    f"{self._path}: {self._say(self._here, own)} is one parameter in the script, in the checkpoint it "
+                    f"is two, {self._say(self._there, pairs[own])} and {self._say(self._there, other)}; tie them as "
+                    "they were when it was saved; nothing was loaded"
+                )
+        if len(set(pairs.values())) == len(pairs):
+            found.update(pairs)
+
+    def _is_renamed(self, own: int, other: int) -> bool:
+        """Whether the object of one of the two is not in the other state, or one name says no object."""
+        objects_here = {name.partition("/")[0] for name in self._here.flat[own].names if "/" in name}
+        objects_there = {name.partition("/")[0] for name in self._there.flat[other].names if "/" in name}
+        return (
+            not objects_here <= self._there.objects
+            or not objects_there <= self._here.objects
+            or not (objects_here and objects_there)
+        )
+
+    def _see_strangers(self, rest_here: Sequence[int], rest_there: Sequence[int]) -> None:
+        """Refuse what is left, if both sides know its names and one of them is a parameter of the other side, too."""
+        named_here = [number for number in rest_here if self._here.flat[number].names]
+        named_there = [number for number in rest_there if self._there.flat[number].names]
+        if not named_here or not named_there:
+            return
+        strange = [n for n in named_here if _bare(self._here.flat[n].names) & self._there.paths]
+        missing = [n for n in named_there if _bare(self._there.flat[n].names) & self._here.paths]
+        if not strange and not missing:
+            return  # the model has other names now, and its own loading knows which is which
+        own, other = (strange or named_here)[0], (missing or named_there)[0]
+        elsewhere = self._elsewhere(self._here.flat[own])
+        raise StateError(
+            f"{self._path}: expected the parameters that were saved, such as {self._say(self._there, other)}, this "
+            f"optimizer has {self._say(self._here, own)}, which it did not have then"
+            f"{f' (the checkpoint has it in {elsewhere})' if elsewhere else ''}; give the optimizer the parameters "
+            "with which it was saved, in any order; nothing was loaded"
+        )
+
+    def _elsewhere(self, position: Position) -> str:
+        wanted = _bare(position.names)
+        for path, groups in self._names.items():
+            if path != self._path and any(wanted & _bare(one.names) for group in groups for one in group):
+                return path
+        return ""
+
+    def groups(self, order: Sequence[int], count: int) -> list[int]:
+        """For each group of the script, which of the checkpoint's it is.
+
+        Raises:
+            StateError: The parameters are grouped in another way.
+        """
+        found: dict[int, int] = {}
+        for number, other in enumerate(order):
+            own, its = self._here.group_of[number], self._there.group_of[other]
+            if found.setdefault(own, its) != its or sum(one == its for one in found.values()) > 1:
+                split = next(n for n in range(len(order)) if self._clashes(order, n, number))
+                raise StateError(
+                    f"{self._path}: {self._say(self._here, split)} and {self._say(self._here, number)} are in groups "
+                    f"{self._here.group_of[split]} and {own} of the script, in the checkpoint in groups "
+                    f"{self._there.group_of[order[split]]} and {its}, and each group has settings of its own; group "
+                    "the parameters as they were when it was saved; nothing was loaded"
+                )
+        empty = iter(sorted(set(range(count)) - set(found.values())))
+        return [found[number] if number in found else next(empty) for number in range(count)]
+
+    def _clashes(self, order: Sequence[int], one: int, other: int) -> bool:
+        here, there = self._here.group_of, self._there.group_of
+        return (here[one] == here[other]) != (there[order[one]] == there[order[other]])
+
+    def see_shapes(
+        self,
+        order: Sequence[int],
+        optimizer: torch.optim.Optimizer,
+        saved: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """See that what no name has joined has the shapes that were saved.
+
+        Raises:
+            StateError: It has others, so the order must be another one; names both.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        expected: dict[int, tuple[int, ...]] = {}
+        guessed: dict[int, tuple[int, ...]] = {}
+        for number in self._by_order:
+            position = self._there.flat[order[number]]
+            known = position.shape or next((shapes[name] for name in position.names if name in shapes), None)
+            moment = _moment_shape(saved["state"].get(numbers[order[number]]))
+            if known is not None:
+                expected[number] = known
+            elif moment is not None:
+                guessed[number] = moment
+        # Some optimizers have smaller moments than their parameters; in another order all shapes are there.
+        own = Counter(tuple(parameters[number].shape) for number in self._by_order)
+        if not Counter(guessed.values()) - own:
+            expected.update(guessed)
+        for number, shape in expected.items():
+            if tuple(parameters[number].shape) != shape:
+                raise StateError(
+                    f"{self._path}: expected {self._say(self._here, number)} to have the shape {list(shape)} of the "
+                    f"parameter in its place in the checkpoint, it has {list(parameters[number].shape)}: the "
+                    "parameters were in another order, and no names say which is which; nothing was loaded"
+                )
+
+    def see_twice(
+        self, order: Sequence[int], optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
+    ) -> None:
+        """See that a parameter that the optimizer has twice has one state in the checkpoint.
+
+        Raises:
+            StateError: It has two, and the later one would win; names both.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        first: dict[int, int] = {}
+        for number, parameter in enumerate(parameters):
+            one = first.setdefault(id(parameter), number)
+            both = numbers[order[one]], numbers[order[number]]
+            if both[0] != both[1] and all(key in saved["state"] for key in both):
+                raise StateError(
+                    f"{self._path}: {self._say(self._here, number)} is in this optimizer twice, and two parameters of "
+                    f"the checkpoint are in its places, {self._say(self._there, order[one])} and "
+                    f"{self._say(self._there, order[number])}; give it each parameter once; nothing was loaded"
+                )
+
+    @staticmethod
+    def _say(side: _Side, number: int) -> str:
+        position = side.flat[number]
+        if position.names:
+            return position.names[0]
+        place = number - side.group_of.index(side.group_of[number])
+        return f"parameter {place} of group {side.group_of[number]}"
+
+
+def _unique(side: _Side, level: Callable[[str], str], done: Any) -> dict[str, int | None]:
+    """Name to the number of the one parameter that has it; None where several have."""
+    found: dict[str, int | None] = {}
+    for number, position in enumerate(side.flat):
+        if number not in done:
+            for name in {level(one) for one in position.names}:
+                found[name] = number if name not in found else None
+    return found
+
+
+def _moment_shape(moments: Any) -> tuple[int, ...] | None:
+    if isinstance(moments, Mapping):
+        for key, value in moments.items():
+            if key in _LIKE_PARAMETERS and isinstance(value, torch.Tensor):
+                return tuple(value.shape)
+    return None
+
+
+def _arrange(
+    saved: dict[str, Any], live: Mapping[str, Any], order: Sequence[int], groups: Sequence[int]
+) -> None:
+    """Number what was saved as the script's optimizer numbers its parameters."""
+    there = [number for group in saved["param_groups"] for number in group["params"]]
+    texts = [
+        name
+        for group in saved["param_groups"]
+        for name in group.get("param_names") or [None] * len(group["params"])
+    ]
+    here = [number for group in live["param_groups"] for number in group["params"]]
+    known = set(there)
+    state = {key: value for key, value in saved["state"].items() if key not in known}
+    state.update(
+        (own, saved["state"][there[other]])
+        for own, other in zip(here, order, strict=True)
+        if there[other] in saved["state"]
+    )
+    arranged, begin = [], 0
+    for own, number in zip(live["param_groups"], groups, strict=True):
+        group, end = dict(saved["param_groups"][number]), begin + len(own["params"])
+        group["params"] = list(own["params"])
+        if "param_names" in group:
+            group["param_names"] = [texts[other] for other in order[begin:end]]
+        arranged.append(group)
+        begin = end
+    saved["state"], saved["param_groups"] = state, arranged

@@ -1,0 +1,215 @@
+"""Finds tensors that are one piece of memory in the script, and several in the checkpoint: which value would it get?
+
+    script       head.weight is embed.weight          or views that overlap, or one tensor in two objects of the state
+    checkpoint   head.weight, embed.weight            each with bytes of its own
+        │ same bytes     they are loaded
+        └ other bytes    StateError with both names, before anything is loaded
+
+Where a manifest has the CRC-32 of each, that tells before a byte is read. Where it does not (slices of local tiers,
+views), the bytes are read beside the live tensors, and compared (`Suspects.see`) before they are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.errors import StateError
+from trainer_side.restore.image_map import Described
+from trainer_side.restore.structure import entry_at, once
+from trainer_side.state.split_tensor import local_of
+from trainer_side.state.tree import tensor_paths, view_of
+
+_ALIGNED_BYTES = 16  # of the largest dtype
+
+
+class _Live(NamedTuple):
+    """A tensor of the script: what of it is on this rank, and the bytes between its first and its last element."""
+
+    path: str
+    local: torch.Tensor
+    begin: int
+    end: int
+
+
+class Suspects:
+    """Groups of tensors that share memory in the script and do not do so in the checkpoint.
+
+    Attributes:
+        groups: Those of which only the bytes can tell whether they agree.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[_Live]], step: int) -> None:
+        self.groups = groups
+        self._step = step
+
+    def see(self, tree: Any) -> None:
+        """Compare what was read. Training thread.
+
+        Args:
+            tree: Of the checkpoint, with all bytes that this rank takes.
+
+        Raises:
+            StateError: Two tensors of a group have different values; names both.
+        """
+        if not self.groups:
+            return
+        saved = {path: local_of(tensor) for path, tensor in tensor_paths(tree)}
+        for group in self.groups:
+            for one, other in _clashes(group, saved):
+                raise _refusal(self._step, one, other)
+
+
+def suspects(
+    state: Mapping[str, Any],
+    live: Mapping[str, Any],
+    tree: Any,
+    image: Described,
+    entry_of: Mapping[int, int],
+    step: int,
+) -> Suspects:
+    """Find them, before a byte is read.
+
+    Args:
+        state: As the script gave it.
+        live: What `live_trees` gave for it.
+        tree: What was saved, as it lies in the file.
+        image: Has the CRC-32 of each entry, if it is a manifest.
+        entry_of: Address of a storage of the tree to its entry.
+        step: For messages.
+
+    Raises:
+        StateError: By their CRC-32, two of them have different values; names both.
+    """
+    there = tensor_paths(tree)
+    clear = once(path for path, _ in there)
+    saved = {path: tensor for path, tensor in there if path in clear}
+    undecided = []
+    for group in _sharing(state, live, saved):
+        if _shares_alike(group, saved):
+            continue
+        sums = [_sum(one, saved[one.path], image, entry_of) for one in group]
+        if None in sums or any(_place(one) != _place(group[0]) for one in group):
+            undecided.append(group)
+            continue
+        for one, crc in zip(group, sums, strict=True):
+            if crc != sums[0]:
+                raise _refusal(step, group[0].path, one.path)
+    return Suspects(undecided, step)
+
+
+def _refusal(step: int, one: str, other: str) -> StateError:
+    return StateError(
+        f"step {step}: {one} and {other} share memory in this script, and have different values in the checkpoint; "
+        "give each memory of its own, as when it was saved, or save a checkpoint in which they are equal; nothing was "
+        "loaded"
+    )
+
+
+def _sharing(
+    state: Mapping[str, Any], live: Mapping[str, Any], saved: Mapping[str, torch.Tensor]
+) -> Iterator[list[_Live]]:
+    """Groups of tensors at several paths whose bytes overlap on this rank, and into which values are copied."""
+    pools: dict[str, list[_Live]] = {}
+    for path, tensor in tensor_paths({name: live.get(name, value) for name, value in state.items()}):
+        value = state.get(path.partition("/")[0])
+        if isinstance(value, torch.optim.Optimizer) or path not in saved:
+            continue  # an optimizer takes the tensors that it is given
+        local = local_of(tensor)
+        if view_of(local) is None or not local.numel() or saved[path].shape != tensor.shape:
+            continue
+        if any(size > 1 and not step for size, step in zip(local.shape, local.stride(), strict=True)):
+            continue  # an expanded tensor, into which nothing can be copied
+        # An object of the script may put what it loads in the place of its tensors, such as the best weights so far.
+        # Those that it has in one dictionary are taken for a module's.
+        is_filled = isinstance(value, torch.nn.Module | torch.Tensor | dict | list | tuple)
+        pool = "" if is_filled else path.rpartition("/")[0]
+        last = sum((size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True))
+        begin = local.data_ptr()
+        pools.setdefault(f"{local.device} {pool}", []).append(
+            _Live(path, local, begin, begin + (last + 1) * local.element_size())
+        )
+    for pool_of in pools.values():
+        yield from _overlapping(pool_of)
+
+
+def _overlapping(pool: list[_Live]) -> Iterator[list[_Live]]:
+    group: list[_Live] = []
+    end = 0
+    for one in sorted(pool, key=lambda one: (one.begin, one.end)):
+        if group and one.begin >= end:
+            if len(group) > 1:
+                yield group
+            group = []
+        group.append(one)
+        end = max(end, one.end) if len(group) > 1 else one.end
+    if len(group) > 1:
+        yield group
+
+
+def _place(one: _Live) -> tuple[Any, ...]:
+    return one.begin, one.local.dtype, tuple(one.local.shape), one.local.stride()
+
+
+def _shares_alike(group: Sequence[_Live], saved: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the file has them in one storage, at the same distances, so that all get the same bytes."""
+    places = set()
+    for one in group:
+        tensor = saved[one.path]
+        if not tensor.untyped_storage().nbytes():
+            return False
+        begin = tensor.storage_offset() * tensor.element_size()
+        same_form = tensor.dtype == one.local.dtype and tensor.stride() == one.local.stride()
+        same_form = same_form and tensor.shape == one.local.shape
+        # Of a split tensor only a part is here: alike where the whole ones are one.
+        form = (
+            (one.begin - group[0].begin - begin,)
+            if same_form
+            else (begin, tensor.dtype, tensor.shape, tensor.stride())
+        )
+        places.add((tensor.untyped_storage().data_ptr(), form))
+    return len(places) == 1
+
+
+def _sum(
+    one: _Live, saved: torch.Tensor, image: Described, entry_of: Mapping[int, int]
+) -> tuple[Any, ...] | None:
+    """What says whether two whole tensors of the file have the same bytes; None if nothing does."""
+    entry = entry_at(saved, entry_of)
+    if entry is None or not saved.is_contiguous() or saved.dtype != one.local.dtype:
+        return None
+    crc = getattr(image.entries[entry], "crc32", None)
+    nbytes = saved.numel() * saved.element_size()
+    return None if crc is None or nbytes != image.entries[entry].nbytes else (crc, nbytes, saved.shape)
+
+
+def _clashes(group: Sequence[_Live], saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """Pairs of which the one would overwrite the other with different bytes."""
+    begin = group[0].begin // _ALIGNED_BYTES * _ALIGNED_BYTES
+    nbytes = max(one.end for one in group) - begin
+    memory = torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
+    values = [saved[one.path].detach().to("cpu", one.local.dtype) for one in group]
+    views = [
+        torch.empty(0, dtype=one.local.dtype).set_(
+            memory, (one.begin - begin) // one.local.element_size(), one.local.shape, one.local.stride()
+        )
+        for one in group
+    ]
+    for view, value in zip(views, values, strict=True):
+        view.copy_(value)
+    for number, (view, value) in enumerate(zip(views, values, strict=True)):
+        if _same(view, value):
+            continue
+        for other in range(number + 1, len(group)):
+            view.copy_(value)
+            views[other].copy_(values[other])
+            if not _same(view, value):
+                yield group[number].path, group[other].path
+                return
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    left, right = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(left, right)

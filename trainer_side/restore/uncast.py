@@ -1,0 +1,147 @@
+"""Undoes what torch's own loading of an optimizer casts: its state comes back in the dtypes in which it was saved.
+
+saved    {"master": float32, "moment": {"codes": int8, "scales": [float32]}}      of a bfloat16 parameter
+loaded   all of them bfloat16, at any depth
+after    as saved, on the device to which the optimizer has taken them
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainer_side.state.tree import children, with_changes
+
+_SPOILT = "<generator object"  # torch makes a new text from the letters of a text, and gets this
+
+
+class Shielded:
+    """A value that torch's loading would refuse, or warn of. It leaves objects of other classes as they are."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@contextmanager
+def uncasting(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
+    """Within it, what these optimizers load comes out of torch's own loading as it was saved. Training thread.
+
+    The repair precedes hooks that run after the loading, and all that a class does with what torch has loaded.
+
+    Yields:
+        Those that have loaded something so far; an optimizer whose loading is its own is never among them.
+    """
+    hooks: list[Any] = []
+    done: list[torch.optim.Optimizer] = []
+    for optimizer in optimizers:
+        if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):  # not where `__init__` was left out
+            repair = _Repair(done)
+            hooks.append(optimizer.register_load_state_dict_pre_hook(repair.shield))
+            hooks.append(optimizer.register_load_state_dict_post_hook(repair.uncast, prepend=True))
+    try:
+        yield done
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Repair:
+    """Of one optimizer."""
+
+    def __init__(self, done: list[torch.optim.Optimizer]) -> None:
+        self._saved: Any = None
+        self._done = done
+
+    def shield(self, _optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        self._saved = dict(saved)  # torch goes on with another one, and a hook may change what it is given
+        numbers = {number for group in saved["param_groups"] for number in group["params"]}
+        state = {key: _shielded(one) if key in numbers else one for key, one in saved["state"].items()}
+        return {**saved, "state": state}
+
+    def uncast(self, optimizer: torch.optim.Optimizer) -> None:
+        saved, self._saved = self._saved, None
+        uncast(optimizer, saved)
+        self._done.append(optimizer)
+
+
+def uncast(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Give the state of each parameter its dtypes back. Training thread, after `load_state_dict`.
+
+    Args:
+        optimizer: That has loaded it.
+        saved: As it was saved.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    if len(parameters) != len(numbers):
+        return  # it has loaded in a way of its own
+    for parameter, number in zip(parameters, numbers, strict=True):
+        if number in saved["state"] and parameter in optimizer.state:
+            loaded = optimizer.state[parameter]
+            restored = _restored(loaded, saved["state"][number], parameter.device)
+            if restored is not loaded:
+                optimizer.state[parameter] = restored
+
+
+def _shielded(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Shielded(value) if value.is_complex() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return Shielded(value)
+    shields = {key: _shielded(one) for key, one in children(value)}
+    changed = {key: shield for key, shield in shields.items() if shield is not value[key]}
+    return with_changes(value, changed) if changed else value
+
+
+def _restored(loaded: Any, saved: Any, device: torch.device) -> Any:
+    """`loaded` with the dtypes of `saved`, wherever both have the same form; itself where it has them already."""
+    if isinstance(loaded, Shielded):
+        return _moved(loaded.value, device)
+    if isinstance(saved, torch.Tensor):
+        if isinstance(loaded, torch.Tensor) and loaded.dtype != saved.dtype:
+            return saved.to(loaded.device)
+        return loaded
+    if isinstance(saved, str):
+        return saved if isinstance(loaded, str) and loaded.startswith(_SPOILT) else loaded
+    if isinstance(saved, Mapping):
+        if not isinstance(loaded, dict) or loaded.keys() != saved.keys():
+            # Keys that the optimizer has added or taken away are its own business.
+            return _common(loaded, saved, device) if isinstance(loaded, dict) else loaded
+        return _like(saved, loaded, {key: _restored(loaded[key], saved[key], device) for key in saved})
+    if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple) and len(loaded) == len(saved):
+        return _like(saved, loaded, {n: _restored(loaded[n], saved[n], device) for n in range(len(saved))})
+    return loaded
+
+
+def _common(loaded: dict[Any, Any], saved: Mapping[Any, Any], device: torch.device) -> dict[Any, Any]:
+    for key in loaded.keys() & saved.keys():
+        loaded[key] = _restored(loaded[key], saved[key], device)
+    return loaded
+
+
+def _like(saved: Any, loaded: Any, values: Mapping[Any, Any]) -> Any:
+    """These values in the container that was loaded, or in one of the kind that was saved."""
+    changed = {key: value for key, value in values.items() if value is not loaded[key]}
+    if type(loaded) is type(saved) and isinstance(loaded, dict | list):
+        for key, value in changed.items():
+            loaded[key] = value
+        return loaded
+    if type(loaded) is type(saved):
+        return with_changes(loaded, changed) if changed else loaded
+    return with_changes(copy.copy(saved), values)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A value that torch's loading has not seen, with its tensors where the parameter is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict | list | tuple):
+        keys = value if isinstance(value, dict) else range(len(value))
+        return with_changes(value, {key: _moved(value[key], device) for key in keys})
+    return value

@@ -1,0 +1,218 @@
+"""The names of parameters that a file has by number only: for each number of an optimizer, its paths in the state.
+
+    param_groups   [{"lr": …, "params": [0, 1]}, {"lr": …, "params": [2]}]
+    names          [["model/a.weight", ["model/head.weight", "model/embed.weight"]], [{"shape": [3, 4]}]]
+                                        two paths: tied                               in no part of the state
+
+They lie behind the pickle, at the end of the room that `data.pkl` has for growing. Every reader of pickles stops at the
+pickle's own end, so the tree of the file stays the one that the objects of the state gave:
+
+    data.pkl       pickle │ zeros │ JSON │ its bytes, as u32 │ "HFNAMES1"
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.errors import DamageError, StateError
+from trainer_side.state.optimizer_places import Given, located, optimizers_of, telling
+from trainer_side.state.split_tensor import local_of
+from trainer_side.state.tree import tensor_paths, view_of
+
+_MAGIC = b"HFNAMES1"
+_END = struct.Struct(f"<I{len(_MAGIC)}s")
+
+
+class Position(NamedTuple):
+    """One parameter of an optimizer.
+
+    Attributes:
+        names: Its paths in the state; tied ones have several, and what no part of the state holds has none.
+        shape: Its shape; None: it is that of the tensor at its paths.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...] | None = None
+
+
+Positions = Mapping[str, Sequence[Sequence[Position]]]
+"""Path of an optimizer's dictionary in the tree to its groups, and their parameters in order."""
+
+
+def positions(
+    state: Mapping[str, Any], tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> dict[str, list[list[Position]]]:
+    """The names of the parameters of these optimizers. Training thread.
+
+    Args:
+        state: The state.
+        tree: What it gave, with live tensors.
+        optimizers: By the path of their dictionaries in it.
+    """
+    names: dict[int, list[str]] = {}
+    for at, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            for name, parameter in value.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), []).append(f"{at}/{name}")
+    places: dict[Any, list[str]] | None = None
+    found: dict[str, list[list[Position]]] = {}
+    for at, optimizer in optimizers.items():
+        found[at] = []
+        for group in optimizer.param_groups:
+            found[at].append([])
+            for number, parameter in enumerate(group["params"]):
+                own = names.get(id(parameter))
+                if own is None:
+                    if places is None:
+                        places = _places(tree, optimizers)
+                    own = places.get(view_of(local_of(parameter))) or _own_name(group, number)
+                shape = None if own else tuple(parameter.shape)
+                found[at][-1].append(Position(tuple(own), shape))
+    return found
+
+
+def _places(tree: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[Any, list[str]]:
+    """The paths of the tensors that lie outside of optimizers, by where they lie in memory."""
+    places: dict[Any, list[str]] = {}
+    for path, tensor in tensor_paths(tree):
+        view = view_of(local_of(tensor))
+        if view is not None and tensor.numel() and not any(path.startswith(f"{at}/") for at in optimizers):
+            places.setdefault(view, []).append(path)
+    return places
+
+
+def _own_name(group: Mapping[str, Any], number: int) -> list[str]:
+    """What the script has told torch: `AdamW(model.named_parameters())`."""
+    own = group.get("param_names")
+    return [str(own[number])] if isinstance(own, list) and number < len(own) else []
+
+
+class SavedNames:
+    """The names in the files of one rank, made again when its optimizers get other parameters. Training thread.
+
+    Args:
+        state: As the script gave it.
+        is_writer: Whether this rank writes data.pkl; others have no names to make.
+
+    Attributes:
+        trailer: The bytes at the end of data.pkl; empty where the state has no optimizer.
+    """
+
+    def __init__(self, state: Mapping[str, Any], *, is_writer: bool) -> None:
+        self._state, self._is_writer = state, is_writer
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._parameters: list[list[list[weakref.ref[torch.Tensor]]]] | None = None
+        self.trailer = b""
+
+    def telling(self) -> AbstractContextManager[Given]:
+        """See `optimizer_places.telling`; the state is to be collected within it."""
+        if self._is_writer and not self._optimizers:
+            self._optimizers = optimizers_of(self._state)
+        return telling(self._optimizers)
+
+    def look(self, tree: Mapping[str, Any], given: Given) -> None:
+        """Make the names again, where an optimizer has other parameters, or has them in another order.
+
+        Args:
+            tree: What was collected.
+            given: What `telling` noted meanwhile.
+        """
+        if self._is_writer and not self._is_as_it_was():
+            self._make(tree, given)
+
+    def renew(self, tree: Mapping[str, Any], given: Given) -> None:
+        """Make the names again, as the state has other tensors. Optimizers that are new are named at the next save."""
+        if not self._is_writer:
+            return
+        self._make(tree, given)
+        found = optimizers_of(self._state)
+        if list(map(id, found)) != list(map(id, self._optimizers)):
+            self._optimizers, self._parameters = found, None
+
+    def _make(self, tree: Mapping[str, Any], given: Given) -> None:
+        self._parameters = [
+            [[weakref.ref(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+            for optimizer in self._optimizers
+        ]
+        try:
+            self.trailer = to_trailer(positions(self._state, tree, located(tree, self._state, given)))
+        except StateError:
+            self.trailer = b""  # the state cannot be saved; the ranks are told so when they agree on it
+
+    def _is_as_it_was(self) -> bool:
+        if self._parameters is None:
+            return False
+        for optimizer, groups in zip(self._optimizers, self._parameters, strict=True):
+            if len(groups) != len(optimizer.param_groups):
+                return False
+            for group, known in zip(optimizer.param_groups, groups, strict=True):
+                own = group["params"]
+                if len(own) != len(known) or not all(
+                    ref() is one for ref, one in zip(known, own, strict=True)
+                ):
+                    return False
+        return True
+
+
+def to_trailer(found: Positions) -> bytes:
+    """The bytes that say it; none where there is nothing to say."""
+    if not any(group for groups in found.values() for group in groups):
+        return b""
+    rows = {at: [[_row(position) for position in group] for group in groups] for at, groups in found.items()}
+    text = json.dumps({"optimizers": rows}, separators=(",", ":"), ensure_ascii=False).encode(
+        errors="surrogatepass"
+    )
+    return text + _END.pack(len(text), _MAGIC)
+
+
+def laid(pickled: bytes, trailer: bytes, room_bytes: int) -> bytes:
+    """The content of data.pkl. The room is enough for both."""
+    return pickled.ljust(room_bytes - len(trailer), b"\0") + trailer
+
+
+def from_record(record: bytes, *, source: str) -> dict[str, list[list[Position]]]:
+    """The names behind the pickle of data.pkl; none in a file that other tools or earlier versions have written.
+
+    Raises:
+        DamageError: They are not as holdfast writes them.
+    """
+    if len(record) < _END.size:
+        return {}
+    nbytes, magic = _END.unpack(record[-_END.size :])
+    if magic != _MAGIC:
+        return {}
+    begin = len(record) - _END.size - nbytes
+    try:
+        if begin < 0:
+            raise ValueError(f"{nbytes} bytes of {len(record)}")
+        rows = json.loads(record[begin : len(record) - _END.size].decode(errors="surrogatepass"))[
+            "optimizers"
+        ]
+        return {
+            str(at): [[_position(row) for row in group] for group in groups] for at, groups in rows.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamageError(f"{source}: the names behind the pickle cannot be read: {error!r:.200}") from error
+
+
+def _row(position: Position) -> Any:
+    if not position.names:
+        return {"shape": list(position.shape or ())}
+    return position.names[0] if len(position.names) == 1 else list(position.names)
+
+
+def _position(row: Any) -> Position:
+    if isinstance(row, dict):
+        return Position((), tuple(map(int, row["shape"])))
+    if isinstance(row, str):
+        return Position((row,))
+    if not isinstance(row, list) or not row or not all(isinstance(name, str) for name in row):
+        raise ValueError(f"{row!r:.80} is no name")
+    return Position(tuple(row))
