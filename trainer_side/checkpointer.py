@@ -137,9 +137,9 @@ class Checkpointer:
         context = RankContext(
             self._config, self._link, self._tiers, self._ledger, self._events, self._beginning
         )
-        room = Room(self._areas, self._engine, self._copier, context)
-        planner = Planner(self._state, room, context)
-        self._saver = Saver(self._state, planner, room, self._copier, context)
+        self._room = Room(self._areas, self._engine, self._copier, context)
+        planner = Planner(self._state, self._room, context)
+        self._saver = Saver(self._state, planner, self._room, self._copier, context)
         self.restored: Restored | None = None
         self._closed = self._stepped = self._asked = self._progressed = False
         self._watching = open_watch(self._config, self._notice, rank=self._link.rank)
@@ -328,6 +328,7 @@ class Checkpointer:
         if self._pacer is not None:
             self._pacer.close()
         self._copier.close()
+        self._room.close()
         try:
             atexit.unregister(self._tiers.close)
             self._tiers.close(self._config.close_seconds_max)
