@@ -134,7 +134,8 @@ class TrainerConfig(RoleConfig):
             ranks. A tier that takes a tenth of this for one request counts as hung, and the next source is asked.
         close_seconds_max: Seconds that `close()` waits for checkpoints in flight to become durable.
         in_flight_max: Largest number of checkpoints that a rank sends at once, besides one that is sent but not staged
-            yet. Each takes a staging area as large as this rank's slice, allocated when it is first needed.
+            yet. Each takes a staging area as large as this rank's slice, allocated when it is first needed; with a
+            device all of them at the first save, in the background.
         host_bytes_max: Largest amount of host memory for the staging areas of one rank. As many areas as fit are used,
             at most `in_flight_max`. Where tensors are on a device, 16 MiB of it are set aside, through which small ones
             come. None: only `in_flight_max` limits the areas.

@@ -143,9 +143,9 @@ class Checkpointer:
         )
         self._left_out = LeftOut(self._state, rank=self._link.rank, events=self._events)
         self._counters = PlainCounters(self._state, rank=self._link.rank)
-        room = Room(self._areas, self._engine, self._copier, context)
-        planner = Planner(self._given, self._left_out, room, context)
-        self._saver = Saver(self._state, planner, room, self._copier, context)
+        self._room = Room(self._areas, self._engine, self._copier, context)
+        planner = Planner(self._given, self._left_out, self._room, context)
+        self._saver = Saver(self._state, planner, self._room, self._copier, context)
         self.restored: Restored | None = None
         self._closed = self._stepped = self._asked = self._progressed = False
         self._watching = open_watch(self._config, self._notice, rank=self._link.rank)
@@ -338,6 +338,7 @@ class Checkpointer:
             self._pacer.close()
         self._left_out.close()
         self._copier.close()
+        self._room.close()
         try:
             atexit.unregister(self._tiers.close)
             self._tiers.close(self._config.close_seconds_max)

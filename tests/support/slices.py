@@ -191,6 +191,9 @@ class DictTier:
     def prepare(self, layout: Layout, rank: int) -> None:
         raise NotImplementedError
 
+    def memories(self) -> tuple[memoryview, ...]:
+        return ()
+
     def begin(self, attempt: int, step: int) -> None:
         raise NotImplementedError
 

@@ -10,21 +10,26 @@ Every wait has a deadline, and one that is missed says who waited for whom.
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import StateError
 from holdfast.telemetry.causes import DeclineCause, Reason
+from trainer_side.save.ahead import Make, MemoryAhead
 from trainer_side.save.areas import Areas, AreaUse
 from trainer_side.save.copier import Copier
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import SlicePlan
+from trainer_side.save.host_memory import in_slot, locked_buffer
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.staging import Staging
 from trainer_side.state import accelerator
 from trainer_side.state.skeleton import Skeleton
 from trainer_side.tiers.keeping import Keeping
+from trainer_side.tiers.media import address_of
 from trainer_side.tiers.tier import SliceWriter
 from trainer_side.transfer import Transfer, TransferState
 
@@ -76,6 +81,7 @@ class Room:
         self._areas, self._engine, self._copier = areas, engine, copier
         self._link, self._tiers = context.link, context.tiers
         self._ledger, self._config = context.ledger, context.config
+        self._ahead = MemoryAhead({})
 
     # -- for a plan ----------------------------------------------------------------------------------------------
 
@@ -139,16 +145,31 @@ class Room:
             ConfigError: A local tier is too small for its first layout.
             StoreError: A tier's device refused.
         """
-        pinned = accelerator.kind() is not None
+        pinned, numbers = accelerator.kind() is not None, itertools.count()
 
         def make(slot: SliceWriter | None) -> Staging:
-            if slot is None:
-                return Staging(skeleton, slice_plan, self._engine, pinned=pinned)
-            move = slot.copy or ctypes.memmove
-            return Staging(skeleton, slice_plan, self._engine, pinned=pinned, slot=slot.memory, move=move)
+            area = functools.partial(Staging, skeleton, slice_plan, self._engine, pinned=pinned)
+            if slot is None or slot.memory is None:
+                return area(memory=self._ahead.take(next(numbers)))
+            memory = self._ahead.take(address_of(slot.memory))
+            return area(slot=slot.memory, memory=memory, move=slot.copy or ctypes.memmove)
 
+        self._ahead.stop()
         self._areas.renew(make, count_max, in_slots=self._tiers.is_direct)
         self._tiers.prepare(skeleton.layout)
+        if pinned:
+            self._ahead = MemoryAhead(self._to_make(max(1, slice_plan.area_bytes), count_max))
+
+    def close(self) -> None:
+        """No further step comes: what is made ahead of its use goes back."""
+        self._ahead.close(self._config.full_seconds_max)
+
+    def _to_make(self, area_bytes: int, count_max: int) -> dict[int, Make]:
+        """The memory that later saves will want locked: slots by their address, or areas by their number."""
+        if self._tiers.is_direct:
+            slots = self._tiers.slot_memories()
+            return {address_of(slot): functools.partial(in_slot, slot, pinned=True) for slot in slots}
+        return dict.fromkeys(range(1, count_max), functools.partial(locked_buffer, area_bytes))
 
     # -- for a step ----------------------------------------------------------------------------------------------
 

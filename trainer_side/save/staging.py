@@ -43,6 +43,7 @@ class Staging:
         engine: Does the copies; all areas of a rank share one.
         pinned: Page-locked memory, for copies from a CUDA device that do not stop the CPU.
         slot: Memory of a local tier that is to be the area itself (strategy D); None: it takes its own.
+        memory: The same, or any other memory, prepared already.
         move: How bytes are best put into that; as `ctypes.memmove`.
     """
 
@@ -54,15 +55,17 @@ class Staging:
         *,
         pinned: bool,
         slot: memoryview | None = None,
+        memory: torch.Tensor | None = None,
         move: Move = ctypes.memmove,
     ) -> None:
         self._plan, self._engine, self._move = plan, engine, move
         nbytes = max(1, plan.area_bytes)
-        if slot is not None:
-            self.memory = in_slot(slot, pinned=pinned)
-            assert self.memory.numel() >= plan.area_bytes
-        else:
-            self.memory = locked_buffer(nbytes) if pinned else huge_buffer(nbytes)
+        if memory is None and slot is not None:
+            memory = in_slot(slot, pinned=pinned)
+        elif memory is None:
+            memory = locked_buffer(nbytes) if pinned else huge_buffer(nbytes)
+        assert memory.numel() >= plan.area_bytes
+        self.memory = memory
         self._view = self.memory.numpy().data
         self._frame_at = {offset: frame for frame, offset in enumerate(plan.frames)}
         # Per frame; nothing is ready before the first checkpoint.

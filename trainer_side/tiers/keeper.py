@@ -135,6 +135,9 @@ class Keeper:
         self._room.prepare(layout)
         self._outcomes.laid_out(layout)
 
+    def slot_memories(self) -> Sequence[memoryview]:
+        return self.tiers[0].memories() if self.is_direct else ()
+
     def begin(
         self, step: int, record: Mapping[str, Any], *, stager_lives: bool = False, wait_until: float = 0.0
     ) -> Keeping | None:

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import is_aligned, open_direct, write_all
+from trainer_side.tiers.first_touch import can_populate, populate
 
 Copy = Callable[[int, int, int], object]  # (to address, from address, bytes), like ctypes.memmove
 
@@ -170,10 +171,6 @@ class MappedFile:
         path: A file that exists, with all of its room reserved: a missing page would be a SIGBUS.
     """
 
-    _FLAGS = mmap.MAP_SHARED | getattr(
-        mmap, "MAP_POPULATE", 0
-    )  # the first touch of a page costs more than the copy
-
     def __init__(self, path: Path) -> None:
         self.path = path
         with translated("map", path):
@@ -182,11 +179,18 @@ class MappedFile:
                 self._map = self._mapped(file, os.fstat(file).st_size)
             finally:
                 os.close(file)
-        self._view = memoryview(self._map)
-        self._address = address_of(self._view)
+            self._view = memoryview(self._map)
+            self._address = address_of(self._view)
+            self._touch()
 
     def _mapped(self, file: int, nbytes: int) -> mmap.mmap:
-        return mmap.mmap(file, nbytes, flags=self._FLAGS)
+        # The first touch of a page costs more than the copy. By several threads in `_touch`, where the kernel can.
+        populated = 0 if can_populate() else getattr(mmap, "MAP_POPULATE", 0)
+        return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | populated)
+
+    def _touch(self) -> None:
+        """Have all pages mapped now."""
+        populate(self._address, len(self._view), write=False)
 
     @property
     def how(self) -> str:

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from holdfast.store.posix_errors import translated
 from trainer_side.tiers import libpmem
+from trainer_side.tiers.first_touch import populate
 from trainer_side.tiers.media import Copy, MappedFile, address_of
 
 _log = logging.getLogger("holdfast.trainer")
 _MAP_SHARED_VALIDATE, _MAP_SYNC = 0x03, 0x80000  # linux/mman.h; Python does not name them
-_MADV_POPULATE_WRITE = 23
 _MS_SYNC = 4
 _FORCE = "PMEM_IS_PMEM_FORCE"  # PMDK's own variable
 
@@ -36,16 +36,16 @@ class PmFile(MappedFile):
         path: A file that exists, with all of its room reserved.
     """
 
-    _FLAGS = mmap.MAP_SHARED
-
     def __init__(self, path: Path) -> None:
         self._pmem = libpmem.load()
         self._how = ""
         super().__init__(path)
+
+    def _touch(self) -> None:
         if self._pmem is not None:
             # Each page is written to once, now: its first store would otherwise come in the middle of a checkpoint.
-            with contextlib.suppress(OSError):  # a kernel before 5.14
-                self._map.madvise(_MADV_POPULATE_WRITE)
+            with contextlib.suppress(OSError):
+                populate(self._address, len(self._view))
 
     def _mapped(self, file: int, nbytes: int) -> mmap.mmap:
         if self._pmem is None:
@@ -63,7 +63,7 @@ class PmFile(MappedFile):
             else:
                 self._how = "libpmem, MAP_SYNC"
                 return found
-        return super()._mapped(file, nbytes)
+        return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED)
 
     def _fall_back(self, why: str) -> None:
         self._how = f"msync: {why}"

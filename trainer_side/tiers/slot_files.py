@@ -21,6 +21,7 @@ from holdfast.ring.directory import open_private_file
 from holdfast.store.posix_errors import free_bytes, translated
 from holdfast.store.posix_io import reserve, sync_directory, write_all
 from trainer_side.tiers.file_slots import SLOTS_MIN
+from trainer_side.tiers.first_touch import fill_file
 from trainer_side.tiers.media import Medium
 from trainer_side.tiers.slot_file import SlotFile, first_pages
 from trainer_side.tiers.slot_format import Superblock
@@ -176,6 +177,7 @@ class SlotFiles:
             file = open_private_file(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 try:
+                    fill_file(file, temporary, superblock.file_bytes)
                     reserve(file, temporary, superblock.file_bytes)
                 except (OSError, StoreError) as error:
                     raise self._no_room(superblock, str(error)) from error

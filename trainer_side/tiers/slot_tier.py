@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.errors import ConfigError, DamageError, StoreError
@@ -118,6 +118,9 @@ class SlotTier:
             if now is not None:
                 now.retire()
             _log.info("tier %s: %s, %d slots in %s", self._name, self.how, self.slots, self._open.file.source)
+
+    def memories(self) -> Sequence[memoryview]:
+        return () if self._open is None else self._open.memories()
 
     def begin(self, attempt: int, step: int) -> SlotWriter | None:
         return None if self._open is None else self._open.begin(attempt, step)

@@ -52,6 +52,15 @@ class OpenSlots:
         self._core, self._record = threading.RLock(), threading.Lock()
         self._writers, self._retired = 0, False
 
+    def memories(self) -> list[memoryview]:
+        """Each slot as writable memory, in the order in which fresh ones are taken; empty where there is none."""
+        superblock, medium = self.file.superblock, self.file.medium
+        found = [
+            medium.memory(superblock.slot_offset(slot), superblock.area_bytes)
+            for slot in range(superblock.slots)
+        ]
+        return [memory for memory in found if memory is not None]
+
     def begin(self, attempt: int, step: int) -> SlotWriter | None:
         with self._core:
             slot = self._slots.begin((attempt, step))

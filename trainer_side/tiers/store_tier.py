@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -104,6 +105,9 @@ class StoreTier:
                 "the store may not take this rank's slices yet; the first slice is tried all the same: %s",
                 error,
             )
+
+    def memories(self) -> Sequence[memoryview]:
+        return ()
 
     def begin(self, attempt: int, step: int) -> StoreSliceWriter | None:
         """Take a slot for this step, without a request. None: all are taken, or a newer step is complete.

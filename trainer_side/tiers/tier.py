@@ -20,7 +20,7 @@ Every tier keeps these rules, and the conformance suite tests them (`tests/confo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -145,6 +145,10 @@ class Tier(Keeps, Protocol):
             ConfigError: The tier is too small (needed, free, where), not ours, or in use by a living process.
             StoreError: The device refused.
         """
+        ...
+
+    def memories(self) -> Sequence[memoryview]:
+        """The memory of each slot, as `SliceWriter.memory`, in the order of first use; empty where it has none."""
         ...
 
     def begin(self, attempt: int, step: int) -> SliceWriter | None:

@@ -115,6 +115,10 @@ class TierSet(Protocol):
         """
         ...
 
+    def slot_memories(self) -> Sequence[memoryview]:
+        """The slots that are staging areas, in the order of first use; empty where none is (`is_direct`)."""
+        ...
+
     def begin(
         self, step: int, record: Mapping[str, Any], *, stager_lives: bool = False, wait_until: float = 0.0
     ) -> Keeping | None:
@@ -188,6 +192,10 @@ class NoTiers:
 
     def prepare(self, layout: Layout) -> None:
         """There is nothing to make room in."""
+
+    def slot_memories(self) -> Sequence[memoryview]:
+        """There is no slot."""
+        return ()
 
     def begin(
         self, step: int, record: Mapping[str, Any], *, stager_lives: bool = False, wait_until: float = 0.0

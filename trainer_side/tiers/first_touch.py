@@ -1,0 +1,104 @@
+"""First touch of large host memory by several threads: one thread has the kernel clear some 1.5 GB of pages a second.
+
+    anonymous memory   populate: pages of an area; huge ones where the kernel has them
+    a file in memory   fill_file: pages of a new slot file, through a mapping: fallocate works in one thread, and gives
+                       small pages
+    a mapping          populate: no access faults later, and pages are locked sooner
+
+Threads are started for each call and end with it: nothing is left for a child to inherit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.store.file_system import IN_MEMORY, file_system_of
+from trainer_side.ranks.cores import cores_of_rank
+from trainer_side.ranks.deadlines import start
+
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; Python has no names for them
+_SECTION_BYTES = 64 << 20
+_THREADS_MAX = 16
+
+
+def can_populate() -> bool:
+    """Whether the kernel has the calls (5.14 and later)."""
+    return _madvise()(mmap.PAGESIZE, 0, _POPULATE_WRITE) == 0
+
+
+def populate(address: int, nbytes: int, *, write: bool = True) -> bool:
+    """Have the kernel map all pages of a mapping, by as many threads as this rank has cores. Any thread.
+
+    Args:
+        address: Where it begins; of a page.
+        nbytes: How large it is.
+        write: To be written to: pages that are not there are made. False: as far as reading them needs it, so that
+            pages of a file on a disk are not marked as changed.
+
+    Returns:
+        False: the kernel has no such call, and nothing was touched.
+
+    Raises:
+        OSError: There is no memory (`ENOMEM`), or the file system of a mapped file is full (`EFAULT`).
+    """
+    if not can_populate():
+        return False
+    advice = _POPULATE_WRITE if write else _POPULATE_READ
+
+    def touch(begin: int) -> None:
+        length = min(_SECTION_BYTES, nbytes - begin)
+        while (number := _advise(address + begin, length, advice)) in (errno.EINTR, errno.EAGAIN):
+            pass
+        if number:
+            raise OSError(number, os.strerror(number))
+
+    sections = range(0, nbytes, _SECTION_BYTES)
+    threads = min(len(sections), cores_of_rank(), _THREADS_MAX)
+    if threads <= 1:
+        for begin in sections:
+            touch(begin)
+        return True
+    done = start(touch, sections, threads, "touch")
+    # All of them end before the first error is raised: nobody touches memory that is given back.
+    problems = [problem for one in done if (problem := one.exception()) is not None]
+    if problems:
+        raise problems[0]
+    return True
+
+
+def fill_file(descriptor: int, path: Path, nbytes: int) -> None:
+    """Make the pages of a new file that lies in memory, as far as there are any to have; elsewhere do nothing.
+
+    `reserve` must follow: it finds what is missing, and says so.
+    """
+    if file_system_of(path) not in IN_MEMORY or not can_populate():
+        return
+    os.ftruncate(descriptor, nbytes)
+    with mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED) as mapped:
+        with contextlib.suppress(OSError):  # a tmpfs without huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        place = ctypes.c_ubyte.from_buffer(mapped)
+        try:
+            with contextlib.suppress(OSError):  # said by `reserve`, in its own words
+                populate(ctypes.addressof(place), nbytes)
+        finally:
+            del place  # else the mapping cannot be closed
+
+
+def _advise(address: int, nbytes: int, advice: int) -> int:
+    """An error number, 0 for none. Not `mmap.madvise`, which holds the GIL meanwhile."""
+    return 0 if _madvise()(address, nbytes, advice) == 0 else ctypes.get_errno()
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int]:
+    found = ctypes.CDLL(None, use_errno=True).madvise
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return found
