@@ -21,7 +21,7 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.group_orders import GroupOrder, reorder_schedulers
 from trainer_side.state.optimizer_places import at, is_form, sizes
-from trainer_side.state.position_names import Position, Positions, positions
+from trainer_side.state.position_names import Position, Positions, positions, tensor_lists
 from trainer_side.state.tree import tensor_paths
 
 _log = logging.getLogger("holdfast.restore")
@@ -73,6 +73,7 @@ def join_by_name(
     shapes = {path: tuple(tensor.shape) for path, tensor in tensor_paths(tree)}
     paths_here = _bare(path for path, _ in tensor_paths(live)) | _bare(_names_of(here))
     paths_there = _bare(shapes) | _bare(_names_of(names))
+    objects_here, objects_there = frozenset(map(str, state)), frozenset(map(str, tree))
     orders: dict[int, GroupOrder] = {}
     for path, optimizer in optimizers.items():
         saved = at(tree, path)
@@ -88,8 +89,8 @@ def join_by_name(
             continue
         join = _Join(
             path,
-            _Side(*_flat(own), paths_here, frozenset(map(str, state))),
-            _Side(*_flat(there), paths_there, frozenset(map(str, tree))),
+            _Side(*_flat(own), paths_here, objects_here),
+            _Side(*_flat(there), paths_there, objects_there),
             names,
         )
         order = join.order()
@@ -103,7 +104,33 @@ def join_by_name(
                 "%s: its parameters are in another order than in the checkpoint, so their state is loaded by name",
                 path,
             )
+    for path in sorted((here.keys() - optimizers.keys()) & names.keys()):
+        saved, own, there = at(tree, path), here[path], [list(group) for group in names[path]]
+        if isinstance(saved, list) and len(saved) == sum(map(len, own)) == sum(map(len, there)):
+            sides = (
+                _Side(*_flat(own), paths_here, objects_here),
+                _Side(*_flat(there), paths_there, objects_there),
+            )
+            saved[:] = [saved[number] for number in _Join(path, *sides, names).order()]
+    _see_lists(state, live, tree)
     reorder_schedulers(state, live, tree, orders)
+
+
+def _see_lists(state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
+    """Refuse a list of tensors whose shapes are those that were saved, in another order."""
+    for name, value in state.items():
+        for path, tensors in tensor_lists(name, value, live.get(name)):
+            saved = at(tree, path)
+            if not isinstance(saved, list) or not all(isinstance(one, torch.Tensor) for one in saved):
+                continue
+            own, there = [one.shape for one in tensors], [one.shape for one in saved]
+            if own != there and Counter(own) == Counter(there):
+                number = next(number for number, shape in enumerate(own) if shape != there[number])
+                raise StateError(
+                    f"{path}/{number}: expected the shape {list(there[number])} of the checkpoint, it has "
+                    f"{list(own[number])}, and the shapes of this list are those that were saved in another order; "
+                    "make the list in the order in which it was saved; nothing was loaded"
+                )
 
 
 def _saved_positions(
@@ -216,14 +243,21 @@ class _Join:
         missing = [n for n in named_there if _bare(self._there.flat[n].names) & self._here.paths]
         if not strange and not missing:
             return  # the model has other names now, and its own loading knows which is which
-        own, other = (strange or named_here)[0], (missing or named_there)[0]
+        own = self._first(strange or named_here, self._here, self._there)
+        other = self._first(missing or named_there, self._there, self._here)
         elsewhere = self._elsewhere(self._here.flat[own])
         raise StateError(
-            f"{self._path}: expected the parameters that were saved, such as {self._say(self._there, other)}, this "
-            f"optimizer has {self._say(self._here, own)}, which it did not have then"
-            f"{f' (the checkpoint has it in {elsewhere})' if elsewhere else ''}; give the optimizer the parameters "
-            "with which it was saved, in any order; nothing was loaded"
+            f"{self._path}: expected the parameters that were saved, such as {self._say(self._there, other)}, "
+            f"got {self._say(self._here, own)}, which was not among them"
+            f"{f' (the checkpoint has it in {elsewhere})' if elsewhere else ''}; give it the parameters with "
+            "which it was saved, in any order; nothing was loaded"
         )
+
+    @staticmethod
+    def _first(numbers: Sequence[int], side: _Side, other: _Side) -> int:
+        """The first that the other side does not have at all, and not only once."""
+        known = _bare(name for position in other.flat for name in position.names)
+        return next((n for n in numbers if not _bare(side.flat[n].names) & known), numbers[0])
 
     def _elsewhere(self, position: Position) -> str:
         wanted = _bare(position.names)

@@ -1,8 +1,9 @@
-"""The names of parameters that a file has by number only: for each number of an optimizer, its paths in the state.
+"""The names of what a file has by number only: for each number of an optimizer, or of a list, its paths in the state.
 
     param_groups   [{"lr": …, "params": [0, 1]}, {"lr": …, "params": [2]}]
     names          [["model/a.weight", ["model/head.weight", "model/embed.weight"]], [{"shape": [3, 4]}]]
                                         two paths: tied                               in no part of the state
+    {"shadow": [t0, t1]} of an object with a list of parameters [a.weight, b.weight]: the names of these
 
 They lie behind the pickle, at the end of the room that `data.pkl` has for growing. Every reader of pickles stops at the
 pickle's own end, so the tree of the file stays the one that the objects of the state gave:
@@ -15,16 +16,16 @@ from __future__ import annotations
 import json
 import struct
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.errors import DamageError, StateError
-from trainer_side.state.optimizer_places import Given, located, optimizers_of, telling
+from trainer_side.state.optimizer_places import Given, is_form, located, optimizers_of, reachable, telling
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.tree import tensor_paths, view_of
+from trainer_side.state.tree import children, tensor_paths, view_of
 
 _MAGIC = b"HFNAMES1"
 _END = struct.Struct(f"<I{len(_MAGIC)}s")
@@ -43,13 +44,13 @@ class Position(NamedTuple):
 
 
 Positions = Mapping[str, Sequence[Sequence[Position]]]
-"""Path of an optimizer's dictionary in the tree to its groups, and their parameters in order."""
+"""Path of an optimizer's dictionary in the tree to its groups, and their parameters in order; a list is one group."""
 
 
 def positions(
     state: Mapping[str, Any], tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> dict[str, list[list[Position]]]:
-    """The names of the parameters of these optimizers. Training thread.
+    """The names of the parameters of these optimizers, and of lists that follow parameters. Training thread.
 
     Args:
         state: The state.
@@ -75,7 +76,60 @@ def positions(
                     own = places.get(view_of(local_of(parameter))) or _own_name(group, number)
                 shape = None if own else tuple(parameter.shape)
                 found[at][-1].append(Position(tuple(own), shape))
+    found.update(_lists(state, tree, names))
     return found
+
+
+def _lists(
+    state: Mapping[str, Any], tree: Mapping[str, Any], names: Mapping[int, Sequence[str]]
+) -> Iterator[tuple[str, list[list[Position]]]]:
+    """The lists of tensors of each object that also holds the parameters that they follow, as averages do."""
+    for at, value in state.items():
+        found = [*tensor_lists(at, value, tree.get(at))]
+        if not found:
+            continue
+        known = [known for one in reachable({at: value}) if (known := _parameters_of(one, names)) is not None]
+        for path, tensors in found:
+            shapes = [tensor.shape for tensor in tensors]
+            of_it = {
+                tuple(tuple(names[id(one)]) for one in parameters)
+                for parameters in known
+                if [one.shape for one in parameters] == shapes
+            }
+            if len(of_it) == 1:
+                yield path, [[Position(own) for own in of_it.pop()]]
+
+
+def tensor_lists(at: str, value: Any, tree: Any) -> Iterator[tuple[str, Sequence[torch.Tensor]]]:
+    """Lists of several tensors, and nothing else, that an object of the script has given; with their paths.
+
+    Args:
+        at: Its name in the state.
+        value: The object; modules and optimizers have names, or numbers, of their own.
+        tree: What it gave.
+    """
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
+        return
+    seen: set[int] = set()
+    pending = [(at, tree)]
+    while pending:
+        path, node = pending.pop()
+        if id(node) in seen or not isinstance(node, dict | list | tuple) or is_form(node):
+            continue
+        seen.add(id(node))
+        if isinstance(node, list) and len(node) > 1 and all(isinstance(one, torch.Tensor) for one in node):
+            yield path, node
+        else:
+            pending += [(f"{path}/{key}", one) for key, one in children(node)]
+
+
+def _parameters_of(value: Any, names: Mapping[int, Sequence[str]]) -> list[torch.Tensor] | None:
+    """The parameters in a list, or those that the weak references in it refer to; None if anything else is in it."""
+    if not isinstance(value, list | tuple) or len(value) < 2:
+        return None
+    found = [one() if isinstance(one, weakref.ref) else one for one in value]
+    known = [one for one in found if isinstance(one, torch.Tensor) and id(one) in names]
+    return known if len(known) == len(found) else None
 
 
 def _places(tree: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[Any, list[str]]:
@@ -166,7 +220,7 @@ def to_trailer(found: Positions) -> bytes:
     if not any(group for groups in found.values() for group in groups):
         return b""
     rows = {at: [[_row(position) for position in group] for group in groups] for at, groups in found.items()}
-    text = json.dumps({"optimizers": rows}, separators=(",", ":"), ensure_ascii=False).encode(
+    text = json.dumps({"names": rows}, separators=(",", ":"), ensure_ascii=False).encode(
         errors="surrogatepass"
     )
     return text + _END.pack(len(text), _MAGIC)
@@ -192,9 +246,7 @@ def from_record(record: bytes, *, source: str) -> dict[str, list[list[Position]]
     try:
         if begin < 0:
             raise ValueError(f"{nbytes} bytes of {len(record)}")
-        rows = json.loads(record[begin : len(record) - _END.size].decode(errors="surrogatepass"))[
-            "optimizers"
-        ]
+        rows = json.loads(record[begin : len(record) - _END.size].decode(errors="surrogatepass"))["names"]
         return {
             str(at): [[_position(row) for row in group] for group in groups] for at, groups in rows.items()
         }

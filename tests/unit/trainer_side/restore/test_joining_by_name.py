@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -240,7 +241,7 @@ def test_a_parameter_of_another_part_of_the_model_is_refused_with_both_names(tmp
     publish_named(tmp_path, 3, {"model": net, "optimizer": torch.optim.AdamW(net.a.parameters())})
     before = fresh.a.weight.clone()
     found = torch.optim.AdamW(fresh.b.parameters())
-    with pytest.raises(StateError, match=r"model/a\.weight.*has model/b\.weight"):
+    with pytest.raises(StateError, match=r"model/a\.weight, got model/b\.weight"):
         bring_back({"model": fresh, "optimizer": found}, tmp_path)
     assert torch.equal(fresh.a.weight, before)
 
@@ -530,6 +531,46 @@ def test_an_average_joins_by_its_own_names(tmp_path: Path) -> None:
     bring_back({"model": fresh, "average": found}, tmp_path)
     for name, value in average.state_dict().items():
         assert torch.equal(found.state_dict()[name], value)
+
+
+class Shadow:
+    """An average as a list of tensors; it holds its parameters, weak references to them, or nothing."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], holds: str = "parameters") -> None:
+        own = [*parameters]
+        self.shadow = [one.detach().clone() for one in own]
+        self.holds: list[Any] = []
+        if holds != "nothing":
+            self.holds = own if holds == "parameters" else [weakref.ref(one) for one in own]
+
+    def state_dict(self) -> State:
+        return {"decay": 0.9, "shadow_params": self.shadow}
+
+    def load_state_dict(self, saved: State) -> None:
+        self.shadow = saved["shadow_params"]
+
+
+@pytest.mark.parametrize("holds", ["parameters", "references"])
+def test_a_list_that_follows_parameters_is_joined_by_their_names(tmp_path: Path, holds: str) -> None:
+    net, fresh = Net(), Net(1)
+    publish_named(tmp_path, 3, {"model": net, "average": Shadow(net.parameters(), holds)})
+    found = Shadow([*fresh.parameters()][::-1], holds)
+    bring_back({"model": fresh, "average": found}, tmp_path)
+    for value, parameter in zip(found.shadow[::-1], net.parameters(), strict=True):
+        assert torch.equal(value, parameter)
+    other = Shadow([*fresh.a.parameters(), *fresh.a.parameters(), *fresh.c.parameters()], holds)
+    with pytest.raises(
+        StateError, match=r"average/shadow_params: expected .*model/b\.weight, got model/a\.weight"
+    ):
+        bring_back({"model": fresh, "average": other}, tmp_path)
+
+
+def test_a_list_without_names_whose_shapes_are_in_another_order_is_refused(tmp_path: Path) -> None:
+    net = nn.Linear(4, 3)
+    publish_named(tmp_path, 3, {"average": Shadow(net.parameters(), "nothing")})
+    bring_back({"average": Shadow(net.parameters(), "nothing")}, tmp_path)
+    with pytest.raises(StateError, match=r"average/shadow_params/0: expected the shape \[3, 4\]"):
+        bring_back({"average": Shadow([*net.parameters()][::-1], "nothing")}, tmp_path)
 
 
 def test_another_order_is_said_once_and_the_same_order_is_not(
