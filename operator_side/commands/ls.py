@@ -48,17 +48,19 @@ def ls(as_json: bool, target: Target) -> None:
     State: verified  published, read back and found good
            durable   published, not read back yet
            drifted   published, but the replicas of the ranks differed; restore prefers the one before
+           doubtful  published, but it may be torn; restore prefers the one before
            bad       published, read back and found bad
            damaged   its manifest or its file is missing or broken
            slices    complete, as slices that ranks wrote: `holdfast assemble` makes a file of them
            partial   slices, of which some are missing
 
     JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks", "created",
-    "pgt1_seconds", "pgt2_seconds", "drift", "nonfinite"}], "slices": [{"step", "attempt", "state": "slices|partial",
-    "fault", "ranks", "sealed", "nbytes"}]}. Values that a damaged manifest does not have are null. pgt1_seconds is the
-    time from save() until the checkpoint was staged, pgt2_seconds until it was durable. drift says which replicas
-    differed; it is empty where none did. nonfinite is the number of values in floating tensors that are NaN or
-    infinite, counted when the checkpoint was read back; null: not counted.
+    "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "nonfinite"}], "slices": [{"step", "attempt", "state":
+    "slices|partial", "fault", "ranks", "sealed", "nbytes"}]}. Values that a damaged manifest does not have are null.
+    pgt1_seconds is the time from save() until the checkpoint was staged, pgt2_seconds until it was durable. drift says
+    which replicas differed; it is empty where none did. doubt says why a checkpoint may be torn, and is else empty.
+    nonfinite is the number of values in floating tensors that are NaN or infinite, counted when the checkpoint was read
+    back; null: not counted.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
     look = target.catalog().look()
     if look.is_empty:
@@ -124,11 +126,11 @@ def _row(item: CatalogItem) -> _ListedRow:
     broken, notes = _broken(item), []
     if item.fault:
         notes.append((item.fault, "red"))
-    elif item.drift:
-        notes.append((f"{item.name}: {item.drift}", "yellow"))
+    elif item.caveat:
+        notes.append((f"{item.name}: {item.caveat}", "yellow"))
     if broken and not item.fault:
         notes.append((f"{item.name}: {broken}", "yellow"))
-    style = "red" if item.fault else "yellow" if item.drift or broken else ""
+    style = "red" if item.fault else "yellow" if item.caveat or broken else ""
     return _ListedRow(_cells(item), style, tuple(notes))
 
 
@@ -188,5 +190,6 @@ def _document(item: CatalogItem) -> dict[str, Any]:
         "pgt1_seconds": manifest.pgt1_seconds if manifest else None,
         "pgt2_seconds": manifest.pgt2_seconds if manifest else None,
         "drift": item.drift,
+        "doubt": item.doubt,
         "nonfinite": manifest.nonfinite.values if manifest and manifest.nonfinite else None,
     }

@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.image.manifest import State
+from holdfast.store.posix import PosixStore
+from operator_side.commands.ls import ls
 from tests.integration.jobs import changing
 from tests.support.job import Job, environment
 
@@ -60,6 +65,13 @@ class Outcome:
             if changing.sums(state) != json.loads((out / f"{step}.json").read_text()):
                 self.torn.append(step)
         self.withdrawn = sorted(set(range(saves)) - set(self.published))
+        items = Catalog(PosixStore(store)).list()
+        self.manifests = {item.step: item.manifest for item in reversed(items) if item.manifest is not None}
+
+    def inside(self, step: int) -> list[bool]:
+        """Of each rank, whether its copy of this step was finished inside `save()`."""
+        ranks = self.manifests[step].record["ranks"]
+        return [ranks[str(rank)]["copied_inside"] for rank in range(RANKS)]
 
     def is_whole(self) -> None:
         """Nothing torn is published; every rank has counted what was withdrawn, and its tensor was named."""
@@ -80,6 +92,47 @@ def test_a_published_file_is_the_saved_instant(tmp_path: Path, kind: str) -> Non
     assert len(outcome.published) >= SAVES - RANKS, (
         "each rank may have to see it once, where nothing else shows it"
     )
+
+
+@pytest.mark.parametrize("kind", ["RowsThroughData", "RowsByNumpy"])
+def test_a_few_bytes_changed_by_hand_tear_nothing(tmp_path: Path, kind: str) -> None:
+    """From the first step on: the comparison before the first update sees them, and every save waits."""
+    outcome = Outcome(tmp_path, kind, SAVES, HOLDFAST_COPY_INSIDE_MS_MAX="0")
+    outcome.is_whole()
+    assert outcome.published == list(range(SAVES))
+    assert not any(manifest.doubt for manifest in outcome.manifests.values())
+    assert outcome.said.count("in a way that torch does not count") >= 1
+    for step in range(1, SAVES):
+        assert outcome.inside(step) == [True] * RANKS
+
+
+def test_what_was_copied_before_a_few_bytes_were_found_is_doubtful(tmp_path: Path) -> None:
+    """They begin at step 5, in a tensor of which only one rank sends the part that changes. The other hears of it."""
+    saves, drawn = 14, 10
+    options = ["--from", "5", "--drawn", f"3,{drawn}"]
+    outcome = Outcome(tmp_path, "RowsThroughData", saves, *options, HOLDFAST_COPY_INSIDE_MS_MAX="0")
+    assert outcome.published == list(range(saves))
+    doubtful = [step for step, manifest in outcome.manifests.items() if manifest.doubt]
+    assert outcome.torn, "without a torn one nothing is shown"
+    assert set(outcome.torn) <= set(doubtful)
+    assert doubtful == list(range(4, drawn))
+    for step, manifest in outcome.manifests.items():
+        assert manifest.state is (State.DURABLE if step in doubtful else State.VERIFIED), step
+        assert manifest.is_proven == (step in {0, 3} or step >= drawn)
+        assert outcome.inside(step) == [manifest.is_proven] * RANKS, "every rank copies inside from then on"
+    assert outcome.said.count("in a way that torch does not count, and not in a step") >= 1
+    said = CliRunner().invoke(ls, [str(tmp_path / "store"), "--json"], catch_exceptions=False).stdout
+    listed = {one["step"]: one for one in json.loads(said)["checkpoints"]}
+    assert {step for step, one in listed.items() if one["state"] == "doubtful"} == set(doubtful)
+    assert all("may have come into the copy" in listed[step]["doubt"] for step in doubtful)
+
+
+def test_without_the_comparison_a_few_bytes_are_published_torn(tmp_path: Path) -> None:
+    """The tests above can fail."""
+    options = ["--uncompared", "--drawn", "1000"]
+    outcome = Outcome(tmp_path, "RowsThroughData", SAVES, *options, HOLDFAST_COPY_INSIDE_MS_MAX="0")
+    assert outcome.torn
+    assert all(outcome.manifests[step].state is State.VERIFIED for step in outcome.torn)
 
 
 def test_a_torn_step_is_kept_in_no_tier(tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ def _candidate(number: int, item: CatalogItem) -> StoreCandidate:
     if item.manifest is None:
         return StoreCandidate(number, item.attempt, item.step, 0, "", item.fault)
     ranks, digest = item.manifest.ranks, item.manifest.layout_digest
-    return StoreCandidate(number, item.attempt, item.step, ranks, digest, item.fault, item.drift)
+    return StoreCandidate(number, item.attempt, item.step, ranks, digest, item.fault, item.caveat)
 
 
 def _in_time(ask: Callable[[Store], _T], store: Store, seconds_max: float) -> _T:
