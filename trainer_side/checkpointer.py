@@ -129,7 +129,6 @@ class Checkpointer:
             ledger=self._ledger,
             events=self._events,
         )
-        self._link.on_doubt = self._quietness.hear
         self._copier = Copier(
             optimizers,
             self._link,
@@ -139,6 +138,8 @@ class Checkpointer:
             quietness=self._quietness,
         )
         self._tiers = open_tier_set(self._config, self._link, self._ledger, self._events)
+        self._link.on_doubt = self._hear_doubt
+        self._tiers.council.when_doubted(self._hear_doubt)
         atexit.register(self._tiers.close, _EXIT_SECONDS_MAX)
         if not self._tiers.takes_steps:
             limit = self._config.host_bytes_max
@@ -358,7 +359,16 @@ class Checkpointer:
 
     def _tell_doubt(self, doubt: Doubt) -> None:
         """Called in any thread: this rank has lost its trust in copies behind the gate."""
-        self._link.doubt(doubt)
+        self._tiers.doubt(doubt)  # before anybody else, who may be gone
+        if self._link.lives:
+            self._link.doubt(doubt)
+        else:
+            self._tiers.council.doubt(doubt)
+
+    def _hear_doubt(self, doubt: Doubt) -> None:
+        """Called in the thread of the link, or of the council: some rank, perhaps this one, has lost its trust."""
+        self._tiers.doubt(doubt)
+        self._quietness.hear(doubt)
 
     def _report_progress(self) -> None:
         if not self._progressed and max(self.staged_step, self.durable_step, self.kept_step) >= 0:

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holdfast.checkpoints.claim import names_tell
 from holdfast.checkpoints.manifest_order import ListedManifest, manifests_in, newest_first, step_of
+from holdfast.checkpoints.slice_doubts import read_doubts_of
 from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets
 from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import MANIFEST_BYTES_MAX, Key, Manifest, State, manifest_name
+from holdfast.ring.doubts import doubt_about
 from holdfast.store.base import ObjectInfo, Store
 
 _log = logging.getLogger("holdfast.catalog")
@@ -159,6 +161,12 @@ class CatalogLook:
     def slices(self) -> Sequence[SliceSet]:
         """As `Catalog.slices`, of this listing."""
         return find_sets(self._objects)
+
+    def doubted_slices(self) -> Mapping[Key, str]:
+        """The sets of slices that may be torn, with the reason. Raises `StoreError`."""
+        doubts = read_doubts_of(self._store, self._objects)
+        found = {one.order: doubt_about(doubts, one.order) for one in self.slices()} if doubts else {}
+        return {order: reason for order, reason in found.items() if reason}
 
     def _read(self, listed: ListedManifest) -> bytes:
         if listed.nbytes > MANIFEST_BYTES_MAX:

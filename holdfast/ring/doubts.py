@@ -49,34 +49,36 @@ def write_doubts(directory: Path, found: Sequence[DoubtedSteps]) -> None:
     Raises:
         StoreError: The machine lacks room or descriptors.
     """
-    rows = [{"attempt": attempt, **doubt.to_json()} for attempt, doubt in _fewer(found)]
-    write_side_file(directory / _NAME, seal(to_json({"doubts": rows}), _CRC_FIELD))
+    write_side_file(directory / _NAME, to_bytes(found))
 
 
 def read_doubts(directory: Path) -> list[DoubtedSteps]:
     """What was written last; nothing where there is no file. One that is damaged is logged, and says nothing."""
     try:
-        body = unseal(read_side_file(directory / _NAME), _CRC_FIELD)
-        if body is None:
-            raise ProtocolError("its CRC-32 is wrong")
-        rows = json.loads(body)["doubts"]
-        return [DoubtedSteps(*wholes([row["attempt"]]), Doubt.from_json(row)) for row in rows]
+        return from_bytes(read_side_file(directory / _NAME), source=str(directory / _NAME))
     except FileNotFoundError:
         return []
-    except (
-        ProtocolError,
-        ConfigError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        _log.error(
-            "%s: which checkpoints are doubtful cannot be read, so none is marked: %s",
-            directory / _NAME,
-            error,
-        )
+    except (ProtocolError, ConfigError) as error:
+        _log.error("%s", error)
+        return []
+
+
+def to_bytes(found: Sequence[DoubtedSteps]) -> bytes:
+    """As in the file; also beside slices that ranks keep themselves."""
+    rows = [{"attempt": attempt, **doubt.to_json()} for attempt, doubt in _fewer(found)]
+    return seal(to_json({"doubts": rows}), _CRC_FIELD)
+
+
+def from_bytes(data: bytes, *, source: str) -> list[DoubtedSteps]:
+    """Read what `to_bytes` wrote. One that is damaged is logged, and says nothing."""
+    try:
+        body = unseal(data, _CRC_FIELD)
+        if body is None:
+            raise ValueError("its CRC-32 is wrong")
+        rows = json.loads(body)["doubts"]
+        return [DoubtedSteps(*wholes([row["attempt"]]), Doubt.from_json(row)) for row in rows]
+    except (ProtocolError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        _log.error("%s: which checkpoints are doubtful cannot be read, so none is marked: %s", source, error)
         return []
 
 

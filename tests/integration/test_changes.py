@@ -16,9 +16,11 @@ from click.testing import CliRunner
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.image.manifest import State
 from holdfast.store.posix import PosixStore
+from operator_side.commands.assemble import assemble
 from operator_side.commands.ls import ls
 from tests.integration.jobs import changing
 from tests.support.job import Job, environment
+from trainer_side.tiers.open_tiers import open_tier
 
 pytestmark = [pytest.mark.mpi]
 SAVES, RANKS = 8, 2
@@ -125,6 +127,45 @@ def test_what_was_copied_before_a_few_bytes_were_found_is_doubtful(tmp_path: Pat
     listed = {one["step"]: one for one in json.loads(said)["checkpoints"]}
     assert {step for step, one in listed.items() if one["state"] == "doubtful"} == set(doubtful)
     assert all("may have come into the copy" in listed[step]["doubt"] for step in doubtful)
+
+
+def test_without_a_stager_the_council_tells_all_ranks_and_slices_are_marked(tmp_path: Path) -> None:
+    """The rank that sees it tells rank 0, and that one all; the slices on disk and in the store have the mark."""
+    out, store, disk = tmp_path / "out", tmp_path / "store", tmp_path / "disk"
+    env = environment(
+        tmp_path / "runtime",
+        HOLDFAST_STORE=str(store),
+        HOLDFAST_TIERS=f"file:{disk},store",
+        HOLDFAST_TIER_SLOTS="8",
+        HOLDFAST_ON_FULL="wait",
+        HOLDFAST_COPY_INSIDE_MS_MAX="0",
+    )
+    # The comparison after save(10) is the last: nothing newer pushes what came before out of its slots.
+    command = [changing.__file__, str(out), "RowsThroughData", "11", "--from", "5", "--drawn", "3,10"]
+    with Job(RANKS, command, None, env=env, log=tmp_path / "job.log") as job:
+        job.succeed(240)
+        said = job.output()
+    heard = [line for line in said.splitlines() if "save() returns only when its copy is done" in line]
+    assert len({line.split("rank ")[1][0] for line in heard}) == RANKS, said
+    (directory,) = disk.iterdir()
+    for rank in range(RANKS):
+        assert (directory / f"rank-{rank:05}.doubts").exists(), "each machine has the mark"
+    marked = 0
+    for tier in (open_tier(f"file:{disk}", str(store)), open_tier("store", str(store))):
+        for kept in tier.kept():
+            assert bool(kept.doubt) == (4 <= kept.seal.step <= 9), (tier.name, kept.seal.step, kept.doubt)
+            marked += bool(kept.doubt)
+        tier.close()
+    assert marked, "no slot has one of the doubtful steps"
+    listed = json.loads(CliRunner().invoke(ls, [str(store), "--json"], catch_exceptions=False).stdout)
+    assert all(bool(one["doubt"]) == (4 <= one["step"] <= 9) for one in listed["slices"])
+    assert any(one["doubt"] for one in listed["slices"])
+    doubtful = max(one["step"] for one in listed["slices"] if one["doubt"] and one["state"] == "slices")
+    made = CliRunner().invoke(assemble, [f"{store}@{doubtful}"], catch_exceptions=False)
+    assert made.exit_code == 0, made.output
+    manifest = Catalog(PosixStore(store)).get(doubtful)
+    assert "was changed after save(10)" in manifest.doubt
+    assert manifest.state is State.DURABLE
 
 
 def test_without_the_comparison_a_few_bytes_are_published_torn(tmp_path: Path) -> None:
