@@ -76,7 +76,7 @@ def from_bytes(data: bytes, *, source: str) -> list[DoubtedSteps]:
         if body is None:
             raise ValueError("its CRC-32 is wrong")
         rows = json.loads(body)["doubts"]
-        return [DoubtedSteps(*wholes([row["attempt"]]), Doubt.from_json(row)) for row in rows]
+        return [DoubtedSteps(wholes([row["attempt"]])[0], Doubt.from_json(row)) for row in rows]
     except (ProtocolError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         _log.error("%s: which checkpoints are doubtful cannot be read, so none is marked: %s", source, error)
         return []

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.image.manifest import State
 from holdfast.store.posix import PosixStore
-from operator_side.commands.assemble import assemble
+from operator_side.commands.assemble import assemble_command
 from operator_side.commands.ls import ls
 from tests.integration.jobs import changing
 from tests.support.job import Job, environment
@@ -161,7 +161,7 @@ def test_without_a_stager_the_council_tells_all_ranks_and_slices_are_marked(tmp_
     assert all(bool(one["doubt"]) == (4 <= one["step"] <= 9) for one in listed["slices"])
     assert any(one["doubt"] for one in listed["slices"])
     doubtful = max(one["step"] for one in listed["slices"] if one["doubt"] and one["state"] == "slices")
-    made = CliRunner().invoke(assemble, [f"{store}@{doubtful}"], catch_exceptions=False)
+    made = CliRunner().invoke(assemble_command, [f"{store}@{doubtful}"], catch_exceptions=False)
     assert made.exit_code == 0, made.output
     manifest = Catalog(PosixStore(store)).get(doubtful)
     assert "was changed after save(10)" in manifest.doubt

@@ -33,7 +33,7 @@ from trainer_side.save.device_lane import enter_thread
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.gate import Gate
 from trainer_side.save.hook_proof import HookProof
-from trainer_side.save.quietness import Quietness, is_drawn
+from trainer_side.save.quietness import Quietness
 from trainer_side.save.staging import Staging
 from trainer_side.save.tearing import SavedInstant
 from trainer_side.save.unchanged import Outdated
@@ -181,7 +181,7 @@ class Copier:
             return False, False
         if self._by_hand or self._quietness.is_inside(nbytes):
             return True, False
-        if trusted and not is_drawn(step) and self._quietness.leave_behind(step):
+        if trusted and not self._quietness.is_drawn(step) and self._quietness.leave_behind(step):
             return False, False
         return True, True
 

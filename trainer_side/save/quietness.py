@@ -29,13 +29,8 @@ from trainer_side.save.tearing import SavedInstant
 
 _log = logging.getLogger("holdfast.trainer.gate")
 
-COMPARED_EVERY = 50  # saves, on average
+_COMPARED_EVERY = 50  # saves, on average
 _RATES_KEPT = 8
-
-
-def is_drawn(step: int) -> bool:
-    """Whether the save of this step is compared whole: drawn, so that no period of the training hides from it."""
-    return first_row(step, COMPARED_EVERY) == 0
 
 
 class _Awaited(NamedTuple):
@@ -77,6 +72,11 @@ class Quietness:
         )
         self._rates: deque[float] = deque(maxlen=_RATES_KEPT)  # seconds for each byte of the slice
         self._awaited: _Awaited | None = None
+
+    @staticmethod
+    def is_drawn(step: int) -> bool:
+        """Whether the save of this step is compared whole: drawn, so that no period of the training hides from it."""
+        return first_row(step, _COMPARED_EVERY) == 0
 
     def copied(self, nbytes: int, seconds: float) -> None:
         """A slice was copied. Copy thread, before it opens the gate."""

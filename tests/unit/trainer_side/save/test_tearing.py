@@ -32,8 +32,8 @@ from tests.unit.trainer_side.assemble import make_plan, taken
 from tests.unit.trainer_side.test_checkpointer import SECONDS_MAX, FakeLink
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.save import copier
 from trainer_side.save.copy_plan import SlicePlan
+from trainer_side.save.quietness import Quietness
 from trainer_side.save.tearing import DeviceWords, SavedInstant, TearCheck
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.tree import collect, tensor_paths
@@ -195,7 +195,7 @@ def test_what_was_copied_behind_the_gate_before_a_comparison_fails_is_doubtful(
     runs: Any, link: FakeLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A training that begins to change a few bytes later: the next comparison sees it, and names what may be torn."""
-    monkeypatch.setattr(copier, "is_drawn", lambda step: step in {3, 10})
+    monkeypatch.setattr(Quietness, "is_drawn", {3, 10}.__contains__)
     monkeypatch.setattr(changes.RowsThroughData, "begins", 5)
     run = runs(changes.RowsThroughData, 14)
     assert run.waited == [step in {0, 3, *range(10, 14)} for step in range(14)]
@@ -211,7 +211,7 @@ def test_what_was_copied_behind_the_gate_before_a_comparison_fails_is_doubtful(
 def test_what_another_rank_has_seen_ends_the_trust_here(
     runs: Any, link: FakeLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copier, "is_drawn", lambda _step: False)
+    monkeypatch.setattr(Quietness, "is_drawn", frozenset[int]().__contains__)
     run = runs(Training, 4)
     assert run.waited == [True, False, False, False]
     link.on_doubt(Doubt(1, (2, 3), "model/9 was changed after save(3)"))
