@@ -50,8 +50,8 @@ _COMPARED_BYTES = 32 << 20  # of a tensor on a device, brought to the host at a 
 _UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _version = attrgetter("_version")
 _address = attrgetter("data_ptr")
-_compare = ctypes.CDLL(None).memcmp  # without the GIL
-_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+compare_bytes = ctypes.CDLL(None).memcmp  # without the GIL
+compare_bytes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class TearCheck:
@@ -324,13 +324,13 @@ def _is_same(piece: CopyPiece, source: StorageSource, area: torch.Tensor) -> boo
     """Whether the live bytes of a piece are those in the staging area."""
     copy = area.data_ptr() + piece.offset
     if source.device.type == "cpu":
-        return bool(_compare(source.data_ptr + piece.entry_offset, copy, piece.nbytes) == 0)
+        return bool(compare_bytes(source.data_ptr + piece.entry_offset, copy, piece.nbytes) == 0)
     memory = source.bytes()
     for begin in range(0, piece.nbytes, _COMPARED_BYTES):
         nbytes = min(_COMPARED_BYTES, piece.nbytes - begin)
         first = piece.entry_offset + begin
         live = memory[first : first + nbytes].cpu()
-        if _compare(live.data_ptr(), copy + begin, nbytes):
+        if compare_bytes(live.data_ptr(), copy + begin, nbytes):
             return False
     return True
 
