@@ -6,6 +6,7 @@ beside it is the work of the training thread for the same tensors: state dicts, 
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import sys
 import time
@@ -21,11 +22,12 @@ from holdfast.wire.state_messages import Agreement
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Batch, Router, SlicePlan
 from trainer_side.save.staging import Staging
-from trainer_side.save.tearing import SavedInstant, TearCheck
+from trainer_side.save.tearing import SavedInstant, TearCheck, compare_bytes
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import capture, plan
 from trainer_side.state.tree import classify, collect
 
+_LARGE_BYTES = 256 << 20
 _NUMEL, _ROUNDS, _TENSORS_OF_A_LAYER = 1024, 15, 4  # a parameter has two moments and a counter
 
 
@@ -87,12 +89,23 @@ def main() -> None:
         ("save(), without", save),
         ("save(): counters and words are taken", lambda: check.take(taken, 7)),
         ("the first update, while a copy is under way", instant.changed),
+        ("the whole comparison, before an update", lambda: instant.changed_uncounted(area.memory)),
         ("copy thread, without", lambda: copy(None)),
         ("copy thread, with", lambda: copy(instant)),
     ):
         median, least = _seconds(call)
         click.echo(
             f"{name:45} {1e6 * median / tensors:7.2f} us a tensor, at least {1e6 * least / tensors:.2f}"
+        )
+    live, there = (torch.ones(_LARGE_BYTES, dtype=torch.uint8) for _ in range(2))
+    places = there.data_ptr(), live.data_ptr(), _LARGE_BYTES
+    for name, call in (
+        ("a large tensor: the copy", lambda: ctypes.memmove(*places)),
+        ("a large tensor: the whole comparison", lambda: compare_bytes(*places)),
+    ):
+        median, least = _seconds(call)
+        click.echo(
+            f"{name:45} {1e12 * median / _LARGE_BYTES:7.1f} ms a GB, at least {1e12 * least / _LARGE_BYTES:.1f}"
         )
 
 

@@ -45,6 +45,7 @@ from holdfast.faultpoint import Point, reach
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key
+from holdfast.ring.doubts import read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
 from holdfast.store.lanes import Lanes
@@ -158,6 +159,10 @@ class Engine:
         self._tell(Aborted(key, error))
         # What waits for the store to mend need not wait any longer.
         self._later.at_once(key)
+
+    def doubt(self) -> None:
+        """The file beside the ring says which steps may be torn."""
+        self._upkeep.doubt(read_doubts(self._ring.directory))
 
     def give_up(self, key: Key, error: HoldfastError) -> None:
         """Give up a checkpoint in the ring, whether or not it was begun here: its upload is taken back."""

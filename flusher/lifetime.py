@@ -237,7 +237,7 @@ def _publish_leftovers(ring: Ring, config: FlusherConfig, context: FlusherContex
     engine = Engine(ring, context, upkeep, writers=writing(config.store, config.writers), listener=_Quiet())
     try:
         settle(engine, ring, "its flusher ended, and the ring has another size now")
-        while not engine.idle:
+        while not engine.idle or upkeep.owes_marks:
             context.inbox.wait(engine.wait_seconds())
             engine.turn()
     finally:

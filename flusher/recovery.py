@@ -42,6 +42,7 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
         ring: The ring; no other process changes it any more.
         why: What became of the stager, for the checkpoints that are given up.
     """
+    engine.doubt()  # the word of it may have been lost
     for record in _full_slots(ring):
         key = Key(record.attempt, record.step)
         if engine.pipeline_knows(key):

@@ -2,7 +2,8 @@
 
     kept:   the newest `keep_last` good ones · every step that `keep_every` divides · the newest verified
         one, always · the newest verified one whose numbers are finite, always · the newest whose replicas are not
-        known to have drifted apart, always · rungs of the ladder: the first one of each of the newest
+        known to have drifted apart, always · the newest that no rank has copied while training went on, and the newest
+        verified of these: others may turn out to be doubtful · rungs of the ladder: the first one of each of the newest
         `keep_hourly` hours and `keep_daily` days that have one
             · those that `holdfast run` has set aside, the last few: evidence, and no other rule counts them
     goes:   the good ones beyond that · bad ones older than the newest good one · of those that are bad for
@@ -13,8 +14,8 @@ went wrong.
 
 Finite means: with as few numbers that are not finite as any verified one has. A mask of minus infinity in the
 state has its share in each checkpoint and says nothing; NaN in the weights has more. One that was not counted
-(an older version wrote it) passes for finite: more is then kept, not less. What is not finite, or drifted
-apart, gets no rung, so that a training that goes on with NaN for a week leaves the ladder before it as it was.
+(an older version wrote it) passes for finite: more is then kept, not less. What is not finite, drifted apart, or
+doubtful gets no rung, so that a training that goes on with NaN for a week leaves the ladder before it as it was.
 
 Hours and days tell how far checkpoints are apart, and never which is newer. The first of an hour stays the
 first whatever comes later, and rungs are counted, not compared with the time now: a clock that jumps, or a
@@ -43,6 +44,8 @@ class StoredStep:
     Attributes:
         created_unix: When it was published; None if its manifest does not say so in a way that can be read.
         nonfinite: How many of its numbers are not finite; None: not counted.
+        is_doubtful: Whether it may be torn. `is_proven`: whether it never can be doubted, as each rank has finished its
+            copy inside `save()`.
     """
 
     attempt: int
@@ -51,6 +54,8 @@ class StoredStep:
     state: State
     write_id: str
     is_drifted: bool = False
+    is_doubtful: bool = False
+    is_proven: bool = True
     created_unix: float | None = None
     nonfinite: int | None = None
 
@@ -74,9 +79,16 @@ class StoredStep:
             manifest.state,
             manifest.write_id,
             manifest.is_drifted,
+            manifest.is_doubtful,
+            manifest.is_proven,
             created_unix,
             nonfinite,
         )
+
+    @property
+    def has_caveat(self) -> bool:
+        """Whether restore prefers others."""
+        return self.is_drifted or self.is_doubtful
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +139,11 @@ def to_remove(known: Sequence[StoredStep], keep: Keep, set_aside: Sequence[Key] 
     kept.update(one.file for one in good[: keep.last])
     kept.update(one.file for one in good if keep.every and one.step % keep.every == 0)
     # A durable one is good until it is read back; until then this one is what a restore can be sure of.
-    kept.update([one.file for one in good if not one.is_drifted][:1])
+    kept.update([one.file for one in good if not one.has_caveat][:1])
+    proven = [one for one in good if one.is_proven and not one.has_caveat]
+    # The others may turn out to be doubtful, all at once.
+    kept.update([one.file for one in proven][:1])
+    kept.update([one.file for one in proven if one.state is State.VERIFIED][:1])
     verified = [one for one in good if one.state is State.VERIFIED]
     kept.update(one.file for one in verified[:1])
     fewest = min((one.nonfinite for one in verified if one.nonfinite is not None), default=0)
@@ -136,7 +152,7 @@ def to_remove(known: Sequence[StoredStep], keep: Keep, set_aside: Sequence[Key] 
     finite = [one for one in good if one.nonfinite is None or one.nonfinite <= fewest]
     kept.update([one.file for one in finite if one.state is State.VERIFIED][:1])
     kept.update([one.file for one in verified if not one.nonfinite][:1])
-    sound = [one for one in finite if not one.is_drifted]
+    sound = [one for one in finite if not one.has_caveat]
     kept.update(_rungs(sound, _HOUR_SECONDS, keep.hourly))
     kept.update(_rungs(sound, _DAY_SECONDS, keep.daily))
     return [one for one in reversed(newest_first) if one.file not in kept]

@@ -116,6 +116,7 @@ class FlusherService:
         self._selector.register(self._inbox, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:
+            self._engine.doubt()  # of a job before, whose marks may be missing
             if self._adopted:
                 for key in take_up(self._engine, self._ring):
                     self._events.emit("recovered", {"attempt": key.attempt}, step=key.step)
@@ -347,6 +348,7 @@ class FlusherService:
     def _leave_ring(self) -> None:
         finishing = self._desk is not None and self._desk.finishing
         wanted = bool(self._ring.checkpoint_names()) or (self._ring.is_held() and not finishing)
+        wanted = wanted or self._upkeep.owes_marks
         self.leaves_ring = self._terminating and wanted
         if self.leaves_ring:
             _log.warning(

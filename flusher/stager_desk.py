@@ -1,6 +1,6 @@
 """The flusher's side of one stager's connection: what it may say, and what it is told.
 
-    hello ─► welcome | refused      begin, chunk, staged, abort ─► engine      finish ─► (drain) ─► drained
+    hello ─► welcome | refused      begin, chunk, staged, abort, doubt ─► engine      finish ─► (drain) ─► drained
 
 A stager whose flusher died says all that it knows to the next one; what this one knows already has no effect, and what
 ended in between is told again.
@@ -115,6 +115,8 @@ class StagerDesk:
                 engine.staged(self._key(fields))
             case "abort":
                 self._take_abort(self._key(fields), fields["reason"], engine)
+            case "doubt":
+                engine.doubt()
             case "finish":
                 self.finishing = True
                 engine.abort_receiving(PeerLost("the training ended before all chunks had come"))

@@ -21,21 +21,26 @@ from flusher.stored_slices import Slices
 from flusher.workers import Workers
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.intents import Intent, forget_intent
+from holdfast.checkpoints.manifest_order import step_of
 from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import DamageError, FencedError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.image.manifest import READ_BACK, Key, Manifest, State, is_manifest_name, manifest_name
+from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store.base import Store
 
 _log = logging.getLogger("holdfast.flusher")
+_MARK_AGAIN_SECONDS = 1.0
+_NOTE_CHARACTERS_MAX = 4096
 _UNREAD_LOOKED_AT = 3  # an older one is restored only when these are bad, and restore checks what it reads
 
 
 class ReadBack(NamedTuple):
     """A checkpoint was read back. `state` is `durable` when the store failed and nothing is known, or when it is whole
-    and `is_drifted`.
+    and has a caveat.
 
     Attributes:
+        caveat: `drifted` or `doubtful`, of one that is whole; else empty.
         nonfinite: How many of its numbers are not finite; None: not counted. `numbers`: the same in words, if some are.
     """
 
@@ -43,14 +48,14 @@ class ReadBack(NamedTuple):
     state: State
     note: str
     seconds: float
-    is_drifted: bool = False
+    caveat: str = ""
     nonfinite: int | None = None
     numbers: str = ""
 
     @property
     def event(self) -> str:
-        if self.is_drifted:
-            return "drifted"
+        if self.caveat:
+            return self.caveat
         return {State.VERIFIED: "verified", State.BAD: "bad", State.DURABLE: "verify_failed"}[self.state]
 
 
@@ -113,6 +118,8 @@ class Upkeep:
         self._newest: Manifest | None = None
         self._under_way: set[Key] = set()  # their manifests may be there, and are written once more
         self._write_ids: dict[str, str] = {}  # of each manifest, the last write that was heard of
+        self._doubts: tuple[DoubtedSteps, ...] = ()
+        self._unmarked = False
         self._waiting: set[str] = set()  # write-ids whose turn comes, or has come; each is looked after once
         self._removed: set[str] = set()  # those of them that retention was faster with
         self._slices = Slices(
@@ -158,6 +165,17 @@ class Upkeep:
             self._newest = manifest
         known = StoredStep.of(manifest)
         self._workers.submit((0,), lambda: self._look_after(key, known))
+
+    def doubt(self, found: Sequence[DoubtedSteps]) -> None:
+        """Mark what is published of these steps, and whatever will be. The list has all that were given before."""
+        if found and tuple(found) != self._doubts:
+            self._doubts, self._unmarked = tuple(found), True
+            self._submit(self._mark_all)
+
+    @property
+    def owes_marks(self) -> bool:
+        """Whether a published checkpoint may lack the mark that it is doubtful."""
+        return self._unmarked
 
     def catch_up(self) -> None:
         """Do what an earlier flusher left undone: make a file of slices, and read the newest files back."""
@@ -256,6 +274,9 @@ class Upkeep:
                 if self._is_removed(known):
                     return
             manifest = self._manifest(known)
+            if manifest is not None and (marked := self._marked(manifest)) is not manifest:
+                manifest = marked  # before the long look at its bytes
+                self._guarded(lambda: self._replace(marked), f"{key} not marked as doubtful")
             if manifest is not None and self._rules.verify:
                 manifest = self._read_back(key, manifest)
                 self._known[name] = StoredStep.of(manifest)
@@ -268,6 +289,50 @@ class Upkeep:
                 self._waiting.discard(known.write_id)
                 self._pending -= 1
             self._inbox.put(None)  # the loop looks whether all is done
+
+    def _mark_all(self) -> None:
+        """Mark the manifests of all steps that are doubted, for as long as the store takes it. In the worker thread."""
+        doubts = self._doubts
+        while not self._stopped:
+            try:
+                self._mark_published(doubts)
+            except FencedError as error:
+                self._inbox.put(error)
+                return
+            except HoldfastError as error:
+                _log.warning("doubtful checkpoints are not marked yet, and it is tried again: %s", error)
+                time.sleep(_MARK_AGAIN_SECONDS)
+            else:
+                self._unmarked = doubts is not self._doubts
+                return
+
+    def _mark_published(self, doubts: Sequence[DoubtedSteps]) -> None:
+        for info in self._store.list():
+            if not is_manifest_name(info.name):
+                continue
+            step = step_of(info.name)
+            if not any(one.doubt.covers(step) for one in doubts):
+                continue
+            try:
+                manifest = Manifest.from_bytes(self._store.read(info.name), source=info.name)
+            except (DamageError, StoreMissing) as error:
+                _log.warning("%s: not marked as doubtful: %s", info.name, error)
+                continue
+            marked = self._marked(manifest)
+            if marked is not manifest:
+                self._replace(marked)
+
+    def _marked(self, manifest: Manifest) -> Manifest:
+        """The manifest with the doubt that there is about its checkpoint; itself, where there is none or it says so."""
+        key = Key(manifest.attempt, manifest.step)
+        reason = "" if manifest.doubt else doubt_about(self._doubts, key)
+        if not reason:
+            return manifest
+        _log.error("%s is doubtful, and restore prefers others: %s", key, reason)
+        self._events.emit(
+            "doubted", {"attempt": key.attempt, "note": reason[:_NOTE_CHARACTERS_MAX]}, step=key.step
+        )
+        return manifest.doubted(reason)
 
     def _is_removed(self, known: StoredStep) -> bool:
         return known.write_id in self._removed
@@ -305,24 +370,34 @@ class Upkeep:
         counted = report.nonfinite
         numbers = counted.told() if counted is not None and counted.values else ""
         refused = bool(numbers) and self._rules.refuse_nonfinite
-        is_drifted = report.ok and not refused and manifest.is_drifted
-        whole = State.DURABLE if is_drifted else State.VERIFIED
+        manifest = self._marked(manifest)  # while it was read more may have become known
+        has_caveat = report.ok and not refused and bool(manifest.caveat)
+        whole = State.DURABLE if has_caveat else State.VERIFIED
         state = whole if report.ok and not refused else State.BAD
         if numbers:
             _log.warning("%s: %s%s", key, numbers, "; restore does not use it" if refused else "")
-        note = report.summary() if not report.ok else numbers if refused else READ_BACK if is_drifted else ""
+        note = report.summary() if not report.ok else numbers if refused else READ_BACK if has_caveat else ""
         done = manifest.model_copy(update={"state": state, "note": note[:4096], "nonfinite": counted})
         if self._guarded(lambda: self._replace(done), f"{key} not marked {state}"):
             values = None if counted is None else counted.values
-            said = manifest.drift if is_drifted else note or numbers
+            said = manifest.caveat if has_caveat else note or numbers
             seconds = time.monotonic() - begun
-            self._inbox.put(ReadBack(key, state, said, seconds, is_drifted, values, numbers))
+            told = manifest.told_state if has_caveat else ""
+            self._inbox.put(ReadBack(key, state, said, seconds, told, values, numbers))
             return done
         return manifest
 
     def _replace(self, manifest: Manifest) -> None:
-        self._store.write(manifest_name(manifest.file), manifest.to_bytes())
+        name = manifest_name(manifest.file)
+        self._store.write(name, manifest.to_bytes())
         self._tenure.keep_whole(manifest)
+        if name in self._known:
+            self._known[name] = StoredStep.of(manifest)
+        newest = self._newest
+        if newest is not None and newest.write_id == manifest.write_id:
+            self._newest = manifest
+        if manifest.doubt:
+            reach(Point.DOUBT_MARKED)
 
     def _is_of_another_write(self, name: str) -> bool:
         """Whether the manifest of this name is not the one that is known of it here."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -124,6 +125,10 @@ _HostPort = Annotated[str, BeforeValidator(_host_port)]
 _Every = Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)]
 
 
+# pydantic's own `copy` has been deprecated for `model_copy`, and nothing here calls it.
+warnings.filterwarnings("ignore", message='Field name "copy" in "TrainerConfig" shadows')
+
+
 class TrainerConfig(RoleConfig):
     """Settings of a training rank (`trainer_side`).
 
@@ -147,6 +152,11 @@ class TrainerConfig(RoleConfig):
             until the oldest step in flight is staged.
         full_seconds_max: With `on_full="wait"`: seconds to wait for a staging area before the step is declined. Must be
             the same on every rank.
+        copy: When this rank's state is copied. `auto`: after `save()` has returned, where it is shown that updates wait
+            for the copy and that nothing else changes the state; otherwise inside `save()`. `inside`: always inside
+            `save()`. That is right whatever code changes the state, and training stands still for the whole copy.
+        copy_inside_ms_max: With `copy="auto"`: a slice that this rank copies within so many milliseconds, as it has
+            measured, is copied inside `save()`. 0: no slice is copied there for that reason.
         copy_seconds_max: Seconds that `optimizer.step()` waits for this rank's own copy of the state; then the
             checkpoint of that step is given up.
         on_divergence: With `off` the ranks make no fingerprints of their replicas. With `warn` or `refuse` they make
@@ -210,6 +220,8 @@ class TrainerConfig(RoleConfig):
     device_bytes_max: _Size | None = None
     on_full: Literal["skip", "wait"] = "skip"
     full_seconds_max: _Seconds = 300.0
+    copy: Literal["auto", "inside"] = "auto"  # type: ignore[assignment]
+    copy_inside_ms_max: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     copy_seconds_max: _Seconds = 300.0
     on_divergence: _OnDivergence = "warn"
     tiers: Annotated[tuple[_TierSpec, ...], BeforeValidator(_listed), NoDecode] = ()

@@ -41,6 +41,8 @@ class Point(StrEnum):
     CHUNK_FULL = "chunk_full"  # stager: the journal says FULL, the flusher was not told
     SEALED = "sealed"  # stager: every slice is in the ring, nothing says so
     STAGED = "staged"  # stager: written down as staged, neither flusher nor ranks were told
+    DOUBT_HEARD = "doubt_heard"  # stager: a rank doubts steps, nothing says so
+    DOUBT_WRITTEN = "doubt_written"  # stager: that is beside the ring, neither flusher nor ranks were told
     STAGED_HEARD = "staged_heard"  # flusher: was told that it is staged
     PART_BEGUN = "part_begun"  # flusher: a part is about to go to the store
     PART_WRITTEN = "part_written"  # flusher: the store has it, the ring's own record does not say so
@@ -51,6 +53,9 @@ class Point(StrEnum):
     FILE_NAMED = "file_named"  # flusher: the file has its name, which is not yet known to be durable
     FILE_PUBLISHED = "file_published"  # flusher: the file is in place, its manifest is not
     MANIFEST_WRITTEN = "manifest_written"  # flusher: durable, and nobody was told
+    DOUBT_MARKED = (
+        "doubt_marked"  # flusher: one manifest says that its checkpoint is doubtful, others may not
+    )
     VERIFYING = "verifying"  # flusher: in the middle of a read-back
     MANIFEST_DELETED = "manifest_deleted"  # flusher: retention has removed a manifest, not yet its file
     # flusher: a file that is no longer kept has lost its name; its room is kept

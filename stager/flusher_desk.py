@@ -18,6 +18,7 @@ from holdfast.faultpoint import Point, reach
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from stager.actions import Actions
+from stager.doubts import Doubts
 from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher
 from stager.payloads import Payloads
@@ -64,13 +65,17 @@ class FlusherDesk:
         session: What the next flusher must know.
         payloads: What is on its way into the ring.
         actions: Takes the events.
+        doubts: What the next flusher must hear of steps that may be torn.
 
     Attributes:
         drained: The flusher has said that all is done.
     """
 
-    def __init__(self, line: FlusherLine, session: Session, payloads: Payloads, actions: Actions) -> None:
+    def __init__(
+        self, line: FlusherLine, session: Session, payloads: Payloads, actions: Actions, doubts: Doubts
+    ) -> None:
         self._line, self._session, self._payloads, self._actions = line, session, payloads, actions
+        self._doubts = doubts
         self._next: Flusher | None = None  # has another ring, and waits for the credits into this one
         self.drained = False
 
@@ -187,6 +192,7 @@ class FlusherDesk:
                 # The one before may have ended between its word in the journal and that to us.
                 self._hear_grown("")
                 self._actions.take(replay(self._line, self._session))
+                self._doubts.again()
                 return
             self._next = found
             self._actions.do(
@@ -205,6 +211,7 @@ class FlusherDesk:
         self._line.take(flusher)
         free_slots, flusher_slots = slot_owners(flusher.ring)
         self._session.reopen(free_slots=free_slots, flusher_slots=flusher_slots)
+        self._doubts.again()
 
 
 def slot_owners(ring: Ring) -> tuple[list[int], list[int]]:

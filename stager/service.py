@@ -21,6 +21,7 @@ from holdfast.ring.wanted import is_kept
 from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.status_document import RankSaid
 from stager.actions import Actions
+from stager.doubts import Doubts
 from stager.flusher_desk import FlusherDesk, slot_owners
 from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher, reap
@@ -88,10 +89,11 @@ class StagerService:
             attempt=lambda: self._line.flusher.attempt,
             clock=clock,
         )
-        context = StagerContext(self._line, self._trainers, self._payloads, notices, events)
+        doubts = Doubts(self._line, self._trainers, events)
+        context = StagerContext(self._line, self._trainers, self._payloads, notices, doubts, events)
         self._actions = Actions(self._session, context, clock=clock)
         self._trainer_desk = TrainerDesk(config, port, context, self._actions, clock=clock)
-        self._flusher_desk = FlusherDesk(self._line, self._session, self._payloads, self._actions)
+        self._flusher_desk = FlusherDesk(self._line, self._session, self._payloads, self._actions, doubts)
         self._tick_at = 0.0
         self._active_at = 0.0
         self._pause_seconds = _PAUSE_SECONDS_MIN

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.telemetry.events import EventLog
+from stager.doubts import Doubts
 from stager.flusher_line import FlusherLine
 from stager.notices import Notices
 from stager.payloads import Payloads
@@ -20,6 +21,7 @@ class StagerContext:
         trainers: The ranks, as they are known.
         payloads: What is on its way into the ring.
         notices: Hears what concerns a machine's end, and how checkpoints end.
+        doubts: Hears that steps may be torn.
         events: Event log.
     """
 
@@ -27,4 +29,5 @@ class StagerContext:
     trainers: Trainers
     payloads: Payloads
     notices: Notices
+    doubts: Doubts
     events: EventLog

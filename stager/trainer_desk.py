@@ -2,7 +2,8 @@
 
     HELLO ─► WELCOME, when restore would see all that earlier jobs have staged
     OFFER, DECLINE, SENT, RETURN, DONE, payloads ─► events of the session        PROPOSE ─► Round
-    NOTICE, AT ─► Notices      WISH, HERE ─► IntervalDesk      FETCH ─► Fetches         BEAT: it was heard
+    NOTICE, AT ─► Notices      WISH, HERE ─► IntervalDesk      FETCH ─► Fetches      DOUBT ─► Doubts
+    BEAT: it was heard
     BYE, dead, broke the protocol ─► it has left: everybody here hears of it
 
 After one wrong message of a rank the next cannot be trusted: it is told why, and is heard no more.
@@ -72,6 +73,7 @@ class TrainerDesk:
         self._events, self._clock = events, clock
         self._round = Round(port.ranks, config.offer_seconds_max)
         self._interval = IntervalDesk(trainers, events, attempt=lambda: line.flusher.attempt, clock=clock)
+        self._doubts = context.doubts
         self._fetches = Fetches(port, line)
         self._inheritance = Inheritance(config.start_seconds_max / 2, clock=clock)  # the ranks wait, too
         self._unwelcomed: set[int] = set()
@@ -138,6 +140,8 @@ class TrainerDesk:
                 self._notices.hear(rank, frame)
             elif frame.kind in {Kind.WISH, Kind.HERE}:
                 self._interval.hear(rank, frame)
+            elif frame.kind is Kind.DOUBT:
+                self._doubts.hear(rank, frame)
             elif frame.kind is Kind.FETCH:
                 self._fetches.hear(rank, frame)
             elif frame.kind is not Kind.BEAT:  # it was heard, which is all that says

@@ -30,6 +30,7 @@ from holdfast.notices.sparing import NO_LIMIT, Ability
 from holdfast.store import open_store
 from holdfast.supervised import report, report_end, tell
 from holdfast.telemetry.events import EventLog
+from holdfast.wire.doubt import Doubt
 from trainer_side.joining import join, open_tier_set
 from trainer_side.ledger import Ledger, Stats
 from trainer_side.notice.open_sources import open_watch
@@ -46,6 +47,7 @@ from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.left_out import LeftOut
 from trainer_side.save.places import Room
 from trainer_side.save.planner import Planner
+from trainer_side.save.quietness import Quietness
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.saver import Saver, no_collections
 from trainer_side.state.given_state import GivenState
@@ -123,14 +125,25 @@ class Checkpointer:
             from trainer_side.pace.pacer import open_pacer  # here: most jobs say the interval themselves
 
             self._pacer = open_pacer(self._config, self._link, self._events, optimizers)
+        self._quietness = Quietness(
+            self._link.rank,
+            mode=self._config.copy,
+            inside_ms_max=self._config.copy_inside_ms_max,
+            tell=self._tell_doubt,
+            ledger=self._ledger,
+            events=self._events,
+        )
         self._copier = Copier(
             optimizers,
             self._link,
             ledger=self._ledger,
             events=self._events,
             seconds_max=self._config.copy_seconds_max,
+            quietness=self._quietness,
         )
         self._tiers = open_tier_set(self._config, self._link, self._ledger, self._events)
+        self._link.on_doubt = self._hear_doubt
+        self._tiers.council.when_doubted(self._hear_doubt)
         atexit.register(self._tiers.close, _EXIT_SECONDS_MAX)
         if not self._tiers.takes_steps:
             limit = self._config.host_bytes_max
@@ -354,6 +367,19 @@ class Checkpointer:
         if notice.kind is NoticeKind.TERMINATE:
             report("noticed")
         self._link.notice(notice)
+
+    def _tell_doubt(self, doubt: Doubt) -> None:
+        """Called in any thread: this rank has lost its trust in copies behind the gate."""
+        self._tiers.doubt(doubt)  # before anybody else, who may be gone
+        if self._link.lives:
+            self._link.doubt(doubt)
+        else:
+            self._tiers.council.doubt(doubt)
+
+    def _hear_doubt(self, doubt: Doubt) -> None:
+        """Called in the thread of the link, or of the council: some rank, perhaps this one, has lost its trust."""
+        self._tiers.doubt(doubt)
+        self._quietness.hear(doubt)
 
     def _report_progress(self) -> None:
         if not self._progressed and max(self.staged_step, self.durable_step, self.kept_step) >= 0:

@@ -33,6 +33,8 @@ class Stats:
         causes: Why steps were declined or failed: cause → how many.
         cst_seconds: Checkpoint stall time of each save that was begun: the time in `save()` and at the gate.
         wait_seconds: How long of it was spent waiting for room, with `on_full="wait"`.
+        compared: Saves after which the whole state was compared with its copy, before the next update.
+        compare_seconds: How long training stood still for these comparisons, all together.
         kept: Local tier → how many slices this rank has sealed in it.
         skipped: `TIER: CAUSE` → how many steps were not kept in a tier, and why.
     """
@@ -43,6 +45,8 @@ class Stats:
     causes: dict[str, int] = field(default_factory=dict)
     cst_seconds: list[float] = field(default_factory=list)
     wait_seconds: float = 0.0
+    compared: int = 0
+    compare_seconds: float = 0.0
     kept: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
 
@@ -124,6 +128,11 @@ class Ledger:
     def waited(self, seconds: float) -> None:
         """`save()` has waited for room."""
         self._stats.wait_seconds += seconds
+
+    def compared(self, seconds: float) -> None:
+        """The whole state was compared with a copy of it."""
+        self._stats.compared += 1
+        self._stats.compare_seconds += seconds
 
     def stalled(self, cst_seconds: float) -> None:
         """How long training stood still for a step that was begun. Copy thread."""

@@ -30,6 +30,7 @@ from holdfast.checkpoints.publish import (
     list_file,
     writer_id,
 )
+from holdfast.checkpoints.slice_doubts import read_doubts_of
 from holdfast.checkpoints.slice_sets import LoadedSet
 from holdfast.crc import combine, combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, StoreMissing
@@ -39,6 +40,7 @@ from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key, Manifest
 from holdfast.image.slices import SliceFrame, frames_of
+from holdfast.ring.doubts import doubt_about
 from holdfast.store import is_s3
 from holdfast.store.base import Store
 from holdfast.store.lanes import Lanes, reading, writing
@@ -224,6 +226,7 @@ def assemble(
             _times(loaded),
             {"ranks": {str(seal.rank): _small(seal.record) for seal in loaded.seals}},
             "assembly",
+            doubt_about(read_doubts_of(store, store.list()), loaded.found.order),
         ),
     )
     _log.info("%s: assembled from %d slices into %s", loaded.found.order, len(loaded.seals), manifest.file)

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holdfast.checkpoints.claim import names_tell
 from holdfast.checkpoints.manifest_order import ListedManifest, manifests_in, newest_first, step_of
+from holdfast.checkpoints.slice_doubts import read_doubts_of
 from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets
 from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import MANIFEST_BYTES_MAX, Key, Manifest, State, manifest_name
+from holdfast.ring.doubts import doubt_about
 from holdfast.store.base import ObjectInfo, Store
 
 _log = logging.getLogger("holdfast.catalog")
@@ -59,7 +61,7 @@ class CatalogItem:
 
     @property
     def is_good(self) -> bool:
-        """Whether restore may use it, perhaps only for want of another one (`drift`)."""
+        """Whether restore may use it, perhaps only for want of another one (`caveat`)."""
         return self.manifest is not None and not self.fault
 
     @property
@@ -68,12 +70,22 @@ class CatalogItem:
         return self.manifest.drift if self.manifest is not None else ""
 
     @property
+    def doubt(self) -> str:
+        """Why it may be torn; empty where nobody doubts it."""
+        return self.manifest.doubt if self.manifest is not None else ""
+
+    @property
+    def caveat(self) -> str:
+        """Why restore prefers others: its drift, or a doubt."""
+        return self.manifest.caveat if self.manifest is not None else ""
+
+    @property
     def state(self) -> str:
-        """`verified` or `durable`; `drifted` if the replicas that it was put together of were not the same; `bad` if it
-        was read back and found so; `damaged` if manifest or file is not whole.
+        """`verified` or `durable`; `drifted` if the replicas that it was put together of were not the same; `doubtful`
+        if it may be torn; `bad` if it was read back and found so; `damaged` if manifest or file is not whole.
         """
         if self.manifest is not None and (not self.fault or self.manifest.state is State.BAD):
-            return "drifted" if self.manifest.is_drifted else self.manifest.state.value
+            return self.manifest.told_state
         return "damaged"
 
 
@@ -150,6 +162,12 @@ class CatalogLook:
         """As `Catalog.slices`, of this listing."""
         return find_sets(self._objects)
 
+    def doubted_slices(self) -> Mapping[Key, str]:
+        """The sets of slices that may be torn, with the reason. Raises `StoreError`."""
+        doubts = read_doubts_of(self._store, self._objects)
+        found = {one.order: doubt_about(doubts, one.order) for one in self.slices()} if doubts else {}
+        return {order: reason for order, reason in found.items() if reason}
+
     def _read(self, listed: ListedManifest) -> bytes:
         if listed.nbytes > MANIFEST_BYTES_MAX:
             raise DamageError(
@@ -207,7 +225,11 @@ class Catalog:
         return list(self.newest_first())
 
     def newest_good(self) -> CatalogItem | None:
-        """The newest that restore may use, drifted or not. Reads no manifest of an older one. Raises `StoreError`."""
+        """The newest that restore may use, with a caveat or not. Reads no manifest of an older one.
+
+        Raises:
+            StoreError: The store failed.
+        """
         return next((item for item in self.newest_first() if item.is_good), None)
 
     def highest_good_step(self) -> int | None:
@@ -230,20 +252,20 @@ class Catalog:
             return self._of_step(step)
         passed: list[str] = []
         reasons: list[str] = []
-        drifted: tuple[CatalogItem, int] | None = None
+        doubted: tuple[CatalogItem, int] | None = None
         for item in self.newest_first():
-            if item.is_good and not item.drift and item.manifest is not None:
+            if item.is_good and not item.caveat and item.manifest is not None:
                 self._say_passed(passed)
                 return item.manifest
-            if item.is_good and drifted is None:
-                drifted = item, len(passed)
-            passed.append(item.fault or item.drift)
+            if item.is_good and doubted is None:
+                doubted = item, len(passed)
+            passed.append(item.fault or item.caveat)
             reasons.append(f"  {item.name}: {item.fault}")
-        if drifted is not None and drifted[0].manifest is not None:
-            # One whose ranks did not agree is better than none.
-            self._say_passed(passed[: drifted[1]])
-            _log.warning("%s: used, as there is no other: %s", self._store.url, drifted[0].drift)
-            return drifted[0].manifest
+        if doubted is not None and doubted[0].manifest is not None:
+            # One whose ranks did not agree, or that may be torn, is better than none.
+            self._say_passed(passed[: doubted[1]])
+            _log.warning("%s: used, as there is no other: %s", self._store.url, doubted[0].caveat)
+            return doubted[0].manifest
         if reasons:
             told = "\n".join(reasons)
             raise DamageError(f"{self._store.url}: none of {len(reasons)} checkpoints can be used:\n{told}")

@@ -44,11 +44,13 @@ class ManifestFacts:
         times: When it was staged and durable.
         record: Times and bytes of the ranks and the stager, for people.
         writer: Key in the record with the times of the process that wrote the file.
+        doubt: Why the checkpoint may be torn, as far as is known; empty where nobody doubts it.
     """
 
     times: Times
     record: Mapping[str, Any]
     writer: str = "flusher"
+    doubt: str = ""
 
 
 class Publishing(Protocol):
@@ -215,6 +217,7 @@ def build_manifest(
         step=job.key.step,
         file=file,
         drift=drift_of(record, job.key.step),
+        doubt=facts.doubt,
         image_bytes=layout.image_bytes,
         image_crc32=job.image_crc32,
         chunk_bytes=layout.chunk_bytes,

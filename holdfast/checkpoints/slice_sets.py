@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from holdfast.checkpoints.slice_doubts import attempt_of
 from holdfast.errors import DamageError, ProtocolError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
@@ -266,7 +267,7 @@ def remove_set(store: Store, found: SliceSet) -> list[str]:
 
 
 def remove_stale(store: Store, before_attempt: int) -> list[str]:
-    """Remove what jobs before `before_attempt` left and nobody can use: incomplete sets, layouts of no seal.
+    """Remove what jobs before `before_attempt` left and nobody can use: incomplete sets, layouts and doubts of no seal.
 
     Only for the run's one writer, and only when the jobs of these attempts are known to have ended or to be fenced:
     a living one may be about to complete its set.
@@ -280,7 +281,8 @@ def remove_stale(store: Store, before_attempt: int) -> list[str]:
     used = {found.attempt for found in sets if found.complete}
     for info in objects:
         match = _LAYOUT.fullmatch(info.name)
-        if match is not None and int(match[1]) < before_attempt and int(match[1]) not in used:
+        attempt = int(match[1]) if match is not None else attempt_of(info.name)
+        if attempt is not None and attempt < before_attempt and attempt not in used:
             store.delete(info.name)
             removed.append(info.name)
     return removed

@@ -2,7 +2,8 @@
 
 `step-000000123.json` beside `step-000000123.pt`. Listing manifests lists the run; a file without a manifest is not a
 checkpoint. A manifest is written last and whole. It is written once more when the checkpoint has been read back
-(`state` becomes `verified` or `bad`, `note` and `nonfinite` are added); nothing else in it changes then.
+(`state` becomes `verified` or `bad`, `note` and `nonfinite` are added), and when it turns out to be doubtful (`doubt`);
+nothing else in it changes then.
 
 Order is (attempt, step), never a clock: clocks jump, and step numbers repeat after a restart from an older step.
 """
@@ -30,7 +31,7 @@ _NAMES_TOLD = 4
 _COMPLAINTS_SHOWN = 3  # pydantic says each thing that is wrong, and all of the input with it
 _NAME = re.compile(r"step-(\d{9,19})(-a\d{3,10})?\.json")
 _LABEL = re.compile(r"(\d{1,18})-a0*([1-9]\d{0,17})", re.ASCII)
-READ_BACK = "read back and found whole"  # the note of a checkpoint that is whole, and whose replicas had drifted apart
+READ_BACK = "read back and found whole"  # the note of a checkpoint that is whole, and drifted or doubtful
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 _Crc = Annotated[int, Field(ge=0, lt=2**32)]
 _Text = Annotated[str, Field(max_length=4096)]
@@ -129,6 +130,8 @@ class Manifest(_ManifestRecord):
         file: Name of the portable file beside the manifest.
         drift: Why the replicas of which it was put together are not the same; empty as far as is known. Where it is not
             empty, `state` is never `verified`: it stays `durable` when the file was found whole, and `note` says so.
+        doubt: Why it may be torn: a rank that copied it while training went on has later seen its state change in a way
+            that could have come into the copy. Empty where nobody doubts it; else `state` is as with `drift`.
         image_crc32: CRC-32 of the whole file.
         chunk_crc32s: CRC-32 of each window of `chunk_bytes` of the file: what restore checks as it reads.
         write_id: Random, names this one write; also on the object itself where the store keeps metadata.
@@ -146,6 +149,7 @@ class Manifest(_ManifestRecord):
     state: State = Field(default=State.DURABLE, strict=False)
     note: _Text = ""
     drift: _Text = ""
+    doubt: _Text = ""
     image_bytes: Annotated[int, Field(gt=0, lt=2**62)]
     image_crc32: _Crc
     chunk_bytes: Annotated[int, Field(gt=0, lt=2**40)]
@@ -188,6 +192,34 @@ class Manifest(_ManifestRecord):
     def is_drifted(self) -> bool:
         """Whether its bytes may be as they were sent, and yet are of ranks that did not agree."""
         return bool(self.drift) and self.state is not State.BAD
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether its bytes may be as they were sent, and yet of more than one instant."""
+        return bool(self.doubt) and self.state is not State.BAD
+
+    @property
+    def caveat(self) -> str:
+        """Why restore prefers others, though this one may be whole; empty where nothing is known against it."""
+        return self.drift or self.doubt
+
+    @property
+    def told_state(self) -> Literal["durable", "verified", "drifted", "doubtful", "bad"]:
+        """The state for people: `drifted` and `doubtful` are durable ones with a caveat."""
+        return "drifted" if self.is_drifted else "doubtful" if self.is_doubtful else self.state.value
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether each rank has finished its copy inside `save()`. So it is where a record does not say otherwise."""
+        ranks = self.record.get("ranks")
+        said = ranks.values() if isinstance(ranks, dict) else ()
+        return not any(isinstance(one, dict) and one.get("copied_inside") is False for one in said)
+
+    def doubted(self, doubt: str) -> Self:
+        """The same checkpoint, now doubtful. What read-back has found stays true of its bytes."""
+        was_read = self.state is State.VERIFIED
+        changes = {"doubt": doubt[:4096]} | ({"state": State.DURABLE, "note": READ_BACK} if was_read else {})
+        return self.model_copy(update=changes)
 
     def to_bytes(self) -> bytes:
         """JSON, with the CRC-32 of all the rest in its last line."""

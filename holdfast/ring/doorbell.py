@@ -1,6 +1,6 @@
 """The doorbell between stager and flusher: small JSON messages over a unix SOCK_SEQPACKET socket.
 
-    stager  ── hello, begin, chunk, staged, abort, finish ──────────────────────────►  flusher
+    stager  ── hello, begin, chunk, staged, abort, doubt, finish ───────────────────►  flusher
             ◄── welcome | refused, began, freed, grown, durable, verified, bad, failed, held, drained ──
 
 A stager whose flusher died says hello to the next one with the attempt that it has: if the welcome says `resumed`, ring
@@ -32,7 +32,7 @@ from holdfast.errors import FencedError, PeerLost, ProtocolError
 
 _log = logging.getLogger("holdfast.ipc")
 
-VERSION = 4
+VERSION = 5
 SOCKET_NAME = "flusher.sock"
 MESSAGE_BYTES_MAX = 64 * 1024
 _OUTBOX_MESSAGES_MAX = 4096  # a peer that has not read for so long is as good as dead
@@ -49,6 +49,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "chunk": {"slot": int},
     "staged": {"attempt": int, "step": int},
     "abort": {"attempt": int, "step": int, "reason": str},
+    "doubt": {},  # the file beside the ring says about which steps
     "finish": {},
     # flusher → stager
     "welcome": {

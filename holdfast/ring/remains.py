@@ -21,7 +21,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from holdfast.errors import ProtocolError
 from holdfast.image.chunks import Source
 from holdfast.image.layout import Layout
+from holdfast.image.manifest import Key
 from holdfast.image.replicas import drift_of
+from holdfast.ring.doubts import doubt_about, read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
 
@@ -53,7 +55,8 @@ class HeldCheckpoint(NamedTuple):
         attempt: Of the job that saved it. `step`: the step.
         staged_digest: Of its layout, while it is staged and not in the store; else empty.
         chunks: Chunk → what its slot holds.
-        drift: While it is staged: in what its replicas were not the same; empty as far as is known.
+        drift: While it is staged: in what its replicas were not the same, or why it may be torn; empty as far as is
+            known.
     """
 
     attempt: int
@@ -89,7 +92,8 @@ def _held(ring: Ring, attempt: int, step: int, chunks: dict[int, SlotRecord]) ->
         said = None
     if said is None or said.state != "staged":
         return HeldCheckpoint(attempt, step, "", chunks)
-    return HeldCheckpoint(attempt, step, said.layout_digest, chunks, drift_of(said.record, step))
+    caveat = drift_of(said.record, step) or doubt_about(read_doubts(ring.directory), Key(attempt, step))
+    return HeldCheckpoint(attempt, step, said.layout_digest, chunks, caveat)
 
 
 def tell_held(held: Iterable[HeldCheckpoint]) -> bytes:

@@ -113,7 +113,7 @@ class Board:
                 )
             case "durable":
                 self._durable(attempt, step, fields, now)
-            case "verified" | "drifted" | "bad" | "verify_failed":
+            case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
                 nonfinite = fields.get("nonfinite")
                 self._note(attempt, step, read_back=event, read_back_at_unix=now, nonfinite=nonfinite)
             case "flush_held":

@@ -41,7 +41,7 @@ _SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0
 _STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 300.0)
 _OUTCOMES = {
     "stager": ("staged", "declined", "failed"),
-    "flusher": ("durable", "verified", "drifted", "bad", "verify_failed", "flush_failed"),
+    "flusher": ("durable", "verified", "drifted", "doubtful", "bad", "verify_failed", "flush_failed"),
 }
 _SAVED_KEPT = 64  # of checkpoints that may still be read back
 _LEVELS = {"stager": ("staged",), "flusher": ("durable", "verified")}
@@ -245,7 +245,7 @@ class Metrics:
 
     _counted = {  # noqa: RUF012 - written once, here
         **dict.fromkeys(("staged", "durable"), _ends_well),
-        **dict.fromkeys(("verified", "drifted", "bad", "verify_failed"), _is_read_back),
+        **dict.fromkeys(("verified", "drifted", "doubtful", "bad", "verify_failed"), _is_read_back),
         **dict.fromkeys(("declined", "failed", "flush_failed"), _ends_badly),
         **dict.fromkeys(("flush_held", "flush_resumed"), _is_held),
         "found": _is_found,

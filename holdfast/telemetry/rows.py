@@ -63,7 +63,7 @@ class CheckpointRow:
     """One checkpoint, as far as it came.
 
     Attributes:
-        state: `saving`, `staged`, `durable`, `verified`, `drifted`, `bad`, or `failed`.
+        state: `saving`, `staged`, `durable`, `verified`, `drifted`, `doubtful`, `bad`, or `failed`.
         in_store: Its manifest is in the store now.
         note: Why it is bad, or failed.
         nonfinite: How many of its numbers are not finite; None: not counted.
@@ -223,7 +223,10 @@ class _Gathering:
                 row.staged_at_unix = row.staged_at_unix or event.time
                 row.state, row.note = ("durable", "") if row.state == "failed" else (row.state, row.note)
                 _advance(row, "durable")
-            case "verified" | "drifted" | "bad":
+            case "doubted":
+                row.note = text(event.fields.get("note"))
+                _advance(row, "doubtful")
+            case "verified" | "drifted" | "doubtful" | "bad":
                 row.read_at_unix, row.note = event.time, text(event.fields.get("note"))
                 row.nonfinite = whole(event.fields.get("nonfinite"))
                 _advance(row, event.event)
@@ -268,7 +271,7 @@ class _Gathering:
         return CheckpointRows(rows, sorted(not_taken, key=lambda one: one.at_unix))
 
 
-_ORDER = ("saving", "staged", "durable", "verified", "drifted", "bad")
+_ORDER = ("saving", "staged", "durable", "verified", "drifted", "doubtful", "bad")
 
 
 def _advance(row: CheckpointRow, state: str) -> None:
@@ -282,7 +285,7 @@ class StoredCheckpoint:
 
     attempt: int
     step: int
-    state: Literal["durable", "verified", "drifted", "bad"]
+    state: Literal["durable", "verified", "drifted", "doubtful", "bad"]
     image_bytes: int
     durable_at_unix: float
     saved_at_unix: float
@@ -302,14 +305,14 @@ class StoredCheckpoint:
         return cls(
             attempt=manifest.attempt,
             step=manifest.step,
-            state="drifted" if manifest.is_drifted else manifest.state.value,
+            state=manifest.told_state,
             image_bytes=manifest.image_bytes,
             durable_at_unix=durable_at,
             saved_at_unix=durable_at - manifest.pgt2_seconds,
             pgt1_seconds=manifest.pgt1_seconds,
             pgt2_seconds=manifest.pgt2_seconds,
             record=manifest.record,
-            note=manifest.drift if manifest.is_drifted else manifest.note,
+            note=manifest.caveat if manifest.is_drifted or manifest.is_doubtful else manifest.note,
             nonfinite=manifest.nonfinite.values if manifest.nonfinite else None,
         )
 

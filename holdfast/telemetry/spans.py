@@ -159,7 +159,7 @@ class Spans:
             case "durable":
                 self._end_flush(key, now, "")
                 self._is_durable(key, now, fields)
-            case "verified" | "drifted" | "bad" | "verify_failed":
+            case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
                 problem = "" if event == "verified" else told(fields) or event
                 self._phase("read_back", key, now - fields["seconds"], now, {"outcome": event}, problem)
 

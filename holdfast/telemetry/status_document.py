@@ -40,7 +40,7 @@ class CheckpointSaid(_Words):
     Attributes:
         saved_at_unix: The first rank's `save()`.
         stall_seconds: The longest that a rank's training thread was held up by it.
-        read_back: `verified`, `drifted`, `bad`, or `verify_failed`, once it was read back.
+        read_back: `verified`, `drifted`, `doubtful`, `bad`, or `verify_failed`, once it was read back.
         nonfinite: How many of its numbers are not finite (NaN or infinite); None: not counted.
         held: Why it waits for the store; empty if it does not.
         failed: Why it came to nothing; empty if it did not.
@@ -55,7 +55,7 @@ class CheckpointSaid(_Words):
     pgt1_seconds: _Seconds | None = None
     pgt2_seconds: _Seconds | None = None
     stall_seconds: _Seconds | None = None
-    read_back: Literal["", "verified", "drifted", "bad", "verify_failed"] = ""
+    read_back: Literal["", "verified", "drifted", "doubtful", "bad", "verify_failed"] = ""
     read_back_at_unix: _Number | None = None
     nonfinite: _Whole | None = None
     held: _Text = ""

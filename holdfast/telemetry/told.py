@@ -17,6 +17,7 @@ TROUBLES = frozenset(
             "flush_resumed",
             "bad",
             "drifted",
+            "doubted",
             "verify_failed",
             "fenced",
             "ring_lost",

@@ -24,7 +24,7 @@ from typing import Any
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, ProtocolError
 
-VERSION = 8
+VERSION = 9
 CONTROL_TAG = 1
 _FIRST_DATA_TAG = 16
 _PIECES_APART_MAX = 64
@@ -51,8 +51,8 @@ class Role(IntEnum):
 class Kind(IntEnum):
     """Kinds of control message. Below 32: trainer to stager; from 32: stager to trainer; BEAT: either.
 
-    From 64: among the ranks of a job that has local tiers, which use PROPOSE, RESERVED, REFUSED, NOTICE, AT, SAVE_AT
-    and BYE among themselves as well. Neither stager nor link takes one of these.
+    From 64: among the ranks of a job that has local tiers, which use PROPOSE, RESERVED, REFUSED, NOTICE, AT, SAVE_AT,
+    DOUBT, DOUBTED and BYE among themselves as well. Neither stager nor link takes one of these.
     """
 
     HELLO = 1
@@ -69,6 +69,7 @@ class Kind(IntEnum):
     FETCH = 12
     WISH = 13
     HERE = 14
+    DOUBT = 15
     WELCOME = 32
     RESERVED = 33
     REFUSED = 34
@@ -81,6 +82,7 @@ class Kind(IntEnum):
     SAVE_AT = 41
     FETCHED = 42
     SAVE_EVERY = 43
+    DOUBTED = 44
     SEALED = 64
     SKIPPED = 65
     READY = 66

@@ -60,6 +60,7 @@ def _summary(url: str, manifest: Manifest) -> Table:
         ("file", f"{manifest.file}, {size(manifest.image_bytes)} ({manifest.image_bytes} bytes)"),
         ("state", manifest.state.value + (f": {manifest.note}" if manifest.note else "")),
         *((("drift", manifest.drift),) if manifest.drift else ()),
+        *((("doubt", manifest.doubt),) if manifest.doubt else ()),
         ("created", f"{manifest.created} ({age(manifest)} ago)"),
         ("ranks", str(manifest.ranks)),
         ("staged after", seconds(manifest.pgt1_seconds)),

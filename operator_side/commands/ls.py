@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import click
@@ -24,6 +24,7 @@ from holdfast.command.output import (
     table,
 )
 from holdfast.errors import StoreMissing
+from holdfast.image.manifest import Key
 from operator_side.commands.target import URL, Target
 
 _COLUMNS = ("STEP", "SIZE", "STATE", "AGE", "RANKS", "DURABLE IN", "FILE")
@@ -48,22 +49,25 @@ def ls(as_json: bool, target: Target) -> None:
     State: verified  published, read back and found good
            durable   published, not read back yet
            drifted   published, but the replicas of the ranks differed; restore prefers the one before
+           doubtful  published, but it may be torn; restore prefers the one before
            bad       published, read back and found bad
            damaged   its manifest or its file is missing or broken
            slices    complete, as slices that ranks wrote: `holdfast assemble` makes a file of them
            partial   slices, of which some are missing
 
     JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks", "created",
-    "pgt1_seconds", "pgt2_seconds", "drift", "nonfinite"}], "slices": [{"step", "attempt", "state": "slices|partial",
-    "fault", "ranks", "sealed", "nbytes"}]}. Values that a damaged manifest does not have are null. pgt1_seconds is the
-    time from save() until the checkpoint was staged, pgt2_seconds until it was durable. drift says which replicas
-    differed; it is empty where none did. nonfinite is the number of values in floating tensors that are NaN or
-    infinite, counted when the checkpoint was read back; null: not counted.
+    "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "nonfinite"}], "slices": [{"step", "attempt", "state":
+    "slices|partial", "fault", "ranks", "sealed", "nbytes", "doubt"}]}. Values that a damaged manifest does not have
+    are null. pgt1_seconds is the time from save() until the checkpoint was staged, pgt2_seconds until it was durable.
+    drift says which replicas differed; it is empty where none did. doubt says why a checkpoint may be torn, and is
+    else empty. nonfinite is the number of values in floating tensors that are NaN or infinite, counted when the
+    checkpoint was read back; null: not counted.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
     look = target.catalog().look()
     if look.is_empty:
         raise StoreMissing(f"{look.url}: there is nothing at this URL; check the URL")
     sets = [found for found in look.slices() if not _is_published(look, found)]
+    doubts = look.doubted_slices() if sets else {}
     # Where the rows themselves go to a terminal, they show how far it is.
     hidden = sys.stdout.isatty() and not as_json
     documents = []
@@ -72,9 +76,9 @@ def ls(as_json: bool, target: Target) -> None:
         if as_json:
             documents = [_document(item) for item in items]
         else:
-            _print(look.url, sets, items)
+            _print(look.url, sets, doubts, items)
     if as_json:  # one document, so only when all is known
-        print_json({"url": look.url, "checkpoints": documents, "slices": [_slices(s) for s in sets]})
+        print_json({"url": look.url, "checkpoints": documents, "slices": [_slices(s, doubts) for s in sets]})
 
 
 def _is_published(look: CatalogLook, found: SliceSet) -> bool:
@@ -83,10 +87,12 @@ def _is_published(look: CatalogLook, found: SliceSet) -> bool:
     return any(item.manifest is not None and item.order == found.order for item in of_step)
 
 
-def _print(url: str, sets: Sequence[SliceSet], items: Iterator[CatalogItem]) -> None:
+def _print(
+    url: str, sets: Sequence[SliceSet], doubts: Mapping[Key, str], items: Iterator[CatalogItem]
+) -> None:
     """Print the rows while they are read, a few at a time, and then what is to be said of some of them."""
     out = console()
-    rows = [_ListedRow(_slice_cells(found), "yellow", ()) for found in sets] + _read_rows(items, _ROWS_FIRST)
+    rows = [_slice_row(found, doubts) for found in sets] + _read_rows(items, _ROWS_FIRST)
     if not rows:
         out.print(f"{url}: the run has no checkpoint yet", markup=False)
         return
@@ -124,11 +130,11 @@ def _row(item: CatalogItem) -> _ListedRow:
     broken, notes = _broken(item), []
     if item.fault:
         notes.append((item.fault, "red"))
-    elif item.drift:
-        notes.append((f"{item.name}: {item.drift}", "yellow"))
+    elif item.caveat:
+        notes.append((f"{item.name}: {item.caveat}", "yellow"))
     if broken and not item.fault:
         notes.append((f"{item.name}: {broken}", "yellow"))
-    style = "red" if item.fault else "yellow" if item.drift or broken else ""
+    style = "red" if item.fault else "yellow" if item.caveat or broken else ""
     return _ListedRow(_cells(item), style, tuple(notes))
 
 
@@ -153,6 +159,11 @@ def _cells(item: CatalogItem) -> tuple[str, ...]:
     )
 
 
+def _slice_row(found: SliceSet, doubts: Mapping[Key, str]) -> _ListedRow:
+    doubt = doubts.get(found.order, "")
+    return _ListedRow(_slice_cells(found), "yellow", ((f"slices of {doubt}", "yellow"),) if doubt else ())
+
+
 def _slice_cells(found: SliceSet) -> tuple[str, ...]:
     where = f"{len(found.seals)} of {found.ranks} slices, attempt {found.attempt}"
     return (str(found.step), size(found.nbytes), _state(found), "-", str(found.ranks), "-", where)
@@ -162,7 +173,7 @@ def _state(found: SliceSet) -> str:
     return "slices" if found.complete else "partial"
 
 
-def _slices(found: SliceSet) -> dict[str, Any]:
+def _slices(found: SliceSet, doubts: Mapping[Key, str]) -> dict[str, Any]:
     return {
         "step": found.step,
         "attempt": found.attempt,
@@ -171,6 +182,7 @@ def _slices(found: SliceSet) -> dict[str, Any]:
         "ranks": found.ranks,
         "sealed": len(found.seals),
         "nbytes": found.nbytes,
+        "doubt": doubts.get(found.order, ""),
     }
 
 
@@ -188,5 +200,6 @@ def _document(item: CatalogItem) -> dict[str, Any]:
         "pgt1_seconds": manifest.pgt1_seconds if manifest else None,
         "pgt2_seconds": manifest.pgt2_seconds if manifest else None,
         "drift": item.drift,
+        "doubt": item.doubt,
         "nonfinite": manifest.nonfinite.values if manifest and manifest.nonfinite else None,
     }

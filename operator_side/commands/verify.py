@@ -43,11 +43,12 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int | None) 
     in the manifest.
 
     Exit code 6: the checkpoint is damaged; the message names the tensors and the place in the file. A checkpoint of
-    ranks whose replicas differed can be whole: the command says that it is drifted, and exits with 0.
+    ranks whose replicas differed, or one that may be torn, can be whole: the command says that it is drifted or
+    doubtful, and exits with 0.
 
-    JSON: {"url", "ok", "checkpoints": [{"step", "file", "ok", "checked_bytes", "fault", "drift", "damage": [{"what",
-    "offset", "nbytes", "expected", "got", "tensors": [path]}]}]}; fault says why a checkpoint could not be read, drift
-    which replicas differed.
+    JSON: {"url", "ok", "checkpoints": [{"step", "file", "ok", "checked_bytes", "fault", "drift", "doubt", "damage":
+    [{"what", "offset", "nbytes", "expected", "got", "tensors": [path]}]}]}; fault says why a checkpoint could not be
+    read, drift which replicas differed, doubt why it may be torn.
     """
     if check_all and target.step is not None:
         raise ConfigError(f"--all checks every step, and @{target.step} names one; leave one of the two out")
@@ -61,7 +62,7 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int | None) 
         elif report is None:
             faults.append(fault)
         if not as_json:
-            _print(name, report, manifest.drift if manifest else "")
+            _print(name, report, manifest)
     if as_json:
         print_json({"url": catalog.store.url, "ok": not faults, "checkpoints": documents})
         if faults:  # an error would print a second document
@@ -92,16 +93,18 @@ def _checked(catalog: Catalog, manifest: Manifest, threads: int | None, *, quiet
         return verify_file(catalog.store, manifest, threads=threads, progress=advance)
 
 
-def _print(name: str, report: VerifyReport | None, drift: str) -> None:
+def _print(name: str, report: VerifyReport | None, manifest: Manifest | None) -> None:
     out = console()
     if report is None:
         out.print(f"{name}: damaged", style="red", markup=False)
         return
     if report.ok:
-        good = "whole, but drifted" if drift else "good"
+        caveat = manifest.caveat if manifest is not None else ""
+        kind = "drifted" if manifest is not None and manifest.drift else "doubtful"
+        good = f"whole, but {kind}" if caveat else "good"
         out.print(f"{name}: {good}, {report.checked_bytes} bytes checked", markup=False)
-        if drift:
-            out.print(f"  {plain(drift)}", markup=False, style="yellow", soft_wrap=True)
+        if caveat:
+            out.print(f"  {plain(caveat)}", markup=False, style="yellow", soft_wrap=True)
         return
     out.print(f"{name}: damaged", style="red", markup=False)
     for damage in report.damage[:_FAULTS_SHOWN]:
@@ -120,6 +123,7 @@ def _document(
         "checked_bytes": report.checked_bytes if report else 0,
         "fault": "" if report else fault,
         "drift": manifest.drift if manifest else "",
+        "doubt": manifest.doubt if manifest else "",
         "damage": [
             {
                 "what": damage.what,

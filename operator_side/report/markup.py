@@ -127,7 +127,7 @@ def keys(*names: tuple[str, str]) -> Html:
 
 def stands_out(row: CheckpointRow) -> bool:
     """Whether the checkpoint is to be shown rather than one without trouble."""
-    return row.state in {"bad", "drifted", "failed", "staged", "saving"} or bool(row.nonfinite)
+    return row.state in {"bad", "drifted", "doubtful", "failed", "staged", "saving"} or bool(row.nonfinite)
 
 
 _MANY_COLUMNS = 6  # do not fit on a small screen: these tables are moved sideways instead of squeezed

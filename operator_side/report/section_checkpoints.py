@@ -82,7 +82,7 @@ def _worth_details(rows: Sequence[CheckpointRow]) -> list[CheckpointRow]:
     chosen = known[-few:]
     chosen += sorted(known, key=lambda row: row.pgt2_seconds or 0.0)[-few:]
     chosen += sorted(known, key=lambda row: row.stall_seconds or 0.0)[-few:]
-    chosen += [row for row in known if row.state in {"bad", "drifted", "failed"}][-few:]
+    chosen += [row for row in known if row.state in {"bad", "drifted", "doubtful", "failed"}][-few:]
     keys = {(row.attempt, row.step) for row in chosen}
     return [row for row in known if (row.attempt, row.step) in keys]
 

@@ -126,6 +126,13 @@ def _checkpoints(facts: RunFacts) -> Iterator[str]:
             f"{plural(len(drifted), 'checkpoint')}, the first of them step {first.step} (attempt {first.attempt}), put "
             "together what ranks held whose replicas were not the same: restore prefers an older one."
         )
+    doubtful = [row for row in rows if row.state == "doubtful"]
+    if doubtful:
+        yield (
+            f"{plural(len(doubtful), 'checkpoint')}, the first of them step {doubtful[0].step} (attempt "
+            f"{doubtful[0].attempt}), may be torn, as something else than the optimizer changed the state: restore "
+            "prefers an older one."
+        )
     broken = [row for row in rows if row.nonfinite]
     if broken:
         yield (

@@ -11,9 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.image.manifest import State
+from holdfast.store.posix import PosixStore
+from operator_side.commands.assemble import assemble_command
+from operator_side.commands.ls import ls
 from tests.integration.jobs import changing
 from tests.support.job import Job, environment
+from trainer_side.tiers.open_tiers import open_tier
 
 pytestmark = [pytest.mark.mpi]
 SAVES, RANKS = 8, 2
@@ -60,6 +67,13 @@ class Outcome:
             if changing.sums(state) != json.loads((out / f"{step}.json").read_text()):
                 self.torn.append(step)
         self.withdrawn = sorted(set(range(saves)) - set(self.published))
+        items = Catalog(PosixStore(store)).list()
+        self.manifests = {item.step: item.manifest for item in reversed(items) if item.manifest is not None}
+
+    def inside(self, step: int) -> list[bool]:
+        """Of each rank, whether its copy of this step was finished inside `save()`."""
+        ranks = self.manifests[step].record["ranks"]
+        return [ranks[str(rank)]["copied_inside"] for rank in range(RANKS)]
 
     def is_whole(self) -> None:
         """Nothing torn is published; every rank has counted what was withdrawn, and its tensor was named."""
@@ -80,6 +94,86 @@ def test_a_published_file_is_the_saved_instant(tmp_path: Path, kind: str) -> Non
     assert len(outcome.published) >= SAVES - RANKS, (
         "each rank may have to see it once, where nothing else shows it"
     )
+
+
+@pytest.mark.parametrize("kind", ["RowsThroughData", "RowsByNumpy"])
+def test_a_few_bytes_changed_by_hand_tear_nothing(tmp_path: Path, kind: str) -> None:
+    """From the first step on: the comparison before the first update sees them, and every save waits."""
+    outcome = Outcome(tmp_path, kind, SAVES, HOLDFAST_COPY_INSIDE_MS_MAX="0")
+    outcome.is_whole()
+    assert outcome.published == list(range(SAVES))
+    assert not any(manifest.doubt for manifest in outcome.manifests.values())
+    assert outcome.said.count("in a way that torch does not count") >= 1
+    for step in range(1, SAVES):
+        assert outcome.inside(step) == [True] * RANKS
+
+
+def test_what_was_copied_before_a_few_bytes_were_found_is_doubtful(tmp_path: Path) -> None:
+    """They begin at step 5, in a tensor of which only one rank sends the part that changes. The other hears of it."""
+    saves, drawn = 14, 10
+    options = ["--from", "5", "--drawn", f"3,{drawn}"]
+    outcome = Outcome(tmp_path, "RowsThroughData", saves, *options, HOLDFAST_COPY_INSIDE_MS_MAX="0")
+    assert outcome.published == list(range(saves))
+    doubtful = [step for step, manifest in outcome.manifests.items() if manifest.doubt]
+    assert outcome.torn, "without a torn one nothing is shown"
+    assert set(outcome.torn) <= set(doubtful)
+    assert doubtful == list(range(4, drawn))
+    for step, manifest in outcome.manifests.items():
+        assert manifest.state is (State.DURABLE if step in doubtful else State.VERIFIED), step
+        assert manifest.is_proven == (step in {0, 3} or step >= drawn)
+        assert outcome.inside(step) == [manifest.is_proven] * RANKS, "every rank copies inside from then on"
+    assert outcome.said.count("in a way that torch does not count, and not in a step") >= 1
+    said = CliRunner().invoke(ls, [str(tmp_path / "store"), "--json"], catch_exceptions=False).stdout
+    listed = {one["step"]: one for one in json.loads(said)["checkpoints"]}
+    assert {step for step, one in listed.items() if one["state"] == "doubtful"} == set(doubtful)
+    assert all("may have come into the copy" in listed[step]["doubt"] for step in doubtful)
+
+
+def test_without_a_stager_the_council_tells_all_ranks_and_slices_are_marked(tmp_path: Path) -> None:
+    """The rank that sees it tells rank 0, and that one all; the slices on disk and in the store have the mark."""
+    out, store, disk = tmp_path / "out", tmp_path / "store", tmp_path / "disk"
+    env = environment(
+        tmp_path / "runtime",
+        HOLDFAST_STORE=str(store),
+        HOLDFAST_TIERS=f"file:{disk},store",
+        HOLDFAST_TIER_SLOTS="8",
+        HOLDFAST_ON_FULL="wait",
+        HOLDFAST_COPY_INSIDE_MS_MAX="0",
+    )
+    # The comparison after save(10) is the last: nothing newer pushes what came before out of its slots.
+    command = [changing.__file__, str(out), "RowsThroughData", "11", "--from", "5", "--drawn", "3,10"]
+    with Job(RANKS, command, None, env=env, log=tmp_path / "job.log") as job:
+        job.succeed(240)
+        said = job.output()
+    heard = [line for line in said.splitlines() if "save() returns only when its copy is done" in line]
+    assert len({line.split("rank ")[1][0] for line in heard}) == RANKS, said
+    (directory,) = disk.iterdir()
+    for rank in range(RANKS):
+        assert (directory / f"rank-{rank:05}.doubts").exists(), "each machine has the mark"
+    marked = 0
+    for tier in (open_tier(f"file:{disk}", str(store)), open_tier("store", str(store))):
+        for kept in tier.kept():
+            assert bool(kept.doubt) == (4 <= kept.seal.step <= 9), (tier.name, kept.seal.step, kept.doubt)
+            marked += bool(kept.doubt)
+        tier.close()
+    assert marked, "no slot has one of the doubtful steps"
+    listed = json.loads(CliRunner().invoke(ls, [str(store), "--json"], catch_exceptions=False).stdout)
+    assert all(bool(one["doubt"]) == (4 <= one["step"] <= 9) for one in listed["slices"])
+    assert any(one["doubt"] for one in listed["slices"])
+    doubtful = max(one["step"] for one in listed["slices"] if one["doubt"] and one["state"] == "slices")
+    made = CliRunner().invoke(assemble_command, [f"{store}@{doubtful}"], catch_exceptions=False)
+    assert made.exit_code == 0, made.output
+    manifest = Catalog(PosixStore(store)).get(doubtful)
+    assert "was changed after save(10)" in manifest.doubt
+    assert manifest.state is State.DURABLE
+
+
+def test_without_the_comparison_a_few_bytes_are_published_torn(tmp_path: Path) -> None:
+    """The tests above can fail."""
+    options = ["--uncompared", "--drawn", "1000"]
+    outcome = Outcome(tmp_path, "RowsThroughData", SAVES, *options, HOLDFAST_COPY_INSIDE_MS_MAX="0")
+    assert outcome.torn
+    assert all(outcome.manifests[step].state is State.VERIFIED for step in outcome.torn)
 
 
 def test_a_torn_step_is_kept_in_no_tier(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class Area:
         torn_before: int,
         on_torn: Callable[[], None],
     ) -> None:
-        self.memory = data
+        self.memory, self.nbytes = data, len(data)
         self._batches, self._torn_before, self._on_torn = batches, torn_before, on_torn
         self._ready: set[int] = set()
         self.changed: FrameBatch | None = None
@@ -146,9 +146,14 @@ class Instant:
 def start_copier(link: Link, seconds_max: float) -> Copier:
     """The copy thread of the process that runs."""
     from trainer_side.save.copier import Copier  # with torch
+    from trainer_side.save.quietness import Quietness
 
     install()  # it was loaded now
-    return Copier([], link, ledger=Ledger(), events=EventLog(None, role="trainer"), seconds_max=seconds_max)
+    ledger, events = Ledger(), EventLog(None, role="trainer")
+    quietness = Quietness(
+        link.rank, mode="auto", inside_ms_max=0.0, tell=lambda _: None, ledger=ledger, events=events
+    )
+    return Copier([], link, ledger=ledger, events=events, seconds_max=seconds_max, quietness=quietness)
 
 
 def begin_copy(copier: Copier, transfer: Transfer, area: Area) -> None:

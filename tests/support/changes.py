@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -272,6 +273,76 @@ class Clipped(Training):
             parameter.data.mul_(0.99)
 
 
+class RowsThroughData(Training):
+    """A few rows of a table are changed through `.data` at the top of each step: none of the sampled words need change.
+
+    Attributes:
+        begins: The first step that does so.
+    """
+
+    begins = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The last in the order of updates, so that a copy that goes on comes to it last.
+        self.table = self.parameters[-1].view(64, 64)
+
+    def saved(self, step: int) -> None:
+        if step >= self.begins:
+            self.touch(step)
+
+    def touch(self, step: int) -> None:
+        self.table.data[1 + step % 7, 3:5] *= 0.5
+
+
+class RowsByNumpy(RowsThroughData):
+    def touch(self, step: int) -> None:
+        self.table.detach().numpy()[1 + step % 7, 3:5] *= 0.5
+
+
+class RowsInAThread(RowsThroughData):
+    """By another thread, which begins when `save()` has returned."""
+
+    def touch(self, step: int) -> None:
+        thread = threading.Thread(target=super().touch, args=(step,))
+        thread.start()
+        thread.join()
+
+
+class RowsInTheMiddle(RowsThroughData):
+    """Between the gradients and the update."""
+
+    def saved(self, step: int) -> None:
+        pass
+
+    def gradients(self, step: int) -> None:
+        super().gradients(step)
+        if step >= self.begins:
+            self.touch(step)
+
+
+class MomentsThroughData(RowsThroughData):
+    """The state of the optimizer is edited by hand."""
+
+    def touch(self, step: int) -> None:
+        self.optimizer.state[self.parameters[-1]]["exp_avg"].data[65:68].mul_(0.5)
+
+
+class WeightsClippedThroughData(RowsThroughData):
+    """The few weights beyond a limit are clipped."""
+
+    def touch(self, step: int) -> None:
+        for parameter in self.parameters[-3:]:
+            parameter.data.clamp_(max=float(parameter.data.max()) - 1e-3)
+
+
+class UnhookedRows(RowsThroughData):
+    """Beside an optimizer that calls no hook: only the next save can look."""
+
+    def make(self) -> Any:
+        return _Unhooked(self.parameters)
+
+
 class _Embeddings(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -443,6 +514,15 @@ TEARING: tuple[type[Training], ...] = (
     Clipped,
     Renormed,
 )
+# A few bytes, which torch does not count, and which the sampled words mostly miss.
+FEW_BYTES: tuple[type[RowsThroughData], ...] = (
+    RowsThroughData,
+    RowsByNumpy,
+    RowsInAThread,
+    RowsInTheMiddle,
+    MomentsThroughData,
+    WeightsClippedThroughData,
+)
 SHARDED_WAITING: tuple[type[Training], ...] = (
     Sharded,
     FullySharded,
@@ -473,6 +553,11 @@ PACKAGES: dict[str, type[Training]] = {
         "bitsandbytes.optim", lambda package, parameters: package.AdamW8bit(parameters, lr=0.01)
     ),
 }
+
+
+def never_compare(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Quiet is what no counter and no sampled word has shown to be otherwise, as it was before whole comparisons."""
+    put(SavedInstant, "changed_uncounted", lambda *_: "")
 
 
 def trust_everything(put: Callable[[Any, str, Any], None] = setattr) -> None:

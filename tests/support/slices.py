@@ -9,14 +9,15 @@ import mmap
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import DamageError, StoreError
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import EntryRecord, Manifest, TensorRecord, manifest_name, step_file_name
+from holdfast.image.manifest import EntryRecord, Key, Manifest, TensorRecord, manifest_name, step_file_name
 from holdfast.image.slices import SliceSeal, area_bytes, frames_of
+from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from tests.support.checkpoints import manifest_of
 from tests.unit.trainer_side.assemble import assembled, make_plan, sent, taken
 from trainer_side.tiers.tier import Kept, Nearness, Tier
@@ -171,6 +172,11 @@ class DictTier:
     def bytes_read(self) -> int:
         """All that was asked for."""
         return sum(nbytes for _, _, nbytes in self.reads)
+
+    def doubt(self, steps: DoubtedSteps) -> None:
+        self._kept = [
+            replace(one, doubt=doubt_about([steps], Key(*one.seal.order)) or one.doubt) for one in self._kept
+        ]
 
     def kept(self) -> list[Kept]:
         if self.kept_fails is not None:

@@ -28,6 +28,7 @@ from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
+from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind, peer_error
 from holdfast.wire.pace import Wish
 from holdfast.wire.state_messages import Agreement, Proposal
@@ -60,6 +61,7 @@ class Link:
         events: Event log; may be replaced before the first offer.
         problem: Why no checkpoint can be taken any more; None while all is well. Any thread.
         appointments: At which step this rank acts on a notice. `schedule`: at which it saves, with `every="auto"`.
+        on_doubt: As `ToStager.on_doubt`; in the link's thread.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Link:
         self.problem: HoldfastError | None = None
         self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
         self.schedule = Schedule(auto=False, wait_seconds_max=config.stager_seconds_max)
+        self.on_doubt: Callable[[Doubt], None] = lambda _: None
         self._goes_on_in = ""  # names of local tiers
         self._plan: SendPlan | None = None
         self._newest_step = -1
@@ -207,6 +210,10 @@ class Link:
         if self.problem is None:
             told = reason.of_rank(self.rank)
             self._command(lambda: self._outbox.decline(step, message, told))
+
+    def doubt(self, doubt: Doubt) -> None:
+        message = doubt.to_frame(Kind.DOUBT, attempt=self.welcome.attempt)
+        self._command(lambda: self._port.send(message) if self.problem is None else None)
 
     def notice(self, notice: Notice) -> None:
         def tell() -> None:
@@ -366,6 +373,8 @@ class Link:
             case Kind.SAVE_EVERY:
                 seconds = self.appointments.step_seconds
                 self._reply(frame, Kind.HERE, self.schedule.heard(Announcement.from_frame(frame), seconds))
+            case Kind.DOUBTED:
+                self.on_doubt(Doubt.from_frame(frame))
             case Kind.FETCHED:
                 self._questions.fetched(frame)
             case Kind.RESERVED:

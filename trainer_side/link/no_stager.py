@@ -13,6 +13,7 @@ from holdfast.notices.notice import Notice
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import Reason
 from holdfast.telemetry.events import EventLog
+from holdfast.wire.doubt import Doubt
 from holdfast.wire.pace import Wish
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.link.schedule import Schedule
@@ -57,6 +58,7 @@ class NoStager:
         self.rank, self.ranks, self._advice = world.rank, world.ranks, world.stager_advice
         self.peers: Peers = world.peers()
         self.events = EventLog(None, role="trainer", rank=self.rank)
+        self.on_doubt: Callable[[Doubt], None] = lambda _: None
         self._tiers: TierSet = NoTiers(self.agree)
         self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
         self.store_url, self.chunk_bytes = config.store, config.chunk_bytes
@@ -103,6 +105,9 @@ class NoStager:
 
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
         """Nobody waits for it."""
+
+    def doubt(self, doubt: Doubt) -> None:
+        """The council of the local tiers tells the ranks."""
 
     def notice(self, notice: Notice) -> None:
         """Tell rank 0, in the stager's place, that this rank's machine will be taken away. Any thread."""

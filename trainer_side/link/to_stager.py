@@ -11,6 +11,7 @@ from holdfast.notices.notice import Notice
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import Reason
 from holdfast.telemetry.events import EventLog
+from holdfast.wire.doubt import Doubt
 from holdfast.wire.pace import Wish
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.link.schedule import Schedule
@@ -27,12 +28,14 @@ class ToStager(Protocol):
         rank: This training rank. `ranks`: how many there are.
         events: Event log; may be replaced before the first offer.
         appointments: At which step this rank acts on a notice.
+        on_doubt: Called when the stager says that a rank has seen its state change as the gate does not hold it back.
     """
 
     rank: int
     ranks: int
     events: EventLog
     appointments: Appointments
+    on_doubt: Callable[[Doubt], None]
 
     @property
     def attempt(self) -> int:
@@ -124,6 +127,10 @@ class ToStager(Protocol):
 
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
         """Tell all ranks, through the stager, that this rank takes no checkpoint of `step`. Any thread."""
+        ...
+
+    def doubt(self, doubt: Doubt) -> None:
+        """Tell all ranks and the flusher, through the stager. Any thread."""
         ...
 
     def notice(self, notice: Notice) -> None:

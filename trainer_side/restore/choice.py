@@ -68,7 +68,7 @@ class Holder(NamedTuple):
 
 class StoreCandidate(NamedTuple):
     """A checkpoint of the store, as its manifest says; `fault` tells why it cannot be used, if so. `drift`: in what its
-    replicas were not the same.
+    replicas were not the same, or why it may be torn.
     """
 
     number: int
@@ -108,7 +108,7 @@ class Candidate:
         slices: Saved rank → who has its slice, nearest first. Empty: it is read from the store alone.
         stored: Its number in the store's list; `STORE` if the store does not have it.
         key: Of its slices; None without any.
-        drift: In what its replicas were not the same: it is tried after all those in which they were.
+        drift: In what its replicas were not the same, or why it may be torn: it is tried after all others.
     """
 
     attempt: int

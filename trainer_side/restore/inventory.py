@@ -148,7 +148,7 @@ def _row(tier: Keeps, kept: Kept) -> list[object]:
     seal = kept.seal
     key = SliceKey(seal.attempt, seal.step, seal.ranks, seal.layout_digest, str(seal.record.get("job", "")))
     replicas = str(seal.record.get(DIGEST_FIELD, ""))[:_DIGEST_CHARACTERS_MAX]
-    drift = str(seal.record.get("drift", "")) if seal.record.get("job") == RING else ""
+    drift = kept.doubt or (str(seal.record.get("drift", "")) if seal.record.get("job") == RING else "")
     where = [_NEARNESS[tier.nearness], tier.name, kept.place]
     return [key, seal.rank, *where, sorted(kept.absent), replicas, drift]
 
@@ -286,7 +286,7 @@ def _candidate(number: int, item: CatalogItem) -> StoreCandidate:
     if item.manifest is None:
         return StoreCandidate(number, item.attempt, item.step, 0, "", item.fault)
     ranks, digest = item.manifest.ranks, item.manifest.layout_digest
-    return StoreCandidate(number, item.attempt, item.step, ranks, digest, item.fault, item.drift)
+    return StoreCandidate(number, item.attempt, item.step, ranks, digest, item.fault, item.caveat)
 
 
 def _in_time(ask: Callable[[Store], _T], store: Store, seconds_max: float) -> _T:

@@ -33,6 +33,7 @@ from trainer_side.save.device_lane import enter_thread
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.gate import Gate
 from trainer_side.save.hook_proof import HookProof
+from trainer_side.save.quietness import Quietness
 from trainer_side.save.staging import Staging
 from trainer_side.save.tearing import SavedInstant
 from trainer_side.save.unchanged import Outdated
@@ -61,6 +62,9 @@ class CopyJob:
         instant: What the tensors were like at `save()`; None where nothing is copied behind the gate.
         abandoned: Set when an update did not wait for it any longer, or when it is torn.
         updating: Set when an update has come: from now on tensors change that are copied and given free.
+        whole: Set when all that is live was copied.
+        inside: Whether `save()` returns only when that is so. `compares`: whether the live bytes are compared with the
+            copy afterwards.
         device: That tensors are on.
     """
 
@@ -74,6 +78,9 @@ class CopyJob:
     instant: SavedInstant | None = None
     abandoned: threading.Event = field(default_factory=threading.Event)
     updating: threading.Event = field(default_factory=threading.Event)
+    whole: threading.Event = field(default_factory=threading.Event)
+    inside: bool = False
+    compares: bool = False
     device: torch.device | None = None
 
     def cancelled(self) -> bool:
@@ -98,6 +105,7 @@ class Copier:
         ledger: Counts the stall.
         events: Event log.
         seconds_max: How long a copy is waited for.
+        quietness: What is known of changes that nobody counts.
 
     Attributes:
         gate: The gate.
@@ -112,11 +120,12 @@ class Copier:
         ledger: Ledger,
         events: EventLog,
         seconds_max: float,
+        quietness: Quietness,
     ) -> None:
         self._link, self._ledger, self._events, self._seconds_max = link, ledger, events, seconds_max
         gated = with_inner(optimizers)
         self.gate = Gate(gated, seconds_max=seconds_max, on_late=self._abandon, on_hook=self._hooked)
-        self._proof = HookProof(gated)
+        self._proof, self._quietness = HookProof(gated), quietness
         self.update_streams: list[Any] = []
         self._by_hand = 0  # so many `with checkpointer.changing()` the training thread is in
         self._job: CopyJob | None = None  # under way; it holds a staging area and tensors, so not for longer
@@ -159,18 +168,48 @@ class Copier:
         self._job = job
         self._jobs.put(job)
 
-    def finish_what_would_tear(self, instant: SavedInstant | None) -> None:
-        """End the copy that was begun, unless all that could change its tensors is shown to wait at the gate."""
+    def way_of(self, step: int, instant: SavedInstant | None, nbytes: int) -> tuple[bool, bool]:
+        """Whether the copy of this save is finished inside `save()`, and whether live bytes are compared with it then.
+
+        Args:
+            step: The step.
+            instant: What is live; None: nothing.
+            nbytes: Of the slice.
+        """
         trusted = self._proof.saved(instant)
-        if self._by_hand:
-            self.wait_copied()
-        elif not trusted:
-            self.gate.wait()
+        if instant is None:
+            return False, False
+        if self._by_hand or self._quietness.is_inside(nbytes):
+            return True, False
+        if trusted and not self._quietness.is_drawn(step) and self._quietness.leave_behind(step):
+            return False, False
+        return True, True
+
+    def finish_what_would_tear(self, job: CopyJob) -> None:
+        """End the copy that was begun, unless all that could change its tensors is shown to wait at the gate."""
+        if not job.inside:
+            return
+        self.gate.wait()
+        # How long it took may have been measured just now, for the first time.
+        if job.compares and job.instant is not None and not self._quietness.is_inside(job.staging.nbytes):
+            self._proof.expect(job.instant)
+            self._quietness.expect(job.instant, job.staging, job.whole.is_set)
+
+    def look_whether_quiet(self) -> None:
+        """Compare the live state with the copy of the last save, if that is due. Before an update or a save."""
+        if not self._quietness.expects:
+            return
+        if accelerator.is_capturing() or not self._idle.wait(self._seconds_max):
+            self._quietness.excused()
+        elif self._quietness.compare():
+            return
+        self._proof.excused()  # nothing is shown of that save
 
     def wait_copied(self) -> None:
         """Wait until nothing is read any more: tensors may be changed by any means until the next save."""
         self.gate.wait()
         self._proof.excused()
+        self._quietness.excused()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -184,6 +223,7 @@ class Copier:
 
     def close(self) -> None:
         """End the thread, after its last copy, and take the gate away."""
+        self._quietness.excused()
         self._jobs.put(None)
         self._thread.join(self._seconds_max)
         if self._thread.is_alive():
@@ -211,6 +251,7 @@ class Copier:
     def _hooked(self, optimizer: torch.optim.Optimizer) -> None:
         if (kind := accelerator.kind()) is not None:
             self._note_stream(accelerator.module_of(kind).current_stream(), optimizer)
+        self.look_whether_quiet()
         self._proof.hooked(optimizer)
         job = self._job
         if job is None or job.instant is None or job.updating.is_set():
@@ -218,7 +259,7 @@ class Copier:
         job.updating.set()
         # This thread is at the end of all that it has changed by now, so torch has counted it: it counts last.
         if self.gate.closed and (path := job.instant.changed()):
-            self._withdraw(job, path)
+            self.withdraw(job, path)
 
     def _note_stream(self, stream: Any, optimizer: torch.optim.Optimizer) -> None:
         if accelerator.is_capturing():
@@ -226,7 +267,7 @@ class Copier:
         elif stream not in self.update_streams:
             self.update_streams = [*self.update_streams[-1:], stream]
 
-    def _withdraw(self, job: CopyJob, path: str) -> None:
+    def withdraw(self, job: CopyJob, path: str) -> None:
         """The copy is torn. Any thread."""
         if job.abandoned.is_set():
             return
@@ -239,7 +280,9 @@ class Copier:
                 "`with checkpointer.changing():`"
             ),
         )
-        self._proof.escaped(path, step, "its copy was not done")
+        self._quietness.distrust(
+            f"{path} was changed after save({step}), before its copy was done, and not in a step of its optimizer"
+        )
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -288,8 +331,10 @@ class Copier:
 
         def copied() -> None:
             # Before the sender gets the last frame: what it then says of this checkpoint is complete.
-            waited_seconds = self.gate.open()
             record["copy_seconds"] = time.monotonic() - begun
+            if job.instant is not None and not watch.unread:
+                self._quietness.copied(job.staging.nbytes, record["copy_seconds"])
+            waited_seconds = self.gate.open()
             record["gate_seconds"] = waited_seconds
             record["cst_seconds"] = record["save_seconds"] + waited_seconds
 
@@ -301,33 +346,14 @@ class Copier:
         if job.fingerprints is not None and not job.cancelled():
             # Of all replicas, so before any of them is given free.
             _fingerprint(job, job.fingerprints, record)
-            self._look_at_all(job)  # what differs between ranks because it was changed is no drift
+            self.look_at_all(job)  # what differs between ranks because it was changed is no drift
             self._compare(job)
         route = job.router.route(
             job.taken.sources, self.gate.update_order, order_changed=self.gate.order_changed
         )
         live = job.staging.live(route)
         self.gate.hold(live.storages)
-        left, instant = len(live.host) + len(live.device), job.instant
-
-        def was_read(batch: Batch) -> None:
-            nonlocal left
-            left -= 1
-            if instant is None or job.cancelled():
-                return
-            if path := instant.changed_in(batch):
-                self._withdraw(job, path)
-            elif not left:
-                self._look_at_all(
-                    job
-                )  # a change may have been under way, and not counted yet, when its tensor was
-
-        def was_copied(batch: Batch) -> None:
-            if instant is not None and not job.cancelled():
-                path = instant.copied_wrong(batch, job.staging.memory)
-                if path:
-                    self._withdraw(job, path)
-
+        watch = _BatchWatch(self, job, len(live.host) + len(live.device))
         job.staging.copy_gated(
             job.taken.sources,
             route,
@@ -335,8 +361,8 @@ class Copier:
             cancelled=job.cancelled,
             passed=self.gate.passed,
             copied=copied,
-            was_read=was_read,
-            was_copied=was_copied,
+            was_read=watch.was_read,
+            was_copied=watch.was_copied,
         )
         self._ledger.stalled(record["cst_seconds"])
         self._events.emit("save", dict(record), step=job.transfer.step)
@@ -346,7 +372,7 @@ class Copier:
         if job.keeping is not None and not self._link.lives and not job.abandoned.is_set():
             job.keeping.compare(job.transfer.fingerprints)
 
-    def _look_at_all(self, job: CopyJob) -> None:
+    def look_at_all(self, job: CopyJob) -> None:
         """See whether anything is not as it was at `save()`, as long as no update may have changed it."""
         if job.instant is None or job.updating.is_set():
             return
@@ -354,7 +380,40 @@ class Copier:
         if (
             path and not job.updating.is_set()
         ):  # an update that has come meanwhile has looked itself, before it began
-            self._withdraw(job, path)
+            self.withdraw(job, path)
+
+
+class _BatchWatch:
+    """Looks at each batch of one copy, before it is given free and before its frames may go. Copy thread.
+
+    Attributes:
+        unread: Batches that are still to be read.
+    """
+
+    def __init__(self, copier: Copier, job: CopyJob, batches: int) -> None:
+        self._copier, self._job = copier, job
+        self.unread = self._uncopied = batches
+
+    def was_read(self, batch: Batch) -> None:
+        self.unread -= 1
+        instant = self._job.instant
+        if instant is None or self._job.cancelled():
+            return
+        if path := instant.changed_in(batch):
+            self._copier.withdraw(self._job, path)
+        elif not self.unread:
+            # A change may have been under way, and not counted yet, when its tensor was looked at.
+            self._copier.look_at_all(self._job)
+
+    def was_copied(self, batch: Batch) -> None:
+        self._uncopied -= 1
+        if not self._uncopied:
+            self._job.whole.set()
+        instant = self._job.instant
+        if instant is None or self._job.cancelled():
+            return
+        if path := instant.copied_wrong(batch, self._job.staging.memory):
+            self._copier.withdraw(self._job, path)
 
 
 def _fingerprint(job: CopyJob, fingerprints: Fingerprints, record: dict[str, Any]) -> None:

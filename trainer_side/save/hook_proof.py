@@ -28,7 +28,7 @@ _CLEAN_MAX = 1024
 
 
 class HookProof:
-    """The knowledge about the hooks so far. All methods belong to the training thread, except `escaped`.
+    """The knowledge about the hooks so far. All methods belong to the training thread.
 
     Args:
         optimizers: All that have a hook of the gate, or should have one.
@@ -57,8 +57,11 @@ class HookProof:
         if self._is_proven(instant):
             self._holds_for = instant.check
             return True
-        self._pending = instant
         return False
+
+    def expect(self, instant: SavedInstant) -> None:
+        """The copy of this save is done: whether hooks come before changes shows until the next one."""
+        self._pending = instant
 
     def hooked(self, optimizer: Optimizer) -> None:
         """The hook of an optimizer is called: it is about to change what it holds."""
@@ -85,7 +88,7 @@ class HookProof:
         self._pending = None
 
     def escaped(self, path: str, step: int, how: str) -> None:
-        """A tensor was changed that the gate did not hold back. Any thread."""
+        """A tensor was changed that the gate did not hold back."""
         again = 2 if self._holds_for is not None else 1  # it was shown before, and was not so for ever
         self._clean_needed = min(_CLEAN_MAX, max(_CLEAN_AFTER_ESCAPE, again * self._clean_needed))
         self._pending, self._holds_for = None, None

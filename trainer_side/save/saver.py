@@ -10,7 +10,8 @@
                                                      copy the slice ──────► frames, as the bytes get ready
                                                                        └──► local tiers (tiers/tier_set.py)
     next optimizer.step(): waits for the gate ◄───── open the gate
-    (where it is not shown that all updates wait for it, return waits for that: hook_proof.py)
+    (where it is not shown that all updates wait for it, and nothing else changes it, return waits for that:
+    hook_proof.py, quietness.py)
 
 No collective operation. A step that cannot be taken (all staging areas are still being sent) is declined by this rank,
 the stager tells the others, and training goes on. Local tiers take steps beside the stager, without one, and when it is
@@ -96,6 +97,7 @@ class Saver:
         """See `Checkpointer.save`."""
         begun, saved_at_unix = time.monotonic(), time.time()
         reach(Point.SAVE_BEGUN)
+        self._copier.look_whether_quiet()
         if (refusal := self._refusal()) is not None:
             return self._decline(step, refusal, tell=self._problem() is None)
         try:
@@ -137,7 +139,7 @@ class Saver:
             raise
         if job is None:
             return False
-        self._copier.finish_what_would_tear(job.instant)
+        self._copier.finish_what_would_tear(job)
         return True
 
     def _begin(
@@ -162,6 +164,8 @@ class Saver:
             "save_seconds": 0.0,
             "host": socket.gethostname(),
         }
+        inside, compares = self._copier.way_of(step, begins.instant, area.nbytes)
+        record["copied_inside"] = inside or begins.instant is None
         self._copier.shut(gate=begins.is_live)
         transfer = (
             self._link.offer(step, area, record) if answer is None else Transfer.none(step, record, answer)
@@ -183,6 +187,8 @@ class Saver:
             begins.fingerprints,
             place.keeping,
             begins.instant,
+            inside=inside,
+            compares=compares,
             device=device,
         )
         self._copier.copy(job)

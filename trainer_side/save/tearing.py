@@ -14,6 +14,7 @@ fused kernels it does not count in DTensors at all.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -45,8 +46,12 @@ _DRAWN_OF = 1 << 24
 _LOOKS_MAX = 4096  # batches; they hold no tensor
 # at one save: each takes a call of torch or two, and others have their turn at the next
 _DEVICE_PIECES_MAX = 32
+_COMPARED_BYTES = 32 << 20  # of a tensor on a device, brought to the host at a time
+_UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _version = attrgetter("_version")
 _address = attrgetter("data_ptr")
+compare_bytes = ctypes.CDLL(None).memcmp  # without the GIL
+compare_bytes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class TearCheck:
@@ -84,7 +89,7 @@ class TearCheck:
         self.wide = sizes >= WORD_BYTES
         self._room = sizes - np.where(self.wide, WORD_BYTES, 1)  # for the place of a word
         whole = _without_gaps(layout, {piece.entry for piece in self.pieces})
-        self._whole = np.array([piece.entry in whole for piece in self.pieces], bool)
+        self.whole = np.array([piece.entry in whole for piece in self.pieces], bool)
         self.copies = np.array([piece.offset for piece in self.pieces], np.int64)
         self._pieces_of_entry = [piece.entry for piece in self.pieces]
         self._looks: dict[int, BatchLook] = {}
@@ -106,11 +111,11 @@ class TearCheck:
         # As the rows of the fingerprints: drawn, not counted.
         drawn = [0, *(first_row(_WORDS * step + word, _DRAWN_OF) for word in range(1, _WORDS))]
         within = (self._room[:, None] * (np.array(drawn) / _DRAWN_OF)).astype(np.int64)
-        readable, device_words = self._whole, None
+        readable, device_words = self.whole, None
         if accelerator.kind() is not None:
             on_device = np.array([source.device.type != "cpu" for source in sources], bool)
-            readable = self._whole & ~on_device
-            chosen = np.flatnonzero(self._whole & on_device)
+            readable = self.whole & ~on_device
+            chosen = np.flatnonzero(self.whole & on_device)
             if chosen.size:
                 chosen = np.roll(chosen, -first_row(step, chosen.size))[:_DEVICE_PIECES_MAX]
                 with contextlib.suppress(torch.OutOfMemoryError):  # counters are compared all the same
@@ -225,6 +230,25 @@ class SavedInstant:
         here = _read(copies, check.wide[places], self._readable[places])
         return self._path(places, here != self._words[places])
 
+    def changed_uncounted(self, area: torch.Tensor) -> str:
+        """A tensor of which a byte is not as in the staging area, though torch has counted no change of it. Reads all.
+
+        Training thread, on the stream on which training goes on. The area has all bytes of this instant.
+        """
+        versions = _versions(self._tensors)
+        counted = {
+            entry
+            for entry, now, before in zip(self._entry_of_tensor, versions, self._versions, strict=True)
+            if now != before
+        }
+        for place, (piece, source) in enumerate(zip(self.check.pieces, self._sources, strict=True)):
+            if piece.offset < 0 or piece.entry in counted or _is_same(piece, source, area):
+                continue
+            mine = map(local_of, map(self._tensors.__getitem__, self._tensors_of.get(piece.entry, ())))
+            if self.check.whole[place] or _differs_in(mine, piece, source, area):
+                return self.check.paths[piece.entry]
+        return ""
+
     def storages(self) -> list[int]:
         """Of each piece that is looked at, the address of the storage under it."""
         return [source.data_ptr - source.start_bytes for source in self._sources]
@@ -294,6 +318,40 @@ class DeviceWords:
 
     def _width(self, place: int) -> int:
         return WORD_BYTES if self.check.wide[place] else 1
+
+
+def _is_same(piece: CopyPiece, source: StorageSource, area: torch.Tensor) -> bool:
+    """Whether the live bytes of a piece are those in the staging area."""
+    copy = area.data_ptr() + piece.offset
+    if source.device.type == "cpu":
+        return bool(compare_bytes(source.data_ptr + piece.entry_offset, copy, piece.nbytes) == 0)
+    memory = source.bytes()
+    for begin in range(0, piece.nbytes, _COMPARED_BYTES):
+        nbytes = min(_COMPARED_BYTES, piece.nbytes - begin)
+        first = piece.entry_offset + begin
+        live = memory[first : first + nbytes].cpu()
+        if compare_bytes(live.data_ptr(), copy + begin, nbytes):
+            return False
+    return True
+
+
+def _differs_in(
+    tensors: Iterable[torch.Tensor], piece: CopyPiece, source: StorageSource, area: torch.Tensor
+) -> bool:
+    """Whether one of the bytes that differ belongs to a tensor, and does not lie between two."""
+    belongs = torch.zeros(source.storage.nbytes(), dtype=torch.uint8).untyped_storage()
+    for tensor in tensors:
+        unit = _UNITS[tensor.element_size()]
+        times = tensor.element_size() // unit.itemsize  # a complex128 is two words
+        mark = torch.empty(0, dtype=unit)
+        shape, stride = (*tensor.shape, times), (*(times * one for one in tensor.stride()), 1)
+        mark.set_(belongs, times * tensor.storage_offset(), shape, stride).fill_(-1)
+    first, last = piece.entry_offset, piece.entry_offset + piece.nbytes
+    live = source.bytes()[first:last].cpu().numpy()
+    copy = area[piece.offset : piece.offset + piece.nbytes].numpy()
+    begin = source.start_bytes + first
+    mine = torch.empty(0, dtype=torch.uint8).set_(belongs, begin, (piece.nbytes,), (1,)).numpy()
+    return bool(((live != copy) & (mine != 0)).any())
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:

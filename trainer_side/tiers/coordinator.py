@@ -6,6 +6,7 @@ PROPOSE         ─► Round  ─► RESERVED, or REFUSED
 READY           ─► Muster ─► GO, or REFUSED
 NOTICE, AT      ─► Chair  ─► SAVE_AT
 ROOM            ───────────► ROOM
+DOUBT           ───────────► DOUBTED
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.agreement import Round
+from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind
 from holdfast.wire.state_messages import Agreement
 from trainer_side.tiers.chair import Chair
@@ -91,6 +93,8 @@ class Coordinator:
                 return _answer(self._muster.ready(rank, code, message, now))
             case Kind.ROOM if rank == ROOT:
                 return [wire.encode(Kind.ROOM, arg=frame.arg)]
+            case Kind.DOUBT:
+                return [_doubted(rank, frame)]
             case Kind.NOTICE | Kind.AT if self._chair is not None:
                 return self._chair.hear(rank, frame)
             case Kind.BYE:
@@ -130,6 +134,18 @@ class Coordinator:
             if self._chair is not None:
                 messages += self._chair.judged(verdict)
         return messages
+
+
+def _doubted(rank: int, frame: Frame) -> bytes:
+    """What all ranks hear of a rank's doubt.
+
+    Raises:
+        ProtocolError: The message does not hold what it should, or is in another rank's name.
+    """
+    doubt = Doubt.from_frame(frame)
+    if doubt.rank != rank:
+        raise ProtocolError(f"rank {rank} sent DOUBT in the name of rank {doubt.rank}")
+    return doubt.to_frame(Kind.DOUBTED, attempt=frame.attempt)
 
 
 def _refusal(frame: Frame) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from holdfast.notices.notice import Notice
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.agreement import pickle_reserve_bytes
+from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Kind
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.notice.appointments import Appointments
@@ -111,6 +112,13 @@ class Council:
     def make_room(self, needed_bytes: int) -> None:
         assert self._rank == ROOT
         self._thread.say(wire.encode(Kind.ROOM, arg=pickle_reserve_bytes(needed_bytes)))
+
+    def doubt(self, doubt: Doubt) -> None:
+        if self.problem is None:
+            self._thread.say(doubt.to_frame(Kind.DOUBT, attempt=0))
+
+    def when_doubted(self, call: Callable[[Doubt], None]) -> None:
+        self._member.on_doubt = call
 
     def notice(self, notice: Notice) -> None:
         if self.problem is not None:

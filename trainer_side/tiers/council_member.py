@@ -3,6 +3,7 @@
 COMPLETE, VOID        ─► on_verdict
 RESERVED, GO, REFUSED ─► the answer to `agree` or `concur`, for which the training thread waits
 ROOM                  ─► room for rank 0's pickle
+DOUBTED               ─► on_doubt
 SAVE_AT               ─► appointments: a step that all ranks save
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.notices.messages import Announcement
 from holdfast.wire import frames as wire
+from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind, peer_error
 from holdfast.wire.state_messages import Agreement
 from trainer_side.notice.appointments import Appointments
@@ -43,6 +45,7 @@ class CouncilMember:
 
     Attributes:
         new_pickle_reserve_bytes: Room that rank 0's pickle was given after it had outgrown its reserve; 0 before.
+        on_doubt: Called with each doubt of a rank about its copies, in the council's thread.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class CouncilMember:
         self._rank, self._on_verdict, self._appointments = rank, on_verdict, appointments
         self._silence_seconds_max = silence_seconds_max
         self.new_pickle_reserve_bytes = 0
+        self.on_doubt: Callable[[Doubt], None] = lambda _: None
         self._undecided: dict[tuple[int, Order], float] = {}  # slices that this rank has sealed, and when
         self._question: PeerQuestion | None = None
 
@@ -98,6 +102,8 @@ class CouncilMember:
                 self._answer(peer_error(body["code"], body["message"]))
             case Kind.ROOM:
                 self.new_pickle_reserve_bytes = max(self.new_pickle_reserve_bytes, frame.arg)
+            case Kind.DOUBTED:
+                self.on_doubt(Doubt.from_frame(frame))
             case Kind.SAVE_AT if self._appointments is not None:
                 return self._hear_appointment(frame, self._appointments)
             case _:

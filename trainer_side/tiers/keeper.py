@@ -10,13 +10,17 @@ The stager has no part in this: a lost stager, or a lost link to it, stops nothi
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from holdfast.config import TrainerConfig
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.image.layout import Layout
+from holdfast.ring.doubts import DoubtedSteps
 from holdfast.telemetry.causes import DeclineCause, Reason
+from holdfast.wire.doubt import Doubt
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.ports import CouncilPort
 from trainer_side.state import accelerator
@@ -32,6 +36,8 @@ from trainer_side.tiers.tier import Nearness, Tier
 from trainer_side.tiers.tier_report import TierReport
 from trainer_side.tiers.tier_room import TierRoom
 from trainer_side.transfer import SliceSource
+
+_log = logging.getLogger("holdfast.trainer.tiers")
 
 _IN_MEMORY = frozenset({Nearness.MEMORY, Nearness.PM})
 
@@ -64,7 +70,7 @@ class Keeper:
         appointments: Appointments | None = None,
     ) -> None:
         assert tiers
-        self.tiers, self.attempt = tuple(tiers), job.attempt
+        self.tiers, self.attempt, self._rank = tuple(tiers), job.attempt, port.rank
         limits = CouncilLimits(config.start_seconds_max, config.tier_seconds_max)
         self._outcomes = Outcomes(
             tiers,
@@ -88,6 +94,7 @@ class Keeper:
             is_direct=lambda: self.is_direct,
         )
         self._closed = False
+        self._marking: list[threading.Thread] = []
 
     @property
     def names(self) -> str:
@@ -164,6 +171,27 @@ class Keeper:
     def skip(self, step: int, reason: Reason) -> None:
         self._slots.skip(step, reason)
 
+    def doubt(self, doubt: Doubt) -> None:
+        """Mark it in each tier of this rank, in a thread of its own: a device may take its time."""
+        if doubt.steps is not None:
+            self._marking.append(threading.Thread(target=self._mark, args=(doubt,), daemon=True))
+            self._marking[-1].start()
+
+    def _mark(self, doubt: Doubt) -> None:
+        """In the store only the rank whose doubt it is does so: one mark is enough there."""
+        for tier in self.tiers:
+            if tier.nearness is Nearness.STORE and doubt.rank != self._rank:
+                continue
+            try:
+                tier.doubt(DoubtedSteps(self.attempt, doubt))
+            except (HoldfastError, OSError) as error:
+                _log.error(
+                    "rank %d: the tier %s does not take the mark that steps are doubtful, and restore may use them: %s",
+                    self._rank,
+                    tier.name,
+                    error,
+                )
+
     def let_go(self, keeping: Keeping) -> None:
         for number in keeping.writers:
             self._outcomes.lanes[number].let_go(
@@ -173,6 +201,8 @@ class Keeper:
     def close(self, seconds_max: float) -> None:
         if not self._closed:
             self._closed = True
+            for thread in self._marking:
+                thread.join(seconds_max)
             self._outcomes.close(seconds_max)
 
 

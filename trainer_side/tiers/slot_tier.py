@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import ConfigError, DamageError, StoreError
 from holdfast.image.layout import Layout
+from holdfast.image.manifest import Key
+from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import read_whole
 from trainer_side.tiers.file_slots import SLOTS_MIN
@@ -138,12 +141,18 @@ class SlotTier:
         if self._open is not None:
             self._open.void((attempt, step))
 
+    def doubt(self, steps: DoubtedSteps) -> None:
+        opened = self._open
+        if opened is not None:
+            self._place.write_doubt(opened.rank, steps)
+
     def kept(self) -> list[Kept]:
         if not self._place.check():
             return []
         found: list[Kept] = []
+        doubts = self._place.doubts()
         for superblock, kept in scan(self._place, self._layouts):
-            found += kept
+            found += [replace(one, doubt=doubt_about(doubts, Key(*one.seal.order))) for one in kept]
             for one in kept:
                 self._superblocks[one.place] = superblock
         return sorted(found, key=lambda one: (one.seal.order, -one.seal.rank), reverse=True)

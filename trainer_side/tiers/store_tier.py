@@ -15,8 +15,10 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
+from holdfast.checkpoints.slice_doubts import read_doubts_of, write_doubt
 from holdfast.checkpoints.slice_sets import (
     SliceName,
     SliceSet,
@@ -29,6 +31,7 @@ from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key
 from holdfast.image.slices import SliceSeal, area_bytes
+from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store import parts_at_once
 from holdfast.store.base import Store
 from trainer_side.tiers.store_shelf import SliceShelf
@@ -127,6 +130,9 @@ class StoreTier:
     def void(self, attempt: int, step: int) -> None:
         self._shelf.void(Key(attempt, step))
 
+    def doubt(self, steps: DoubtedSteps) -> None:
+        write_doubt(self._store, steps)
+
     def kept(self) -> list[Kept]:
         """All sealed slices in the store, newest first. The log names a slice that cannot be used; it is left out.
 
@@ -152,11 +158,16 @@ class StoreTier:
                 _log.warning("a slice in the store is left out: %s", error)
             return None
 
-        sets = find_sets(self._store.list())
+        objects = self._store.list()
+        sets, doubts = find_sets(objects), read_doubts_of(self._store, objects)
         names = [(found, found.name(rank)) for found in sets for rank in sorted(found.seals)]
         with ThreadPoolExecutor(_READERS, thread_name_prefix="kept") as readers:
             looked = list(readers.map(lambda pair: look(*pair), names))
-        return [kept for kept in looked if kept is not None]
+        return [
+            replace(kept, doubt=doubt_about(doubts, Key(*kept.seal.order)))
+            for kept in looked
+            if kept is not None
+        ]
 
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset` of the slice on, by one ranged read. Any thread.

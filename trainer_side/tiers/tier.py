@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceSeal
+from holdfast.ring.doubts import DoubtedSteps
 from holdfast.telemetry.causes import Reason
 
 
@@ -51,6 +52,7 @@ class Kept:
         place: Where the slice lies, for people, and for the tier to find it again.
         slot: The slot of the slice, for the tier.
         absent: Chunks whose frame is missing; none in a tier, where a sealed slice is whole.
+        doubt: Why its checkpoint may be torn; empty where nobody doubts it.
     """
 
     seal: SliceSeal
@@ -58,6 +60,7 @@ class Kept:
     place: str
     slot: int = 0
     absent: frozenset[int] = frozenset()
+    doubt: str = ""
 
 
 class SliceWriter(Protocol):
@@ -171,6 +174,14 @@ class Tier(Keeps, Protocol):
 
     def void(self, attempt: int, step: int) -> None:
         """Not every rank will seal this step; or not every rank still has a step that was found."""
+        ...
+
+    def doubt(self, steps: DoubtedSteps) -> None:
+        """Write down that these steps may be torn: slices of them have it as their `doubt`. Waits for the device.
+
+        Raises:
+            HoldfastError: The device refused.
+        """
         ...
 
     def kept(self) -> list[Kept]:

@@ -5,6 +5,7 @@
         rank-00003-<8 hex of layout and slots>.slots             a slot file
         rank-00003-<8 hex of layout and slots>-2.slots           the same, beside one that was damaged
         rank-00003-….slots.new                                   being made; it has no meaning yet
+        rank-00003.doubts                                        steps that may be torn, as rank 3 has heard
 
 The lock is the kernel's (`flock`): it ends with its holder in every case, so there is no stale lock.
 """
@@ -22,6 +23,7 @@ from typing import ClassVar, NamedTuple
 
 from holdfast.errors import ConfigError, StoreError
 from holdfast.ring.directory import check_private_directory, make_private_directory, open_private_file
+from holdfast.ring.doubts import DoubtedSteps, from_bytes, to_bytes
 from holdfast.store import normalise_url
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import sync_directory
@@ -30,6 +32,7 @@ _SLOTS_NAME = re.compile(r"rank-([0-9]{5,10})-([0-9a-f]{8})(?:-([0-9]{1,4}))?\.s
 _KEY_DIGITS = 8
 _NAME_CHARACTERS_MAX = 100
 _PID_BYTES_MAX = 32
+_DOUBTS_BYTES_MAX = 1 << 20
 _LOCK_PAUSE_SECONDS = 0.02
 
 
@@ -136,11 +139,44 @@ class TierDirectory:
                 found.append(SlotPath(self.directory / entry.name, int(match[1])))
         return found
 
+    def write_doubt(self, rank: int, steps: DoubtedSteps) -> None:
+        """Add to the doubts of this rank, durably. Only for the holder of its lock.
+
+        Raises:
+            StoreError: The device refused.
+        """
+        path = self.directory / f"rank-{rank:05}.doubts"
+        known = _doubts_in(path)
+        if steps in known:
+            return
+        fresh = path.with_suffix(".doubts.new")
+        with translated("write", fresh):
+            descriptor = open_private_file(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with open(descriptor, "wb") as file:  # noqa: PTH123 (a descriptor, opened without following links)
+                file.write(to_bytes([*known, steps]))
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.rename(path)
+            sync_directory(self.directory)
+
+    def doubts(self) -> list[DoubtedSteps]:
+        """What the ranks of this machine have heard."""
+        paths = sorted(self.directory.glob("rank-*.doubts"))
+        return list(dict.fromkeys(one for path in paths for one in _doubts_in(path)))
+
     def remove_unfinished(self, rank: int) -> None:
         """Remove files that an earlier holder of this rank's lock had not finished making."""
         with translated("remove", self.directory):
             for path in self.directory.glob(f"rank-{rank:05}*.slots.new"):
                 path.unlink(missing_ok=True)
+
+
+def _doubts_in(path: Path) -> list[DoubtedSteps]:
+    try:
+        with open(open_private_file(path, os.O_RDONLY), "rb") as file:  # noqa: PTH123 (as above)
+            return from_bytes(file.read(_DOUBTS_BYTES_MAX), source=str(path))
+    except FileNotFoundError:
+        return []
 
 
 class RankLock:

@@ -12,6 +12,7 @@ from holdfast.errors import HoldfastError
 from holdfast.image.layout import Layout
 from holdfast.notices.notice import Notice
 from holdfast.telemetry.causes import Reason
+from holdfast.wire.doubt import Doubt
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.tally import Order
@@ -47,6 +48,14 @@ class RankCouncil(Protocol):
 
     def make_room(self, needed_bytes: int) -> None:
         """Rank 0 only: its pickle has outgrown its reserve. All ranks hear how much it gets."""
+        ...
+
+    def doubt(self, doubt: Doubt) -> None:
+        """Tell all ranks, through rank 0, that steps of this one may be torn. Any thread."""
+        ...
+
+    def when_doubted(self, call: Callable[[Doubt], None]) -> None:
+        """Have this called with each doubt of a rank, in the council's thread."""
         ...
 
     def notice(self, notice: Notice) -> None:
@@ -141,6 +150,10 @@ class TierSet(Protocol):
         """Nothing may read its area any more, whatever a tier still does with it."""
         ...
 
+    def doubt(self, doubt: Doubt) -> None:
+        """Mark what the tiers keep, or will keep, of these steps. Any thread; `close` waits for the devices."""
+        ...
+
     def close(self, seconds_max: float) -> None:
         """Wait until what is on its way is sealed and judged, then let go of the tiers. Safe to call twice."""
         ...
@@ -165,6 +178,12 @@ class StagerCouncil:
 
     def make_room(self, needed_bytes: int) -> None:
         """The decline that goes to the stager asks for it."""
+
+    def doubt(self, doubt: Doubt) -> None:
+        """The link tells the stager."""
+
+    def when_doubted(self, call: Callable[[Doubt], None]) -> None:
+        """The link hears it."""
 
     def notice(self, notice: Notice) -> None:
         """The link tells the stager."""
@@ -213,6 +232,9 @@ class NoTiers:
 
     def let_go(self, keeping: Keeping) -> None:
         """Never called: `begin` gives no slot."""
+
+    def doubt(self, doubt: Doubt) -> None:
+        """Nothing is kept here."""
 
     def close(self, seconds_max: float) -> None:
         """There is nothing to wait for."""

@@ -1,8 +1,10 @@
 """A training job whose state is changed in one of the ways of tests/support/changes.py, and saved after every update.
 
-`python changing.py OUT TRAINING SAVES [--blind] [--trusting]`. Writes to OUT what was there at each save: `STEP.json`,
-the CRC-32 of each tensor by its path; and how each rank counted: `stats-RANK.json`. `--blind`: nothing is detected,
-nothing waits. `--trusting`: nothing waits, so that detection stands alone.
+`python changing.py OUT TRAINING SAVES [--blind] [--trusting] [--from STEP] [--drawn STEP,STEP …]`. Writes to OUT what
+was there at each save: `STEP.json`, the CRC-32 of each tensor by its path; and how each rank counted: `stats-
+RANK.json`. `--blind`: nothing is detected, nothing waits. `--trusting`: nothing waits, so that detection stands
+alone. `--from`: the first step that changes a few bytes. `--drawn`: the saves after which the whole state is
+compared, beside those before anything is proven.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from holdfast.crc import crc32
 from tests.support import changes
 from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, init_torch_distributed
+from trainer_side.save.quietness import Quietness
 from trainer_side.state.tree import collect, tensor_paths
 
 BATCH_SECONDS = 0.002
@@ -31,7 +34,12 @@ def sums(tree: Any) -> dict[str, int]:
 
 def kinds() -> dict[str, type[changes.Training]]:
     """All trainings, by name."""
-    return {kind.__name__: kind for kind in (*changes.WAITING, *changes.TEARING)} | changes.PACKAGES
+    every = (*changes.WAITING, *changes.TEARING, *changes.FEW_BYTES)
+    return {kind.__name__: kind for kind in every} | changes.PACKAGES
+
+
+def _option(name: str) -> str:
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else ""
 
 
 def main() -> None:
@@ -45,6 +53,11 @@ def main() -> None:
         changes.see_nothing()
     if "--trusting" in sys.argv:
         changes.trust_everything()
+    if "--uncompared" in sys.argv:
+        changes.never_compare()
+    if drawn := {int(step) for step in _option("--drawn").split(",") if step}:
+        setattr(Quietness, "is_drawn", drawn.__contains__)  # noqa: B010
+    changes.RowsThroughData.begins = int(_option("--from") or 0)
     training = kind()
     training.step(0)
     checkpointer = Checkpointer(training.state)
@@ -69,6 +82,7 @@ def main() -> None:
                 "causes": stats.causes,
                 "kept": stats.kept,
                 "kept_step": checkpointer.kept_step,
+                "compared": stats.compared,
             }
         )
     )

@@ -48,6 +48,17 @@ def test_the_newest_stay() -> None:
     assert steps(to_remove([checkpoint(step) for step in (30, 10, 50, 20, 40)], Keep(2, 0))) == [10, 20, 30]
 
 
+def test_the_newest_that_cannot_be_doubted_stays() -> None:
+    """All that was copied while training went on may turn out to be doubtful at once."""
+    proven = [checkpoint(step) for step in (1, 2)]
+    behind = [replace(checkpoint(step), is_proven=False) for step in range(3, 40)]
+    assert steps(to_remove(proven + behind, Keep(2))) == [1, *range(3, 38)]
+    doubtful = [replace(one, is_doubtful=True, state=State.DURABLE) for one in behind]
+    assert 2 not in steps(to_remove(proven + doubtful, Keep(2)))
+    unread = replace(checkpoint(50, State.DURABLE), is_proven=True)
+    assert 2 not in steps(to_remove([*proven, *behind, unread], Keep(1))), "50 is not read back yet"
+
+
 def test_multiples_stay() -> None:
     run = [checkpoint(step) for step in range(0, 60, 10)]
     assert steps(to_remove(run, Keep(1, 20))) == [10, 30]

@@ -17,9 +17,12 @@ from flusher.tenure import Tenure
 from flusher.upkeep import Pruned, ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
 from holdfast.checkpoints.catalog import Catalog
+from holdfast.errors import StoreError
 from holdfast.image.manifest import READ_BACK, Key, Manifest, State, is_manifest_name, manifest_name
+from holdfast.ring.doubts import DoubtedSteps
 from holdfast.store.posix import PosixStore
 from holdfast.telemetry.events import EventLog
+from holdfast.wire.doubt import Doubt
 from tests.support.cluster import wait_until
 from tests.support.restoring import publish
 
@@ -46,6 +49,7 @@ class Rig:
         verify: bool,
         waits_seconds_max: float = SECONDS_MAX,
         set_aside: Sequence[Key] = (),
+        keep: int = 1,
     ) -> None:
         self.root = root
         self.old, self.new = (unread(root, step) for step in (1, 2))
@@ -55,7 +59,7 @@ class Rig:
         held.callback(tenure.end)
         self.upkeep = Upkeep(
             FlusherContext(self.store, tenure, self.inbox, EventLog(None, role="flusher")),
-            UpkeepRules(verify=verify, keep=Keep(1)),
+            UpkeepRules(verify=verify, keep=Keep(keep)),
             set_aside=lambda: set_aside,
             pace=ReadPace(waits_seconds_max),
         )
@@ -73,6 +77,11 @@ class Rig:
 
     def listed(self) -> int:
         return sum(is_manifest_name(path.name) for path in self.root.iterdir())
+
+    def read(self, manifest: Manifest) -> Manifest:
+        """As it stands in the store."""
+        name = manifest_name(manifest.file)
+        return Manifest.from_bytes(self.store.read(name), source=name)
 
     def is_listed(self, manifest: Manifest) -> bool:
         return (self.root / manifest_name(manifest.file)).exists()
@@ -100,6 +109,66 @@ def test_a_checkpoint_that_is_named_twice_is_looked_after_once(
     assert not rig.is_listed(rig.old)
     kept = Manifest.from_bytes(rig.store.read(manifest_name(rig.new.file)), source=rig.new.file)
     assert kept.state is State.VERIFIED
+
+
+DOUBT = Doubt(1, (1, 1), "model/w was changed after save(2)")
+
+
+def test_a_doubt_marks_what_is_published_and_read_back(
+    tmp_path: Path, held: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is never `verified` any more, its bytes are as they were, and the steps beside it are not touched."""
+    rig = Rig(tmp_path / "run", held, verify=True, keep=0)
+    rig.published(rig.old, rig.new)
+    rig.wait()
+    rig.upkeep.doubt([DoubtedSteps(1, DOUBT), DoubtedSteps(7, Doubt(0, (0, 9), "of another attempt"))])
+    rig.wait()
+    old, new = rig.read(rig.old), rig.read(rig.new)
+    assert (old.state, old.note, old.told_state) == (State.DURABLE, READ_BACK, "doubtful")
+    assert "model/w was changed after save(2)" in old.doubt
+    assert (new.state, new.doubt) == (State.VERIFIED, "")
+    assert not rig.upkeep.owes_marks
+    assert caplog.text.count("is doubtful, and restore prefers others") == 1
+    before = (rig.root / manifest_name(rig.old.file)).stat().st_mtime_ns
+    rig.upkeep.doubt([DoubtedSteps(1, DOUBT)])  # as a stager says again to the next flusher
+    rig.wait()
+    assert (rig.root / manifest_name(rig.old.file)).stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_doubt_marks_what_is_published_later(
+    tmp_path: Path, held: contextlib.ExitStack, verify: bool
+) -> None:
+    rig = Rig(tmp_path / "run", held, verify=verify, keep=0)
+    (rig.root / manifest_name(rig.old.file)).unlink()
+    rig.upkeep.doubt([DoubtedSteps(1, DOUBT)])
+    rig.wait()
+    (rig.root / manifest_name(rig.old.file)).write_bytes(rig.old.to_bytes())
+    rig.published(rig.old, rig.new)
+    rig.wait()
+    assert rig.read(rig.old).told_state == "doubtful"
+    assert rig.read(rig.new).told_state == ("verified" if verify else "durable")
+
+
+def test_a_doubt_waits_for_a_store_that_takes_nothing(tmp_path: Path, held: contextlib.ExitStack) -> None:
+    """Until then the flusher is not done, and one that is told to end leaves the ring with the doubt in it."""
+    rig = Rig(tmp_path / "run", held, verify=False, keep=0)
+    refusals = [StoreError("the disk is full"), StoreError("the disk is full")]
+    write = rig.store.write
+
+    def refusing(name: str, data: bytes) -> None:
+        if refusals:
+            raise refusals.pop()
+        write(name, data)
+
+    rig.store.write = refusing  # type: ignore[method-assign]
+    rig.upkeep.doubt([DoubtedSteps(1, DOUBT)])
+    assert rig.upkeep.owes_marks
+    assert not rig.upkeep.idle
+    rig.wait()
+    assert not refusals
+    assert not rig.upkeep.owes_marks
+    assert rig.read(rig.old).told_state == "doubtful"
 
 
 def test_retention_leaves_alone_what_is_being_published(tmp_path: Path, held: contextlib.ExitStack) -> None:

@@ -25,6 +25,7 @@ from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.agreement import Round
+from holdfast.wire.doubt import Doubt
 from holdfast.wire.pace import Wish
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side import joining
@@ -62,6 +63,8 @@ class FakeLink:
         self.schedule = Schedule(auto=False, wait_seconds_max=SECONDS_MAX)
         self.wishes: list[Wish] = []
         self.notices: list[Notice] = []
+        self.doubts: list[Doubt] = []
+        self.on_doubt: Callable[[Doubt], None] = lambda _: None
 
     @property
     def lives(self) -> bool:
@@ -79,6 +82,9 @@ class FakeLink:
 
     def notice(self, notice: Notice) -> None:
         self.notices.append(notice)
+
+    def doubt(self, doubt: Doubt) -> None:
+        self.doubts.append(doubt)
 
     def appoint(self, step: int, terms: Terms) -> None:
         """As the stager does, once every rank has promised the step."""

@@ -52,6 +52,20 @@ def test_one_that_drifted_is_called_so_and_passed_over(caplog: pytest.LogCapture
     assert catalog.get(2).step == 2, "who asks for it gets it"
 
 
+def test_one_that_is_doubtful_is_called_so_and_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    add_small(store, 1)
+    add_small(store, 2, state=State.DURABLE, doubt="step 2 may be torn")
+    catalog = Catalog(store)
+    assert [(item.state, item.fault, item.doubt) for item in catalog.list()] == [
+        ("doubtful", "", "step 2 may be torn"),
+        ("verified", "", ""),
+    ]
+    assert catalog.get().step == 1
+    assert "not used: step 2 may be torn" in caplog.text
+    assert catalog.get(2).step == 2, "who asks for it gets it"
+
+
 def test_one_that_drifted_is_better_than_none(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     add_small(store, 1, state=State.BAD)

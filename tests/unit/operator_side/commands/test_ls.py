@@ -31,7 +31,7 @@ def test_rows_come_before_the_last_manifest_is_read(capsys: pytest.CaptureFixtur
             printed[number] = lines
             yield item
 
-    _print(store.url, [], items())
+    _print(store.url, [], {}, items())
     assert printed[39] == 0
     assert printed[40] == 42, "the heading, a rule, and the first forty"
     assert printed[_STEPS - 1] >= 240

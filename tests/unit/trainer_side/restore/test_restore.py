@@ -17,9 +17,13 @@ from torch import nn
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, PeerLost, StateError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest, State, manifest_name
+from holdfast.ring.doubts import DoubtedSteps
+from holdfast.store.posix import PosixStore
 from holdfast.telemetry.events import EventLog
+from holdfast.wire.doubt import Doubt
 from tests.support.checkpoints import manifest_of
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers, publish
+from tests.support.slices import DictTier, checkpoint
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore import targets as targets_module
 from trainer_side.restore.candidate import Restored
@@ -134,6 +138,34 @@ def test_the_step_before_replicas_drifted_is_preferred_and_that_is_said(
     assert caplog.text.count(f"{drift}; an older checkpoint is preferred") == 1
     assert bring_back(state, tmp_path, step=6).step == 6, "who asks for it gets it"
     assert f"{drift}; step 6 (attempt 1) is restored all the same, as there is no other" in caplog.text
+
+
+def test_the_step_before_those_that_are_doubtful_is_preferred_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (4, 5, 6):
+        manifest = publish(tmp_path, step, {"x": torch.full((9,), float(step))})
+        if step > 4:
+            doubtful = manifest.doubted(f"step {step}: model/w was changed after save(7)")
+            (tmp_path / manifest_name(manifest.file)).write_bytes(doubtful.to_bytes())
+    state = {"x": torch.zeros(9)}
+    assert bring_back(state, tmp_path).step == 4
+    assert "step 6: model/w was changed after save(7); an older checkpoint is preferred" in caplog.text
+    assert bring_back(state, tmp_path, step=6).step == 6, "who asks for it gets it"
+
+
+def test_slices_that_are_doubtful_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a local tier, of a job without a stager."""
+    tier = DictTier()
+    for step in (4, 5):
+        saved = {"x": torch.full((9,), float(step))}
+        tier.put(checkpoint(lambda _rank, saved=saved: saved, ranks=1, step=step), 0)  # type: ignore[misc]
+    tier.doubt(DoubtedSteps(1, Doubt(0, (5, 5), "model/w was changed after save(6)")))
+    state = {"x": torch.zeros(9)}
+    found = restore(state, PosixStore(tmp_path), LonePeers(), events=None, tiers=[tier])
+    assert found is not None
+    assert found.step == 4
+    assert "model/w was changed after save(6)" in caplog.text
 
 
 def test_what_drifted_is_better_than_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from trainer_side.link.link import Link
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.copy_plan import Route, Router
 from trainer_side.save.fingerprint import Fingerprints
+from trainer_side.save.quietness import Quietness
 from trainer_side.save.staging import Staging
 from trainer_side.state.skeleton import Capture
 from trainer_side.tiers.keeping import Keeping
@@ -38,6 +39,8 @@ class FakeLink:
 
 class SlowStaging:
     """Copies when the test says so."""
+
+    nbytes = 1
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.go, self.complete = threading.Event(), False
@@ -83,13 +86,17 @@ def _made(seconds_max: float) -> tuple[Copier, FakeLink, Ledger, torch.optim.SGD
     parameter = torch.nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    link, ledger = FakeLink(), Ledger()
+    link, ledger, events = FakeLink(), Ledger(), EventLog(None, role="trainer")
+    quietness = Quietness(
+        link.rank, mode="auto", inside_ms_max=0.0, tell=lambda _: None, ledger=ledger, events=events
+    )
     copier = Copier(
         [optimizer],
         cast(Link, link),
         ledger=ledger,
-        events=EventLog(None, role="trainer"),
+        events=events,
         seconds_max=seconds_max,
+        quietness=quietness,
     )
     return copier, link, ledger, optimizer
 

@@ -7,6 +7,7 @@ whose hooks are not proven, the same trainings give torn copies: that is shown, 
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,8 +17,10 @@ import pytest
 import torch
 
 from holdfast.config import TrainerConfig
+from holdfast.wire.doubt import Doubt
 from tests.support import changes
 from tests.support.changes import (
+    FEW_BYTES,
     PACKAGES,
     SHARDED_TEARING,
     SHARDED_WAITING,
@@ -30,6 +33,7 @@ from tests.unit.trainer_side.test_checkpointer import SECONDS_MAX, FakeLink
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.save.copy_plan import SlicePlan
+from trainer_side.save.quietness import Quietness
 from trainer_side.save.tearing import DeviceWords, SavedInstant, TearCheck
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.tree import collect, tensor_paths
@@ -152,6 +156,119 @@ def test_what_tears_is_withdrawn_by_name_or_waited_for(
         line for line in caplog.messages if "From now on save() returns only when its copy is done" in line
     ]
     assert len(warnings) == 1
+
+
+@pytest.mark.parametrize("kind", FEW_BYTES)
+def test_a_few_uncounted_bytes_are_found_by_the_first_comparison(
+    runs: Any, link: FakeLink, kind: type[Training], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The copy of the first save is done before they change. From then on every save waits, so none is torn."""
+    run = runs(kind)
+    assert not run.torn
+    assert not link.declined
+    assert all(run.waited)
+    (doubt,) = link.doubts
+    assert doubt.steps is None, "nothing was copied behind the gate before"
+    assert re.match(r"(model/\d+|optimizer/state/\d+/exp_avg) was changed after save\(0\)", doubt.reason)
+    assert sum("on all ranks" in line for line in caplog.messages) == 1
+    assert run.checkpointer.stats.compared == 1
+
+
+def test_a_few_uncounted_bytes_beside_an_optimizer_without_hooks(runs: Any, link: FakeLink) -> None:
+    """No hook is called, so the next save looks; what torch has counted is the optimizer's, and needs no hook."""
+    run = runs(changes.UnhookedRows)
+    assert not run.torn
+    assert all(run.waited)
+    assert not link.doubts, "each tensor was changed by the optimizer as well, which torch has counted"
+
+
+@pytest.mark.parametrize("kind", FEW_BYTES[:5])
+def test_without_the_comparison_a_few_bytes_tear_copies(
+    runs: Any, kind: type[Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests with these trainings can fail."""
+    changes.never_compare(monkeypatch.setattr)
+    assert runs(kind, 8).torn
+
+
+def test_what_was_copied_behind_the_gate_before_a_comparison_fails_is_doubtful(
+    runs: Any, link: FakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training that begins to change a few bytes later: the next comparison sees it, and names what may be torn."""
+    monkeypatch.setattr(Quietness, "is_drawn", {3, 10}.__contains__)
+    monkeypatch.setattr(changes.RowsThroughData, "begins", 5)
+    run = runs(changes.RowsThroughData, 14)
+    assert run.waited == [step in {0, 3, *range(10, 14)} for step in range(14)]
+    (doubt,) = link.doubts
+    assert doubt.steps == (4, 9), "the comparison after save(3) was good, that after save(10) was not"
+    assert run.torn, "without a torn one nothing is shown"
+    assert all(map(doubt.covers, run.torn))
+    stats = run.checkpointer.stats
+    assert stats.compared == 3
+    assert stats.compare_seconds > 0
+
+
+def test_what_another_rank_has_seen_ends_the_trust_here(
+    runs: Any, link: FakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Quietness, "is_drawn", frozenset[int]().__contains__)
+    run = runs(Training, 4)
+    assert run.waited == [True, False, False, False]
+    link.on_doubt(Doubt(1, (2, 3), "model/9 was changed after save(3)"))
+    run.go_on(3)
+    assert run.waited[4:] == [True] * 3
+    (mine,) = link.doubts
+    assert mine == Doubt(0, (1, 3), "model/9 was changed after save(3)")
+    link.on_doubt(mine)  # as the stager tells all
+    assert link.doubts == [mine], "it is said once"
+
+
+@pytest.mark.parametrize("kind", [Training, *FEW_BYTES])
+def test_a_copy_inside_needs_no_gate_and_no_proof(
+    runs: Any, link: FakeLink, kind: type[Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_COPY", "inside")
+    run = runs(kind)
+    assert all(run.waited)
+    assert not run.torn
+    assert not link.declined
+    assert not link.doubts
+    assert run.checkpointer.stats.compared == 0
+
+
+@pytest.mark.parametrize("kind", [Training, *FEW_BYTES])
+def test_what_is_copied_quickly_is_copied_inside(
+    runs: Any, link: FakeLink, kind: type[Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is measured: here a copy takes some tens of milliseconds."""
+    monkeypatch.setenv("HOLDFAST_COPY_INSIDE_MS_MAX", "60000")
+    run = runs(kind)
+    assert all(run.waited)
+    assert not run.torn
+    assert not link.doubts
+    assert run.checkpointer.stats.compared == 0
+
+
+def test_bytes_between_tensors_are_nobodys(link: FakeLink) -> None:
+    """Of a storage with a gap only the bytes of tensors are compared."""
+    flat = torch.zeros(64)
+    first, second = (torch.nn.Parameter(part) for part in (flat[:20], flat[30:64:2]))
+    model = torch.nn.ParameterList([first, second])
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
+    skeleton = make_plan(state)
+    pieces = SlicePlan.of(skeleton.layout, 0, skeleton.gated)
+    instant = TearCheck(skeleton.layout, pieces, skeleton.gated, {}).take(taken(state, skeleton), 1)
+    assert instant is not None
+    (piece,) = pieces.gated
+    area = torch.zeros(pieces.area_bytes, dtype=torch.uint8)
+    assert piece.nbytes == 63 * 4
+    for place in (*range(20, 30), *range(31, 64, 2)):
+        flat.numpy()[place] = 1.0
+        assert not instant.changed_uncounted(area)
+    for place in (0, 19, 30, 62):
+        flat.numpy()[place] = 1.0
+        assert instant.changed_uncounted(area) in {"model/0", "model/1"}
+        flat.numpy()[place] = 0.0
 
 
 @pytest.mark.parametrize("kind", TEARING + SHARDED_TEARING)

@@ -1,0 +1,95 @@
+"""The file `doubts` beside a ring: steps of its jobs that may be torn, whatever the bytes in ring and store say.
+
+    rank: DOUBT ─► stager: the file, then DOUBTED to all ranks, and `doubt` to the flusher ─► the manifests are marked
+                                │ any of them dies here
+                                └─► the next flusher reads the file when it starts, and marks what is not marked yet
+
+The stager writes the file, whole; it stays as long as the ring does. Marking twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.errors import ConfigError, ProtocolError
+from holdfast.image.manifest import Key
+from holdfast.ring.side_files import read_side_file, write_side_file
+from holdfast.sealed import seal, unseal
+from holdfast.wire.doubt import Doubt
+from holdfast.wire.frames import to_json, wholes
+
+_NAME, _CRC_FIELD = "doubts", "doubts_crc32"
+_DOUBTS_MAX = 64  # beyond that, those of an attempt become one
+
+_log = logging.getLogger("holdfast.ring")
+
+
+class DoubtedSteps(NamedTuple):
+    """A rank's doubt about steps of one attempt."""
+
+    attempt: int
+    doubt: Doubt
+
+
+def doubt_about(found: Sequence[DoubtedSteps], key: Key) -> str:
+    """Why this checkpoint is doubtful; empty where nobody doubts it."""
+    for attempt, doubt in found:
+        if attempt == key.attempt and doubt.covers(key.step):
+            return f"{key}: {doubt.reason}; {doubt.sentence()}"
+    return ""
+
+
+def write_doubts(directory: Path, found: Sequence[DoubtedSteps]) -> None:
+    """Replace the file. Stager only.
+
+    Raises:
+        StoreError: The machine lacks room or descriptors.
+    """
+    write_side_file(directory / _NAME, to_bytes(found))
+
+
+def read_doubts(directory: Path) -> list[DoubtedSteps]:
+    """What was written last; nothing where there is no file. One that is damaged is logged, and says nothing."""
+    try:
+        return from_bytes(read_side_file(directory / _NAME), source=str(directory / _NAME))
+    except FileNotFoundError:
+        return []
+    except (ProtocolError, ConfigError) as error:
+        _log.error("%s", error)
+        return []
+
+
+def to_bytes(found: Sequence[DoubtedSteps]) -> bytes:
+    """As in the file; also beside slices that ranks keep themselves."""
+    rows = [{"attempt": attempt, **doubt.to_json()} for attempt, doubt in _fewer(found)]
+    return seal(to_json({"doubts": rows}), _CRC_FIELD)
+
+
+def from_bytes(data: bytes, *, source: str) -> list[DoubtedSteps]:
+    """Read what `to_bytes` wrote. One that is damaged is logged, and says nothing."""
+    try:
+        body = unseal(data, _CRC_FIELD)
+        if body is None:
+            raise ValueError("its CRC-32 is wrong")
+        rows = json.loads(body)["doubts"]
+        return [DoubtedSteps(wholes([row["attempt"]])[0], Doubt.from_json(row)) for row in rows]
+    except (ProtocolError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        _log.error("%s: which checkpoints are doubtful cannot be read, so none is marked: %s", source, error)
+        return []
+
+
+def _fewer(found: Sequence[DoubtedSteps]) -> Sequence[DoubtedSteps]:
+    """The same steps, and those between them, in few rows."""
+    if len(found) <= _DOUBTS_MAX:
+        return found
+    whole: dict[int, DoubtedSteps] = {}
+    for one in found:
+        before = whole.get(one.attempt, one)
+        ends = [step for doubt in (before.doubt, one.doubt) for step in doubt.steps or ()]
+        steps = (min(ends), max(ends)) if ends else None
+        whole[one.attempt] = DoubtedSteps(one.attempt, before.doubt._replace(steps=steps))
+    return list(whole.values())

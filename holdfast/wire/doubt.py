@@ -1,0 +1,75 @@
+"""The body of DOUBT and DOUBTED: a rank has seen its state change in a way that the gate does not hold back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+from holdfast.errors import ProtocolError
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
+
+_REASON_CHARACTERS_MAX = 1000
+
+
+class Doubt(NamedTuple):
+    """One rank's doubt.
+
+    Attributes:
+        rank: Whose.
+        steps: The first and the last of its steps that may be torn, both included; None: none is.
+        reason: What was seen, for people.
+    """
+
+    rank: int
+    steps: tuple[int, int] | None
+    reason: str
+
+    def sentence(self) -> str:
+        """The mark of each checkpoint in it, for people."""
+        if self.steps is None:
+            return ""
+        first, last = self.steps
+        which = f"step {first} was" if first == last else f"steps {first} to {last} were"
+        behind = f"{which} copied on rank {self.rank} while training went on"
+        return f"{behind}, and such a change may have come into the copy"
+
+    def covers(self, step: int) -> bool:
+        return self.steps is not None and self.steps[0] <= step <= self.steps[1]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "steps": list(self.steps) if self.steps is not None else [],
+            "reason": self.reason[:_REASON_CHARACTERS_MAX],
+        }
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: It is not that.
+        """
+        rank, steps, reason = body.get("rank"), body.get("steps"), body.get("reason")
+        if not isinstance(steps, list) or not isinstance(reason, str) or len(steps) not in (0, 2):
+            raise ValueError(f"expected a rank, no or two steps, and a reason, got {body!r:.200}")
+        numbers = wire.wholes([rank, *steps])
+        if numbers[1:] != tuple(sorted(numbers[1:])):
+            raise ValueError(f"expected the first step before the last, got {steps}")
+        return cls(numbers[0], (numbers[1], numbers[2]) if steps else None, reason[:_REASON_CHARACTERS_MAX])
+
+    def to_frame(self, kind: Kind, *, attempt: int) -> bytes:
+        """As DOUBT to the stager or to rank 0, or as DOUBTED to all ranks."""
+        return wire.encode(kind, attempt=attempt, body=wire.to_json(self.to_json()))
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> Self:
+        """Read it.
+
+        Raises:
+            ProtocolError: The body does not hold what it should.
+        """
+        try:
+            return cls.from_json(wire.json_body(frame))
+        except ValueError as error:
+            raise ProtocolError(f"{frame.kind.name}: {error}") from error
