@@ -19,6 +19,8 @@ pace/         `every="auto"`: measures what checkpoints cost, and asks for anoth
 doors/        the parts of `holdfast export` and `holdfast import` that need torch
 joining, ledger, transfer, checks    how a rank joins the job, the counts of its checkpoints, the state of one step on
               its way, and the trainers' part of `holdfast doctor`
+seat          one Checkpointer in a process, and none in its forked children
+whole_number  what counts as a step, a rank or a seed where a script hands one over
 """
 
 from trainer_side.checkpointer import Checkpointer

@@ -13,9 +13,8 @@ After start-up and restore the training thread takes part in no collective opera
 
 from __future__ import annotations
 
-import atexit
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -27,6 +26,7 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.notices.sparing import NO_LIMIT, Ability
+from holdfast.process import at_exit
 from holdfast.store import open_store
 from holdfast.supervised import report, report_end, tell
 from holdfast.telemetry.events import EventLog
@@ -45,8 +45,10 @@ from trainer_side.save.places import Room
 from trainer_side.save.planner import Planner
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.saver import Saver, no_collections
+from trainer_side.seat import Seat
 from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.transfer import TransferState
+from trainer_side.whole_number import shown, step_number
 
 if TYPE_CHECKING:
     from trainer_side.pace.pacer import Pacer
@@ -84,7 +86,8 @@ class Checkpointer:
             `restore()`, and on a new run.
 
     Raises:
-        ConfigError: A setting is wrong, or the job has neither a stager nor local tiers.
+        ConfigError: A setting is wrong; the job has neither a stager nor local tiers; or this process has another
+            Checkpointer, which is open, or is a forked child of a process that has one.
         StoreError: The stager, or rank 0 of a job without one, cannot use the store; training has not begun.
         FencedError: Another stager writes this run.
         PeerLost: A rank or the stager did not come within `start_seconds_max`.
@@ -101,6 +104,12 @@ class Checkpointer:
         fresh: bool = False,
     ) -> None:
         end_by_exit_codes()
+        if not isinstance(state, Mapping):
+            raise StateError(f"state: expected a mapping of names to objects, got {shown(state)}")
+        if not isinstance(config, TrainerConfig | None):
+            raise ConfigError(f"config: expected a TrainerConfig, got {shown(config)}")
+        if not isinstance(fresh, bool):
+            raise ConfigError(f"fresh: expected True or False, got {shown(fresh)}")
         for name in list[object](state):
             if not (isinstance(name, str) and name and "/" not in name):
                 raise StateError(f"names in the state are non-empty strings without '/', got {name!r}")
@@ -108,6 +117,7 @@ class Checkpointer:
         refuse_split_objects(self._state)
         self._config = config or TrainerConfig()
         fixed = chosen(every, self._config)
+        self._seat = Seat(self._state)
         self._every = fixed or 0
         self._link = join(self._config)
         self._events = EventLog(self._config.events, role="trainer", rank=self._link.rank)
@@ -127,7 +137,7 @@ class Checkpointer:
             seconds_max=self._config.copy_seconds_max,
         )
         self._tiers = open_tier_set(self._config, self._link, self._ledger, self._events)
-        atexit.register(self._tiers.close, _EXIT_SECONDS_MAX)
+        self._not_at_exit = at_exit(self._tiers.close, _EXIT_SECONDS_MAX)
         if not self._tiers.takes_steps:
             limit = self._config.host_bytes_max
             self._link.appointments.ability = Ability(area_bytes_max=NO_LIMIT if limit is None else limit)
@@ -145,6 +155,7 @@ class Checkpointer:
         self._watching = open_watch(self._config, self._notice, rank=self._link.rank)
         report("joined", attempt=self._link.attempt or self._tiers.attempt, ranks=self._link.ranks)
         diary.note("begins", True)
+        self._seat.take(self, self._copier.gate.remove)
 
     @property
     def rank(self) -> int:
@@ -197,23 +208,22 @@ class Checkpointer:
             The number of the step to run next: 0 on a new run, otherwise one more than the saved step.
 
         Raises:
-            ConfigError: `may_lack` has a name that is not in the state, or the Checkpointer has `fresh=True`.
+            ConfigError: `step` is no whole number from 0 on, `may_lack` has a name that is not in the state, or the
+                Checkpointer has `fresh=True`.
             DamageError: There are checkpoints, and none is good; the message names each with its reason.
             StateError: The checkpoint holds other names or shapes than this state.
             StoreMissing: There is no checkpoint of `step`.
         """
-        unknown = [name for name in may_lack if name not in self._state]
-        if isinstance(may_lack, str) or unknown:
-            raise ConfigError(
-                f"may_lack: expected names of the state ({', '.join(self._state)}), got {may_lack!r}"
-            )
+        self._seat.require("restore()")
+        step = None if step is None else step_number(step, "restore()")
+        lacking = self._names_in_state(may_lack)
         self._beginning.restored()
         store = open_store(self._link.store_url)
         options = RestoreOptions(
             step=step,
             seconds_max=self._config.restore_seconds_max,
             without_store=self._config.restore_without_store,
-            may_lack=frozenset(may_lack),
+            may_lack=lacking,
             set_aside=self._config.restore_set_aside,
         )
         with no_collections():
@@ -237,6 +247,15 @@ class Checkpointer:
         tell("restored", step=self.restored.step, attempt=self.restored.attempt, **before)
         return self.restored.step + 1
 
+    def _names_in_state(self, may_lack: Any) -> frozenset[str]:
+        names = list(self._state)
+        if not isinstance(may_lack, str) and isinstance(may_lack, Iterable):
+            given = list(may_lack)  # once: it may be a generator
+            if all(name in names for name in given):
+                return frozenset(given)
+            may_lack = given
+        raise ConfigError(f"may_lack: expected names of the state ({', '.join(names)}), got {may_lack!r}")
+
     def step(self, step: int) -> bool:
         """Tell holdfast that training step `step` (from 0) is done; a save begins if one is due.
 
@@ -245,7 +264,12 @@ class Checkpointer:
 
         Returns:
             Whether a save was begun.
+
+        Raises:
+            ConfigError: `step` is no whole number from 0 on; and as `save()`.
         """
+        self._seat.require("step()")
+        step = step_number(step, "step()")
         if not self._stepped:
             self._stepped = True
             tell("stepped", step=step)
@@ -282,11 +306,14 @@ class Checkpointer:
 
         Raises:
             StateError: The state cannot be saved, or the ranks' states differ; the message names the place.
-            ConfigError: `host_bytes_max` is less than one staging area takes; or, at the first save, the run has
-                checkpoints, and the script has neither called `restore()` nor set `fresh=True`.
+            ConfigError: `step` is no whole number from 0 on; `host_bytes_max` is less than one staging area takes; or,
+                at the first save, the run has checkpoints, and the script has neither called `restore()` nor set
+                `fresh=True`.
             StoreError: At the first save without either, the store does not tell whether the run has checkpoints.
             PeerLost: A rank did not answer while the ranks agreed on a new layout.
         """
+        self._seat.require("save()")
+        step = step_number(step, "save()")
         self._asked = True
         self._report_progress()
         return self._saver.save(step)
@@ -298,6 +325,7 @@ class Checkpointer:
         `optimizer.step()` makes: swapping in averaged weights, `load_state_dict`, clipping of weights, or
         `optimizer.eval()` of a schedule-free optimizer.
         """
+        self._seat.require("wait_copied()")
         self._copier.wait_copied()
 
     def changing(self) -> AbstractContextManager[None]:
@@ -306,16 +334,18 @@ class Checkpointer:
         Entering it calls `wait_copied()`. A `save()` inside it takes the state as it is at that moment, and returns
         only when the state is copied.
         """
+        self._seat.require("changing()")
         return self._copier.changing()
 
     def close(self) -> None:
         """Wait until every step that was begun is durable (at most `close_seconds_max`), then leave the job.
 
-        A second call does nothing.
+        A second call does nothing, and neither does one in a forked child.
         """
-        if self._closed:
+        if self._closed or self._seat.is_inherited:
             return
         self._closed = True
+        self._seat.give_up()
         if self._stepped and not self._asked and self.rank == 0 and self._pacer is None:
             _log.warning(
                 "no checkpoint was taken: %s, and save() was not called; give Checkpointer(..., every=N), or call it",
@@ -329,7 +359,7 @@ class Checkpointer:
             self._pacer.close()
         self._copier.close()
         try:
-            atexit.unregister(self._tiers.close)
+            self._not_at_exit()
             self._tiers.close(self._config.close_seconds_max)
             self._link.close(wait_for=TransferState.DURABLE, seconds_max=self._config.close_seconds_max)
         finally:

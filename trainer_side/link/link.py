@@ -11,7 +11,6 @@ stager never stops the training: it becomes `problem`, said once and loudly, and
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
@@ -24,6 +23,7 @@ from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError,
 from holdfast.image.layout import Layout
 from holdfast.notices.messages import Announcement, StepAnswer
 from holdfast.notices.notice import Notice
+from holdfast.process import at_exit
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
@@ -91,6 +91,7 @@ class Link:
         self._silence = StagerSilence(rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock)
         self._leaving = False
         self._closed = False
+        self._not_at_exit: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="holdfast-link", daemon=True)
         self._thread.start()
 
@@ -237,7 +238,7 @@ class Link:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
+        self._not_at_exit()
         deadline = self._clock() + seconds_max
         is_said = self.rank != 0  # all of them wait: one says so
         for transfer in self._accepted:
@@ -277,7 +278,7 @@ class Link:
 
     def close_at_exit(self) -> None:
         """A script that ends without `close` must not leave the stager waiting for this rank."""
-        atexit.register(self._at_exit)
+        self._not_at_exit = at_exit(self._at_exit)
 
     def _at_exit(self) -> None:
         self.close(wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)

@@ -20,6 +20,7 @@ from trainer_side.restore.in_place import differs, refill
 from trainer_side.restore.mismatch import of_another_object
 from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import once
+from trainer_side.state.inference import writable
 from trainer_side.state.per_rank import PerRank, decode
 from trainer_side.state.rng import RngState
 from trainer_side.state.tree import refusal, tensor_paths
@@ -175,7 +176,7 @@ def load(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks:
             _load_per_rank(name, value, tree[name], rank=rank, ranks=ranks)
         elif isinstance(value, torch.Tensor):
             if tree[name] is not value:  # a DTensor
-                with torch.no_grad():
+                with writable(value):
                     value.copy_(
                         tree[name]
                     )  # of itself, where it was read in place: then torch copies nothing
@@ -227,7 +228,7 @@ def _load_per_rank(name: str, value: PerRank, blobs: Any, *, rank: int, ranks: i
 
 
 def _load_object(name: str, value: Any, saved: Any) -> None:
-    with _refusal_named(name, value):
+    with _refusal_named(name, value), writable(value):
         value.load_state_dict(saved)
         if isinstance(value, torch.optim.Optimizer):
             _keep_dtypes(value, saved)
