@@ -30,7 +30,9 @@ from holdfast.process import at_exit
 from holdfast.store import open_store
 from holdfast.supervised import report, report_end, tell
 from holdfast.telemetry.events import EventLog
+from trainer_side.finished_step import FinishedStep
 from trainer_side.joining import join, open_tier_set
+from trainer_side.leaving import EXIT_SECONDS_MAX, Leaving
 from trainer_side.ledger import Ledger, Stats
 from trainer_side.notice.open_sources import open_watch
 from trainer_side.pace.every import chosen
@@ -47,15 +49,12 @@ from trainer_side.save.rank_context import RankContext
 from trainer_side.save.saver import Saver, no_collections
 from trainer_side.seat import Seat
 from trainer_side.state.split_kinds import refuse_split_objects
-from trainer_side.transfer import TransferState
 from trainer_side.whole_number import shown, step_number
 
 if TYPE_CHECKING:
     from trainer_side.pace.pacer import Pacer
 
 _log = logging.getLogger("holdfast.trainer")
-
-_EXIT_SECONDS_MAX = 10.0  # for a script that ends without close()
 
 report_end()  # an error of joining the job is reported, too
 
@@ -137,7 +136,9 @@ class Checkpointer:
             seconds_max=self._config.copy_seconds_max,
         )
         self._tiers = open_tier_set(self._config, self._link, self._ledger, self._events)
-        self._not_at_exit = at_exit(self._tiers.close, _EXIT_SECONDS_MAX)
+        self._not_at_exit = at_exit(self._tiers.close, EXIT_SECONDS_MAX)
+        seconds_max = self._config.close_seconds_max
+        self._leaving = Leaving(self._copier, self._tiers, self._link, seconds_max=seconds_max)
         if not self._tiers.takes_steps:
             limit = self._config.host_bytes_max
             self._link.appointments.ability = Ability(area_bytes_max=NO_LIMIT if limit is None else limit)
@@ -152,6 +153,10 @@ class Checkpointer:
         self._saver = Saver(self._state, planner, room, self._copier, context)
         self.restored: Restored | None = None
         self._closed = self._stepped = self._asked = self._progressed = False
+        self._told: Notice | None = None
+        self._finished = (
+            FinishedStep(self._state, lambda: self._copier.updates) if self._config.watch else None
+        )
         self._watching = open_watch(self._config, self._notice, rank=self._link.rank)
         report("joined", attempt=self._link.attempt or self._tiers.attempt, ranks=self._link.ranks)
         diary.note("begins", True)
@@ -273,6 +278,8 @@ class Checkpointer:
         if not self._stepped:
             self._stepped = True
             tell("stepped", step=step)
+        if self._finished is not None:
+            self._finished.note(step)
         diary.note("step", step)
         appointments = self._link.appointments
         due = appointments.reach(step)
@@ -315,8 +322,13 @@ class Checkpointer:
         self._seat.require("save()")
         step = step_number(step, "save()")
         self._asked = True
+        if self._finished is not None and step != self._finished.step:
+            self._finished.note(step)  # of a script that does not call step()
         self._report_progress()
-        return self._saver.save(step)
+        saved = self._saver.save(step)
+        if saved:
+            self._leaving.newest_step = step
+        return saved
 
     def wait_copied(self) -> None:
         """Wait until the last `save()` has copied the whole state, at most `copy_seconds_max`. Not collective.
@@ -340,13 +352,27 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until every step that was begun is durable (at most `close_seconds_max`), then leave the job.
 
-        A second call does nothing, and neither does one in a forked child.
+        A second call does nothing, and neither does one in a forked child. Leaving the `with` block calls it. Where an
+        exception ends the block, it is logged first, and what was begun is only waited for until it is staged, at most
+        10 s.
+
+        Raises:
+            PeerLost: A thread of this rank had died, so that checkpoints are missing.
         """
+        self._leave(None, None)
+
+    def _leave(self, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave the job, once. `error`: what has ended the block."""
         if self._closed or self._seat.is_inherited:
             return
         self._closed = True
         self._seat.give_up()
-        if self._stepped and not self._asked and self.rank == 0 and self._pacer is None:
+        if error is not None:
+            self._leaving.say(error, trace)
+            notice = None if isinstance(error, GeneratorExit) else self._pending_notice()
+            if notice is not None and self._finished is not None:
+                self._leaving.save_last(self._finished, self._saver.save, notice)
+        elif self._stepped and not self._asked and self.rank == 0 and self._pacer is None:
             _log.warning(
                 "no checkpoint was taken: %s, and save() was not called; give Checkpointer(..., every=N), or call it",
                 f"step() saves after every {self._every} steps, which were not reached"
@@ -357,12 +383,13 @@ class Checkpointer:
             self._watching.close()
         if self._pacer is not None:
             self._pacer.close()
-        self._copier.close()
         try:
-            self._not_at_exit()
-            self._tiers.close(self._config.close_seconds_max)
-            self._link.close(wait_for=TransferState.DURABLE, seconds_max=self._config.close_seconds_max)
+            if error is None:
+                self._leaving.at_the_end()
+            else:
+                self._leaving.with_an_error(error)
         finally:
+            self._not_at_exit()
             if summary := self._ledger.summary():
                 _log.warning("rank %d: %s", self.rank, summary)
             self._report_progress()
@@ -371,8 +398,17 @@ class Checkpointer:
     def _notice(self, notice: Notice) -> None:
         """Called in the watch's thread."""
         if notice.kind is NoticeKind.TERMINATE:
+            self._told = notice
             report("noticed")
         self._link.notice(notice)
+
+    def _pending_notice(self) -> Notice | None:
+        """The notice that ends this job, of this rank's machine or another one; None if there is none."""
+        heard = None if self._watching is None else self._watching.heard()
+        agreed = self._link.appointments.notice
+        if agreed is not None and agreed.kind is not NoticeKind.TERMINATE:
+            agreed = None
+        return self._told or heard or agreed
 
     def _report_progress(self) -> None:
         if not self._progressed and max(self.staged_step, self.durable_step, self.kept_step) >= 0:
@@ -385,4 +421,6 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # sys.exit() and sys.exit(0) are how scripts end that have done their work.
+        is_done = isinstance(error, SystemExit) and not error.code
+        self._leave(None if is_done else error, trace)

@@ -17,6 +17,7 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import DeclineCause, Reason
+from trainer_side.background_thread import ThreadDied
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.ports import CouncilPort
 from trainer_side.tiers.coordinator import CouncilLimits
@@ -93,7 +94,11 @@ class Keeper:
 
     @property
     def takes_steps(self) -> bool:
-        return True
+        return self._outcomes.takes_steps
+
+    @property
+    def died(self) -> ThreadDied | None:
+        return self._outcomes.died
 
     @property
     def is_direct(self) -> bool:
@@ -149,6 +154,9 @@ class Keeper:
         keeping.cancel(reason)
         keeping.link_released.set()
         self.keep(keeping, None)
+
+    def hurry(self, seconds_max: float) -> None:
+        self._outcomes.council.hurry(seconds_max)
 
     def skip(self, step: int, reason: Reason) -> None:
         self._slots.skip(step, reason)
