@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import math
 import os
@@ -30,6 +31,24 @@ def yield_to_training(niceness: int) -> None:
                 before = os.getpriority(os.PRIO_PROCESS, thread)
                 os.setpriority(os.PRIO_PROCESS, thread, max(niceness, before))
         nicer |= left
+
+
+def at_exit(call: Callable[..., object], *arguments: object) -> Callable[[], None]:
+    """As `atexit.register`, but for this process alone.
+
+    A forked child inherits the list of calls; the sockets, locks and MPI of its parent are not its own.
+
+    Returns:
+        Takes it off the list again.
+    """
+    process = os.getpid()
+
+    def in_this_process() -> None:
+        if os.getpid() == process:
+            call(*arguments)
+
+    atexit.register(in_this_process)
+    return lambda: atexit.unregister(in_this_process)
 
 
 _PR_SET_PDEATHSIG = 1

@@ -111,7 +111,8 @@ def report(kind: str, **fields: Any) -> None:
 def report_end() -> None:
     """Have this process report at exit what ended it. A process that a signal kills does not come so far."""
     if REPORTS_VARIABLE in os.environ:
-        atexit.register(_report_end)
+        process = os.getpid()  # a forked child is no rank
+        atexit.register(lambda: _report_end() if os.getpid() == process else None)
 
 
 def _report_end() -> None:

@@ -13,9 +13,8 @@ After start-up and restore the training thread takes part in no collective opera
 
 from __future__ import annotations
 
-import atexit
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -24,14 +23,17 @@ import torch
 
 from holdfast import supervised as diary
 from holdfast.config import TrainerConfig
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, StateError
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.notices.sparing import NO_LIMIT, Ability
+from holdfast.process import at_exit
 from holdfast.store import open_store
 from holdfast.supervised import report, report_end, tell
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.doubt import Doubt
+from trainer_side.finished_step import FinishedStep
 from trainer_side.joining import join, open_tier_set
+from trainer_side.leaving import EXIT_SECONDS_MAX, Leaving
 from trainer_side.ledger import Ledger, Stats
 from trainer_side.notice.open_sources import open_watch
 from trainer_side.opaque import OpaqueContext, opaque_methods
@@ -50,17 +52,16 @@ from trainer_side.save.planner import Planner
 from trainer_side.save.quietness import Quietness
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.saver import Saver, no_collections
+from trainer_side.seat import Seat
 from trainer_side.state.given_state import GivenState
 from trainer_side.state.plain_counters import PlainCounters
 from trainer_side.state.split_kinds import refuse_split_objects
-from trainer_side.transfer import TransferState
+from trainer_side.whole_number import shown, step_number
 
 if TYPE_CHECKING:
     from trainer_side.pace.pacer import Pacer
 
 _log = logging.getLogger("holdfast.trainer")
-
-_EXIT_SECONDS_MAX = 10.0  # for a script that ends without close()
 
 report_end()  # an error of joining the job is reported, too
 
@@ -92,7 +93,8 @@ class Checkpointer:
             `restore()`, and on a new run.
 
     Raises:
-        ConfigError: A setting is wrong, or the job has neither a stager nor local tiers.
+        ConfigError: A setting is wrong; the job has neither a stager nor local tiers; or this process has another
+            Checkpointer, which is open, or is a forked child of a process that has one.
         StoreError: The stager, or rank 0 of a job without one, cannot use the store; training has not begun.
         FencedError: Another stager writes this run.
         PeerLost: A rank or the stager did not come within `start_seconds_max`.
@@ -109,11 +111,18 @@ class Checkpointer:
         fresh: bool = False,
     ) -> None:
         end_by_exit_codes()
+        if not isinstance(state, Mapping):
+            raise StateError(f"state: expected a mapping of names to objects, got {shown(state)}")
+        if not isinstance(config, TrainerConfig | None):
+            raise ConfigError(f"config: expected a TrainerConfig, got {shown(config)}")
+        if not isinstance(fresh, bool):
+            raise ConfigError(f"fresh: expected True or False, got {shown(fresh)}")
         self._given = GivenState(state)
         self._state = self._given.held
         refuse_split_objects(self._state)
         self._config = config or TrainerConfig()
         fixed = chosen(every, self._config)
+        self._seat = Seat(self._state)
         self._every = fixed or 0
         self._link = join(self._config)
         self._events = EventLog(self._config.events, role="trainer", rank=self._link.rank)
@@ -144,7 +153,9 @@ class Checkpointer:
         self._tiers = open_tier_set(self._config, self._link, self._ledger, self._events)
         self._link.on_doubt = self._hear_doubt
         self._tiers.council.when_doubted(self._hear_doubt)
-        atexit.register(self._tiers.close, _EXIT_SECONDS_MAX)
+        self._not_at_exit = at_exit(self._tiers.close, EXIT_SECONDS_MAX)
+        seconds_max = self._config.close_seconds_max
+        self._leaving = Leaving(self._copier, self._tiers, self._link, seconds_max=seconds_max)
         if not self._tiers.takes_steps:
             limit = self._config.host_bytes_max
             self._link.appointments.ability = Ability(area_bytes_max=NO_LIMIT if limit is None else limit)
@@ -161,9 +172,14 @@ class Checkpointer:
         self._saver = Saver(self._state, planner, self._room, self._copier, context)
         self.restored: Restored | None = None
         self._closed = self._stepped = self._asked = self._progressed = False
+        self._told: Notice | None = None
+        self._finished = (
+            FinishedStep(self._state, lambda: self._copier.updates) if self._config.watch else None
+        )
         self._watching = open_watch(self._config, self._notice, rank=self._link.rank)
         report("joined", attempt=self._link.attempt or self._tiers.attempt, ranks=self._link.ranks)
         diary.note("begins", True)
+        self._seat.take(self, self._copier.gate.remove)
 
     @property
     def rank(self) -> int:
@@ -216,16 +232,15 @@ class Checkpointer:
             The number of the step to run next: 0 on a new run, otherwise one more than the saved step.
 
         Raises:
-            ConfigError: `may_lack` has a name that is not in the state, or the Checkpointer has `fresh=True`.
+            ConfigError: `step` is no whole number from 0 on, `may_lack` has a name that is not in the state, or the
+                Checkpointer has `fresh=True`.
             DamageError: There are checkpoints, and none is good; the message names each with its reason.
             StateError: The checkpoint holds other names or shapes than this state.
             StoreMissing: There is no checkpoint of `step`.
         """
-        unknown = [name for name in may_lack if name not in self._state]
-        if isinstance(may_lack, str) or unknown:
-            raise ConfigError(
-                f"may_lack: expected names of the state ({', '.join(self._state)}), got {may_lack!r}"
-            )
+        self._seat.require("restore()")
+        step = None if step is None else step_number(step, "restore()")
+        lacking = self._names_in_state(may_lack)
         self._beginning.restored()
         agree(self._link.peers, self._given.problem())
         store = open_store(self._link.store_url)
@@ -233,7 +248,7 @@ class Checkpointer:
             step=step,
             seconds_max=self._config.restore_seconds_max,
             without_store=self._config.restore_without_store,
-            may_lack=frozenset(may_lack),
+            may_lack=lacking,
             set_aside=self._config.restore_set_aside,
         )
         with no_collections():
@@ -258,6 +273,15 @@ class Checkpointer:
         tell("restored", step=self.restored.step, attempt=self.restored.attempt, **before)
         return self.restored.step + 1
 
+    def _names_in_state(self, may_lack: Any) -> frozenset[str]:
+        names = list(self._state)
+        if not isinstance(may_lack, str) and isinstance(may_lack, Iterable):
+            given = list(may_lack)  # once: it may be a generator
+            if all(name in names for name in given):
+                return frozenset(given)
+            may_lack = given
+        raise ConfigError(f"may_lack: expected names of the state ({', '.join(names)}), got {may_lack!r}")
+
     def step(self, step: int) -> bool:
         """Tell holdfast that training step `step` (from 0) is done; a save begins if one is due.
 
@@ -266,10 +290,17 @@ class Checkpointer:
 
         Returns:
             Whether a save was begun.
+
+        Raises:
+            ConfigError: `step` is no whole number from 0 on; and as `save()`.
         """
+        self._seat.require("step()")
+        step = step_number(step, "step()")
         if not self._stepped:
             self._stepped = True
             tell("stepped", step=step)
+        if self._finished is not None:
+            self._finished.note(step)
         diary.note("step", step)
         self._counters.note(step)
         appointments = self._link.appointments
@@ -304,14 +335,22 @@ class Checkpointer:
 
         Raises:
             StateError: The state cannot be saved, or the ranks' states differ; the message names the place.
-            ConfigError: `host_bytes_max` is less than one staging area takes; or, at the first save, the run has
-                checkpoints, and the script has neither called `restore()` nor set `fresh=True`.
+            ConfigError: `step` is no whole number from 0 on; `host_bytes_max` is less than one staging area takes; or,
+                at the first save, the run has checkpoints, and the script has neither called `restore()` nor set
+                `fresh=True`.
             StoreError: At the first save without either, the store does not tell whether the run has checkpoints.
             PeerLost: A rank did not answer while the ranks agreed on a new layout.
         """
+        self._seat.require("save()")
+        step = step_number(step, "save()")
         self._asked = True
+        if self._finished is not None and step != self._finished.step:
+            self._finished.note(step)  # of a script that does not call step()
         self._report_progress()
-        return self._saver.save(step)
+        saved = self._saver.save(step)
+        if saved:
+            self._leaving.newest_step = step
+        return saved
 
     def wait_copied(self) -> None:
         """Wait until the last `save()` has copied the whole state, at most `copy_seconds_max`. Not collective.
@@ -320,6 +359,7 @@ class Checkpointer:
         `optimizer.step()` makes: swapping in averaged weights, `load_state_dict`, clipping of weights, or
         `optimizer.eval()` of a schedule-free optimizer.
         """
+        self._seat.require("wait_copied()")
         self._copier.wait_copied()
 
     def changing(self) -> AbstractContextManager[None]:
@@ -328,17 +368,33 @@ class Checkpointer:
         Entering it calls `wait_copied()`. A `save()` inside it takes the state as it is at that moment, and returns
         only when the state is copied.
         """
+        self._seat.require("changing()")
         return OpaqueContext(self._copier.changing())
 
     def close(self) -> None:
         """Wait until every step that was begun is durable (at most `close_seconds_max`), then leave the job.
 
-        A second call does nothing.
+        A second call does nothing, and neither does one in a forked child. Leaving the `with` block calls it. Where an
+        exception ends the block, it is logged first, and what was begun is only waited for until it is staged, at most
+        10 s.
+
+        Raises:
+            PeerLost: A thread of this rank had died, so that checkpoints are missing.
         """
-        if self._closed:
+        self._leave(None, None)
+
+    def _leave(self, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave the job, once. `error`: what has ended the block."""
+        if self._closed or self._seat.is_inherited:
             return
         self._closed = True
-        if self._stepped and not self._asked and self.rank == 0 and self._pacer is None:
+        self._seat.give_up()
+        if error is not None:
+            self._leaving.say(error, trace)
+            notice = None if isinstance(error, GeneratorExit) else self._pending_notice()
+            if notice is not None and self._finished is not None:
+                self._leaving.save_last(self._finished, self._saver.save, notice)
+        elif self._stepped and not self._asked and self.rank == 0 and self._pacer is None:
             _log.warning(
                 "no checkpoint was taken: %s, and save() was not called; give Checkpointer(..., every=N), or call it",
                 f"step() saves after every {self._every} steps, which were not reached"
@@ -350,13 +406,14 @@ class Checkpointer:
         if self._pacer is not None:
             self._pacer.close()
         self._left_out.close()
-        self._copier.close()
         self._room.close()
         try:
-            atexit.unregister(self._tiers.close)
-            self._tiers.close(self._config.close_seconds_max)
-            self._link.close(wait_for=TransferState.DURABLE, seconds_max=self._config.close_seconds_max)
+            if error is None:
+                self._leaving.at_the_end()
+            else:
+                self._leaving.with_an_error(error)
         finally:
+            self._not_at_exit()
             if summary := self._ledger.summary():
                 _log.warning("rank %d: %s", self.rank, summary)
             self._report_progress()
@@ -365,6 +422,7 @@ class Checkpointer:
     def _notice(self, notice: Notice) -> None:
         """Called in the watch's thread."""
         if notice.kind is NoticeKind.TERMINATE:
+            self._told = notice
             report("noticed")
         self._link.notice(notice)
 
@@ -381,6 +439,14 @@ class Checkpointer:
         self._tiers.doubt(doubt)
         self._quietness.hear(doubt)
 
+    def _pending_notice(self) -> Notice | None:
+        """The notice that ends this job, of this rank's machine or another one; None if there is none."""
+        heard = None if self._watching is None else self._watching.heard()
+        agreed = self._link.appointments.notice
+        if agreed is not None and agreed.kind is not NoticeKind.TERMINATE:
+            agreed = None
+        return self._told or heard or agreed
+
     def _report_progress(self) -> None:
         if not self._progressed and max(self.staged_step, self.durable_step, self.kept_step) >= 0:
             self._progressed = True
@@ -392,4 +458,6 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # sys.exit() and sys.exit(0) are how scripts end that have done their work.
+        is_done = isinstance(error, SystemExit) and not error.code
+        self._leave(None if is_done else error, trace)

@@ -34,6 +34,7 @@ from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.ranks.ports import StagerPort, World
 from trainer_side.restore.inventory import newest_attempt
+from trainer_side.seat import meet_once
 from trainer_side.tiers.kept_slices import Inventory, take_inventory
 from trainer_side.tiers.tier import Tier
 from trainer_side.tiers.tier_set import NoTiers, TierSet
@@ -64,12 +65,13 @@ def meet_stager(config: TrainerConfig, world: World) -> Link:
     """Say HELLO, and wait for the stager's WELCOME, at most `start_seconds_max`. Main thread.
 
     Raises:
-        ConfigError: There is no stager in this job.
+        ConfigError: There is no stager in this job, or this process has met it before.
         PeerLost: It did not answer.
         HoldfastError: It could not start; its error, of its class.
     """
     identify(f"rank:{world.rank}")
     port = world.port()
+    meet_once(port)
     hello = {"version": wire.VERSION, "pid": os.getpid(), "host": platform.node()}
     port.send(wire.encode(Kind.HELLO, body=wire.to_json(hello)))
     try:

@@ -73,6 +73,7 @@ class Emergency:
         self._saves = 0
         self._again_at: float | None = None  # when ranks that have not answered are asked again
         self._staged_step = -1
+        self._since_step = -1  # that was staged while the notice is open, appointed or not
         # The last step that was saved for a notice, when it was staged, and of which kind the notice was.
         self._served: tuple[int, float, NoticeKind] | None = None
         self._lost: dict[int, str] = {}
@@ -127,7 +128,7 @@ class Emergency:
                 text = f"{said.text}; step {step}, {self._safe} {now - at:.1f} s ago, is that of this notice, too"
                 return [replace(said, text=text)]
         self._notice, self._name, self._deadline = replace(notice, rank=rank), name, deadline
-        self._saves, self._again_at = 0, None
+        self._saves, self._again_at, self._since_step = 0, None, -1
         if self._lost:
             return [said, *self._over(f"no checkpoint can be whole: {'; '.join(self._lost.values())}", now)]
         return [said, self._agreement.begin(now)]
@@ -154,6 +155,8 @@ class Emergency:
         """A checkpoint was staged, `seconds` after its first offer."""
         self.measures.staged(nbytes, seconds)
         self._staged_step = max(self._staged_step, step)
+        if self.open:
+            self._since_step = step
         if self._appointed_at is None or self._saving is None or step < self._saving:
             return []
         left = self._left(now)
@@ -223,7 +226,7 @@ class Emergency:
         sparing = self.spares.in_force
         terms = Terms(take, decision.reason, self._notice, factor, until_step, sparing)
         does = {
-            Choice.TAKE: f"step {step} is saved",
+            Choice.TAKE: f"step {step} is to be saved, as soon as all ranks have finished it",
             Choice.FINISH: "no new checkpoint is begun",
             Choice.SKIP: "nothing can be saved",
         }
@@ -260,9 +263,10 @@ class Emergency:
         self._appointed_at = None
         step = f"step {self._staged_step}" if self._staged_step >= 0 else "nothing"
         kept = f"{step} is {self._safe}"
-        text = f"no checkpoint was taken after {self._name} was told of {self._kind()}: {why}; {kept}"
+        other = "no further checkpoint" if self._since_step >= 0 else "no checkpoint"
+        text = f"{other} was taken after {self._name} was told of {self._kind()}: {why}; {kept}"
         fields = {"reason": why, "seconds_left": self._left(now), "told": self._name}
-        said = EventLine("emergency_failed", text, fields, loud=True)
+        said = EventLine("emergency_failed", text, fields, loud=self._since_step < 0)
         # An appointed step stays appointed: some ranks may have saved it, and the others must not then leave it out.
         return [self._agreement.call_off(), said] if self._agreement.open else [said]
 

@@ -74,6 +74,10 @@ class Attempt:
         # mpirun passes SIGURG on to every process; rank.py turns it into SIGTERM for the trainer.
         self._signal(signal.SIGURG)
 
+    def pass_on(self, number: int) -> None:
+        """Send the signal to mpirun, which passes it on to every process of the job."""
+        self._signal(number)
+
     def terminate(self) -> None:
         """Ask mpirun to end the job."""
         self._signal(signal.SIGTERM)

@@ -97,6 +97,11 @@ class JobProcesses:
         if self._attempt is not None:
             self._attempt.ask() if gently else self._attempt.terminate()
 
+    def pass_on(self, number: int) -> None:
+        """Send SIGUSR1 to every rank, by mpirun. Ranks that do not watch it ignore it."""
+        if self._attempt is not None:
+            self._attempt.pass_on(number)
+
     def kill(self) -> None:
         if self._attempt is not None:
             self._attempt.kill()

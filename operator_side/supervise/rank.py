@@ -24,11 +24,17 @@ TRAINER, STAGER = "trainer", "stager"
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as a shell has them
 
 
+def _prepare() -> None:
+    tie()
+    # A notice may come before the rank listens, or though it never does: it must not kill it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes] | int:
     """The process; or, if it cannot be started, the exit code that a shell would give."""
     try:
-        # Safe: this process has one thread, and the function only makes one system call.
-        return subprocess.Popen(command, preexec_fn=tie)  # noqa: PLW1509
+        # Safe: this process has one thread, and the function only makes two system calls.
+        return subprocess.Popen(command, preexec_fn=_prepare)  # noqa: PLW1509
     except FileNotFoundError:
         code = _NOT_FOUND
     except OSError:

@@ -139,7 +139,8 @@ class Supervisor:
         """
         flusher = KeptFlusher(self._ring)
         before = {
-            number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)
+            number: signal.signal(number, self._signalled)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         }
         self._watch.start()
         try:
@@ -163,6 +164,9 @@ class Supervisor:
         self._job.wait(_TURN_SECONDS, self._watch.fileno())
         while self._signals:
             number = self._signals.pop(0)
+            if number == signal.SIGUSR1:  # a notice, for the ranks that watch it
+                self._job.pass_on(number)
+                continue
             self._take(Stop(f"this command was told to end by {signal.Signals(number).name}"))
         reports, status = self._job.hear()
         for report in reports:

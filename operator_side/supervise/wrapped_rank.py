@@ -5,6 +5,9 @@
 
 The command has a process group of its own. So what a launcher sends to the group of this process comes to the command
 once, through this process. It dies with this process, and inside torchrun this process with torchrun's agent.
+
+SIGUSR1 and SIGUSR2 kill a process that does not listen, and torchrun does not. They go to the command if it handles
+them, else to the ranks that have reported and handle them, and until there is one they are kept.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,9 +35,8 @@ _PASSED_ON = (
     signal.SIGINT,
     signal.SIGHUP,
     signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
 )
+_KEPT = (signal.SIGUSR1, signal.SIGUSR2)
 _TAIL_BYTES = 1 << 16
 _READ_BYTES = 1 << 16
 _LOOK_SECONDS = 0.1
@@ -51,6 +54,8 @@ class WrappedRank:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
         self._told: set[int] = set()
+        self._kept: set[int] = set()  # for processes that handle them
+        self._is_kept_said = False
         self._pending: list[int] = []  # came before there was anybody to pass them on to
         self._tail = b""
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,16 +71,16 @@ class WrappedRank:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             tie()  # the rank below asks for the same, and its parent is this process
         killed_before = memory_kills()
-        for number in _PASSED_ON:
+        for number in (*_PASSED_ON, *_KEPT):
             signal.signal(number, self._pass_on)
         try:
             with _reports_file() as path:
                 process = self._start(path)
-                status = self._relay(process)
+                status = self._relay(process, path)
                 reports = list(_read_reports(path))
         finally:
             # What comes too late for the command must not take the place of the code that this process ends with.
-            for number in _PASSED_ON:
+            for number in (*_PASSED_ON, *_KEPT):
                 signal.signal(number, signal.SIG_IGN)
         return Seen(
             Path(self._command[0]).name,
@@ -108,7 +113,7 @@ class WrappedRank:
             self._process.send_signal(self._pending.pop(0))
         return self._process
 
-    def _relay(self, process: subprocess.Popen[bytes]) -> int:
+    def _relay(self, process: subprocess.Popen[bytes], reports: Path) -> int:
         """Pass stderr through until the command has ended. What it has left behind may hold the pipe open for ever."""
         assert process.stderr is not None
         with process.stderr:
@@ -116,6 +121,8 @@ class WrappedRank:
             os.set_blocking(descriptor, False)
             is_open, status = True, None
             while status is None:
+                if self._kept:
+                    self._send_kept(process.pid, reports)
                 if is_open:
                     poll = select.poll()
                     poll.register(descriptor, select.POLLIN)
@@ -123,7 +130,8 @@ class WrappedRank:
                     is_open = self._copy(descriptor)
                     status = process.poll()
                 else:
-                    status = process.wait()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        status = process.wait(_LOOK_SECONDS)
             while is_open and self._copy(descriptor, more=True):
                 pass
         return status
@@ -145,10 +153,53 @@ class WrappedRank:
         self._told.add(number)
         if number == signal.SIGINT and not self._own_group:
             return
-        if self._process is None:
+        if number in _KEPT:
+            self._kept.add(number)
+        elif self._process is None:
             self._pending.append(number)
         else:
             self._process.send_signal(number)
+
+    def _send_kept(self, command: int, reports: Path) -> None:
+        """Send SIGUSR1 and SIGUSR2 to whom they do not kill, if anybody is there by now."""
+        ranks = {said["pid"] for said in _read_reports(reports) if isinstance(said.get("pid"), int)}
+        for number in list(self._kept):
+            below = [rank for rank in ranks if _descends(rank, command) and _handles(rank, number)]
+            targets = [command] if _handles(command, number) else below
+            for pid in targets:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            if targets:
+                self._kept.discard(number)
+        if self._kept and not self._is_kept_said:
+            self._is_kept_said = True
+            names = ", ".join(sorted(signal.Signals(number).name for number in self._kept))
+            sys.stderr.write(
+                f"holdfast rank: {names} is kept: no process of this job handles it yet; ranks do where the setting "
+                "watch names it, from Checkpointer(...) on\n"
+            )
+            sys.stderr.flush()
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether the process catches or ignores the signal, so that it does not kill it."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            name, _, mask = line.partition(":")
+            if name in ("SigCgt", "SigIgn") and int(mask, 16) >> (number - 1) & 1:
+                return True
+    return False
+
+
+def _descends(pid: int, ancestor: int) -> bool:
+    """Whether `ancestor`, or a process that it has started, has started `pid`."""
+    with contextlib.suppress(OSError, ValueError):
+        while pid > 1:
+            if pid == ancestor:
+                return True
+            # The name may have spaces and brackets: what follows its last one counts.
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return False
 
 
 @contextlib.contextmanager

@@ -120,6 +120,35 @@ def test_around_torchrun_a_killed_rank_is_a_preemption_once_the_job_has_joined(t
     assert "was killed by SIGKILL from outside; exit code 75" in done.stderr
 
 
+def test_sigusr1_goes_past_torchrun_to_the_ranks_however_early_it_comes(tmp_path: Path) -> None:
+    """torchrun handles it not, and would die of it; so would a rank that does not watch it yet."""
+    env = {"HOLDFAST_TIERS": f"file:{tmp_path}", "HOLDFAST_STORE": str(tmp_path / "store")}
+    wrapper = subprocess.Popen(
+        [HOLDFAST, "rank", "--", *torchrun_command(2, [coded.__file__, str(tmp_path), "leave", "in it"])],
+        env=environment(tmp_path / "runtime", **env, HOLDFAST_WATCH="sigusr1"),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(lambda: handles(wrapper.pid, signal.SIGUSR1), SECONDS_MAX, "SIGUSR1 would end it")
+        wrapper.send_signal(signal.SIGUSR1)
+        _, said = wrapper.communicate(timeout=SECONDS_MAX)
+    finally:
+        wrapper.kill()
+    assert "holdfast rank: SIGUSR1 is kept: no process of this job handles it yet" in said
+    for rank in range(2):
+        assert f"rank {rank} received a preemption notice: terminate in" in said
+    assert "the checkpoint of step" in said
+    assert wrapper.returncode == AGAIN, said
+
+
+def handles(pid: int, number: int) -> bool:
+    caught = next(
+        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")
+    )
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 def test_sigterm_while_it_judges_does_not_take_the_place_of_the_code(tmp_path: Path) -> None:
     """A pipe that is full holds it at the line that says why; whoever stops a job signals until it is gone."""
     reading, writing = os.pipe()

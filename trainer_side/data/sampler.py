@@ -23,6 +23,7 @@ from holdfast.errors import StateError
 from trainer_side.data.permutation import Permutation
 from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.rng import apart
+from trainer_side.whole_number import shown, whole_number
 
 _log = logging.getLogger("holdfast.data")
 _Batch = TypeVar("_Batch")
@@ -76,15 +77,20 @@ class ResumableSampler:
         drop_last: bool = False,
         on_change: Literal["refuse", "next-epoch"] = "refuse",
     ) -> None:
-        if length <= 0 or not 0 <= rank < ranks:
-            raise StateError(
-                "sampler: expected a length of 1 or more, and a rank from 0 to ranks - 1; "
-                f"got {length=}, {rank=}, {ranks=}"
-            )
+        length, rank, ranks = (
+            whole_number(number, f"sampler: {name}", least=least, error=StateError)
+            for name, number, least in (("length", length, 1), ("rank", rank, 0), ("ranks", ranks, 1))
+        )
+        if rank >= ranks:
+            raise StateError(f"sampler: expected a rank from 0 to ranks - 1, got {rank=}, {ranks=}")
+        seed = whole_number(seed, "sampler: seed", least=None, error=StateError)
+        for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
+            if not isinstance(flag, bool):
+                raise StateError(f"sampler: {name}: expected True or False, got {shown(flag)}")
         if on_change not in ("refuse", "next-epoch"):
             raise StateError(f"sampler: on_change: expected 'refuse' or 'next-epoch', got {on_change!r}")
-        self._length, self._seed, self._rank, self._ranks = int(length), int(seed), rank, ranks
-        self._shuffle, self._drop_last, self._on_change = bool(shuffle), drop_last, on_change
+        self._length, self._seed, self._rank, self._ranks = length, seed, rank, ranks
+        self._shuffle, self._drop_last, self._on_change = shuffle, drop_last, on_change
         self._position = _Position(0, 0)
         self._loads = 0
         self._read_ahead = self._followed = False
@@ -104,7 +110,7 @@ class ResumableSampler:
 
     def batches(self, batch_size: int) -> Iterator[list[int]]:
         """Endless iterator over this rank's indices, one list per step, across epochs; `next()` moves the cursor."""
-        return OpaqueIterator(self._batches(batch_size))
+        return OpaqueIterator(self._batches(_size(batch_size)))
 
     def _batches(self, batch_size: int) -> Iterator[list[int]]:
         while True:
@@ -120,7 +126,7 @@ class ResumableSampler:
             batch_size: Number of samples of this rank in a step.
             epochs: Give pairs of epoch and index instead of indices, for `SeededSamples`.
         """
-        return ReadAhead(self, batch_size, epochs=epochs)
+        return ReadAhead(self, _size(batch_size), epochs=epochs)
 
     def follow(self, loader: Iterable[_Batch], batch_size: int | None = None) -> Iterator[_Batch]:
         """Iterate over the batches of a loader that reads `ahead`; the cursor moves with each batch that the loop gets.
@@ -135,6 +141,7 @@ class ResumableSampler:
             StateError: The loader takes its samples from elsewhere, with another batch size, or out of order.
         """
         found = self._batch_size(loader)
+        batch_size = None if batch_size is None else _size(batch_size)
         if batch_size is None and found is None:
             raise StateError(
                 f"sampler: {type(loader).__name__} does not tell its batch size; call follow(loader, batch_size)"
@@ -281,6 +288,10 @@ class ResumableSampler:
         if not self._shuffle:
             return range(first, first + count)
         return Permutation(self._length, f"{self._seed}/{epoch}").at(first, count)
+
+
+def _size(batch_size: int) -> int:
+    return whole_number(batch_size, "sampler: batch_size", least=1, error=StateError)
 
 
 @opaque_methods

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from holdfast.errors import StateError
 from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.rng import apart
+from trainer_side.whole_number import whole_number
 
 
 class _Source(Protocol):
@@ -39,7 +40,9 @@ class ResumableStream:
     """
 
     def __init__(self, source: _Source, *, rank: int, ranks: int) -> None:
-        if not 0 <= rank < ranks:
+        rank = whole_number(rank, "stream: rank", error=StateError)
+        ranks = whole_number(ranks, "stream: ranks", least=1, error=StateError)
+        if rank >= ranks:
             raise StateError(f"stream: expected a rank from 0 to ranks - 1, got {rank=}, {ranks=}")
         if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
             raise StateError(
@@ -57,9 +60,8 @@ class ResumableStream:
 
     def batches(self, batch_size: int) -> Iterator[list[Any]]:
         """Endless iterator over this rank's samples, one list per step. A batch may go on into the next pass."""
-        if batch_size < 1:
-            raise StateError(f"stream: expected a batch size of 1 or more, got {batch_size}")
-        return OpaqueIterator(self._batches(batch_size))
+        size = whole_number(batch_size, "stream: batch_size", least=1, error=StateError)
+        return OpaqueIterator(self._batches(size))
 
     def _batches(self, batch_size: int) -> Iterator[list[Any]]:
         mine = range(self._rank * batch_size, (self._rank + 1) * batch_size)

@@ -11,9 +11,8 @@ stager never stops the training: it becomes `problem`, said once and loudly, and
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError,
 from holdfast.image.layout import Layout
 from holdfast.notices.messages import Announcement, StepAnswer
 from holdfast.notices.notice import Notice
+from holdfast.process import at_exit
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
@@ -33,6 +33,7 @@ from holdfast.wire.frames import Frame, Kind, peer_error
 from holdfast.wire.pace import Wish
 from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.welcome import Welcome
+from trainer_side.background_thread import BackgroundThread, ThreadDied, thread_died
 from trainer_side.link.outbox import Outbox, StagerSilence
 from trainer_side.link.outgoing import Outgoing, SendPlan
 from trainer_side.link.pauses import Pauses
@@ -49,6 +50,7 @@ _log = logging.getLogger("holdfast.trainer.link")
 _LEAVE_SECONDS_MAX = 5.0
 _QUIET_SECONDS = 10.0  # so long nobody is told what the end waits for
 _EXIT_SECONDS_MAX = 10.0
+_TASK = "sends checkpoints to the stager and hears from it"
 
 
 class Link:
@@ -92,9 +94,10 @@ class Link:
         self._pauses = Pauses(self._outbox, clock, port.crowding)
         self._questions = Questions(config, port, welcome, rank=rank, command=self._command)
         self._silence = StagerSilence(rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock)
-        self._leaving = False
+        self._leaving = self._is_dead = False
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="holdfast-link", daemon=True)
+        self._not_at_exit: Callable[[], None] = lambda: None
+        self._thread = BackgroundThread("holdfast-link", self._run, rank=rank, task=_TASK, died=self._died)
         self._thread.start()
 
     @property
@@ -141,6 +144,9 @@ class Link:
     def auto_interval(self) -> tuple[Schedule, Callable[[Wish], None] | None]:
         self.schedule.choose(auto=True)
         return self.schedule, self.wish if self.rank == 0 else None
+
+    def hurry(self, seconds_max: float) -> None:
+        self._questions.hurry(seconds_max)
 
     def agree(self, proposal: Proposal) -> Agreement:
         return self._questions.agree(proposal)
@@ -241,10 +247,26 @@ class Link:
             wait_for: `DURABLE`, or `STAGED` to leave the rest to the flusher.
             seconds_max: How long to wait; what is not there then is logged, not lost.
         """
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self._at_exit)
+        if not self._closed:
+            self._closed = True
+            self._wait(wait_for, seconds_max)
+
+        def leave() -> None:
+            self._leaving = True
+
+        self._command(
+            leave
+        )  # again after a close() that an exception has ended: nobody else may use the port yet
+        self._thread.join(2 * _LEAVE_SECONDS_MAX)
+        self._not_at_exit()
+        if self._thread.is_alive():
+            _log.error(
+                "rank %d waited %g s for MPI to send its last messages to the stager; the process ends without them",
+                self.rank,
+                2 * _LEAVE_SECONDS_MAX,
+            )
+
+    def _wait(self, wait_for: TransferState, seconds_max: float) -> None:
         deadline = self._clock() + seconds_max
         is_said = self.rank != 0  # all of them wait: one says so
         for transfer in self._accepted:
@@ -270,21 +292,9 @@ class Link:
                     wait_for.value,
                 )
 
-        def leave() -> None:
-            self._leaving = True
-
-        self._command(leave)
-        self._thread.join(2 * _LEAVE_SECONDS_MAX)
-        if self._thread.is_alive():
-            _log.error(
-                "rank %d waited %g s for MPI to send its last messages to the stager; the process ends without them",
-                self.rank,
-                2 * _LEAVE_SECONDS_MAX,
-            )
-
     def close_at_exit(self) -> None:
         """A script that ends without `close` must not leave the stager waiting for this rank."""
-        atexit.register(self._at_exit)
+        self._not_at_exit = at_exit(self._at_exit)
 
     def _at_exit(self) -> None:
         self.close(wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)
@@ -292,6 +302,8 @@ class Link:
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
         self._pauses.wake()
+        if self._is_dead:
+            self._obey()
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -299,8 +311,14 @@ class Link:
         while not self._leaving:
             try:
                 busy = self._turn()
+            except ThreadDied as error:  # one of the port's
+                self._break(error)
+                busy = True
             except HoldfastError as error:
                 self._give_up(error)
+                busy = True
+            except Exception as error:  # noqa: BLE001 - a bug here must not leave the stager waiting for this rank
+                self._break(thread_died(error, rank=self.rank, name=self._thread.name, task=_TASK))
                 busy = True
             if busy:
                 self._pauses.busy()
@@ -308,15 +326,12 @@ class Link:
                 self._pauses.rest(fetching=self._questions.fetching)
         self._outbox.close()
         self._questions.end(self.problem or PeerLost(f"rank {self.rank}: the link is closed"))
-        lost = isinstance(self.problem, PeerLost)
+        lost = isinstance(self.problem, PeerLost) and not isinstance(self.problem, ThreadDied)
         self._port.leave(0.0 if self.problem else _LEAVE_SECONDS_MAX, lost=lost)
 
     def _turn(self) -> bool:
         """Look at everything once; whether anything had happened."""
-        busy = False
-        while self._commands:
-            busy = True
-            self._commands.popleft()()
+        busy = self._obey()
         if self.problem is not None:
             return busy  # the stager is gone for good: MPI is not touched any more
         messages = self._port.poll()
@@ -325,6 +340,34 @@ class Link:
             self._hear(wire.decode(message))
         busy |= self._outbox.pump()
         return busy or bool(messages)
+
+    def _obey(self) -> bool:
+        """Do what the training thread has asked for; whether there was anything."""
+        busy = False
+        while self._commands:
+            try:
+                command = self._commands.popleft()
+            except IndexError:  # where this thread is dead, two others may be here
+                break
+            busy = True
+            command()
+        return busy
+
+    def _break(self, error: ThreadDied) -> None:
+        """A bug, in this thread: the stager hears that this rank has left, and tells the others."""
+        if self.problem is None:
+            with contextlib.suppress(Exception):  # the port itself may be what is broken
+                self._port.leave(0.0)
+        self._give_up(error)
+
+    def _died(self, error: ThreadDied) -> None:
+        """The thread itself has ended by an exception."""
+        self._is_dead = True
+        try:
+            self._break(error)
+        finally:
+            self.problem = self.problem or error
+            self._obey()
 
     def _begin(self, active: Outgoing) -> None:
         if self.problem is None:
@@ -336,18 +379,21 @@ class Link:
     def _give_up(self, error: HoldfastError) -> None:
         if self.problem is not None:
             return
+        what = "the link to the stager is broken" if isinstance(error, ThreadDied) else "the stager is lost"
         if self._goes_on_in:
             _log.error(
-                "rank %d: the stager is lost, and nothing more of this job goes to it; training goes on, and "
-                "checkpoints are kept in %s alone: %s",
+                "rank %d: %s, and nothing more of this job goes to it; training goes on, and checkpoints are kept in "
+                "%s alone: %s",
                 self.rank,
+                what,
                 self._goes_on_in,
                 error,
             )
         else:
             _log.error(
-                "rank %d: the stager is lost, and no more checkpoints are taken in this job; training goes on: %s",
+                "rank %d: %s, and no more checkpoints are taken in this job; training goes on: %s",
                 self.rank,
+                what,
                 error,
             )
         self.events.emit("stager_lost", {"code": error.code, "message": str(error)})

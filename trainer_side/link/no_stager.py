@@ -78,6 +78,9 @@ class NoStager:
             f"{self._advice}, or give a number of steps"
         )
 
+    def hurry(self, seconds_max: float) -> None:
+        """Nobody is asked here."""
+
     def agree(self, proposal: Proposal) -> Agreement:  # noqa: ARG002
         """Refuse: the council of the local tiers compares the tensors of the ranks.
 

@@ -164,7 +164,8 @@ class Outbox:
         """The link is closed: what became of the rest is not heard any more."""
         unknown = DeclineCause.UNKNOWN.because("the link was closed before the stager had said how it ended")
         for active in list(self._active.values()):
-            self._end(active, TransferState.FAILED, unknown)
+            if active.transfer.state is not TransferState.STAGED:  # else the flusher goes on with it
+                self._end(active, TransferState.FAILED, unknown)
             active.release()
 
     # -- what the stager says ------------------------------------------------------------------------------------

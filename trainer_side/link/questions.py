@@ -73,6 +73,10 @@ class Questions:
     def fetching(self) -> bool:
         return bool(self._fetches)
 
+    def hurry(self, seconds_max: float) -> None:
+        """From now on no answer to a proposal is waited for any longer than that."""
+        self._agree_seconds_max = min(self._agree_seconds_max, seconds_max)
+
     def agree(self, proposal: Proposal) -> Agreement:
         """Compare this rank's tensors with those of the others. Collective; waits for the slowest rank.
 

@@ -94,6 +94,10 @@ class ToStager(Protocol):
         """
         ...
 
+    def hurry(self, seconds_max: float) -> None:
+        """From now on `agree` waits no longer than that for the other ranks."""
+        ...
+
     def agree(self, proposal: Proposal) -> Agreement:
         """Compare this rank's tensors with those of the others, through the stager. Collective.
 

@@ -36,8 +36,12 @@ class Watching:
     def __init__(self, watch: NoticeWatch, signals: Sequence[Signal]) -> None:
         self.watch, self._signals = watch, signals
 
+    def heard(self) -> Notice | None:
+        """What a signal has said by now, also if the watch's thread has not come to it yet."""
+        return next((notice for source in self._signals for notice in source.look()), None)
+
     def close(self) -> None:
-        """End it, and give the signals back."""
+        """End it. The handlers of the signals stay."""
         for source in self._signals:
             source.close()
         self.watch.close()

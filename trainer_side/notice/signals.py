@@ -1,13 +1,16 @@
 """A signal of this process as a notice: what mpirun, Slurm, Kubernetes and systemd send before they kill.
 
-    first signal ─► Notice(terminate, in grace seconds); training goes on
-    second one   ─► what it would have done without the watch: SIGTERM ends the process
+    first signal   ─► Notice(terminate, in grace seconds); training goes on
+    second SIGTERM ─► what it would have done without the watch: it ends the process
+    second SIGUSR1 ─► nothing: it says the same
+    after close()  ─► SIGTERM ends the process, SIGUSR1 does nothing
 
 A second one within two seconds is the first one again: Slurm sends a signal to every process of a job, and torchrun
 and `holdfast rank` among them pass it on.
 
 The handler is Python's: it runs between two operations of the main thread, and so after the collective call or kernel
-launch that thread is in. A handler that the script had set before is called as well, each time.
+launch that thread is in. A handler that the script had set before is called as well, each time. The handler stays until
+the process ends: without one SIGUSR1 would kill it, and who sends the signal does not know when close() was called.
 """
 
 from __future__ import annotations
@@ -49,7 +52,12 @@ class Signal:
         self._number, self._grace_seconds = number, grace_seconds
         self._wake, self._clock = wake, clock
         self._heard_at: float | None = None
-        self._before: Any = signal.signal(number, self._hear)
+        self._process, self._closed = os.getpid(), False
+        self._before: Any = None
+        before: Any = signal.signal(number, self._hear)
+        while isinstance(earlier := getattr(before, "__self__", None), Signal):
+            before = earlier._before  # of a Checkpointer that was closed
+        self._before = before
 
     def look(self) -> list[Notice]:
         if self._heard_at is None:
@@ -65,18 +73,21 @@ class Signal:
         ]
 
     def close(self) -> None:
-        """Give the signal back, unless the script has taken it since. Main thread."""
-        if signal.getsignal(self._number) == self._hear:
-            signal.signal(self._number, self._before if self._before is not None else signal.SIG_DFL)
+        """From now on the signal is no notice any more. The handler stays."""
+        self._closed = True
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        now = self._clock()
-        again = self._heard_at is not None and not 0 <= now - self._heard_at < _SAME_SECONDS
-        if self._heard_at is None:
-            self._heard_at = now
-            self._wake()
+        if os.getpid() == self._process:
+            now = self._clock()
+            same = self._heard_at is not None and 0 <= now - self._heard_at < _SAME_SECONDS
+            is_news = self._heard_at is None and not self._closed
+            if is_news:
+                self._heard_at = now
+                self._wake()
+        else:  # a forked child: what is sent to it is no notice for the training
+            same = is_news = False
         if callable(self._before):
             self._before(number, frame)
-        elif again:
+        elif number == signal.SIGTERM and not (is_news or same):
             signal.signal(number, self._before if self._before is not None else signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 from holdfast.notices.notice import Notice
+from trainer_side.background_thread import BackgroundThread
 from trainer_side.notice.source import NoticeSource, SourceError
 
 _log = logging.getLogger("holdfast.trainer.watch")
@@ -65,7 +66,13 @@ class NoticeWatch:
         self.looks: dict[str, int] = {}
         self.failures: dict[str, int] = {}
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="holdfast-watch", daemon=True)
+        self._thread = BackgroundThread(
+            "holdfast-watch",
+            self._run,
+            rank=rank,
+            task="listens for preemption notices, of which this rank hears none from now on",
+            died=lambda _: None,  # checkpoints are not affected
+        )
 
     def start(self) -> None:
         self._thread.start()

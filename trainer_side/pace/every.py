@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import operator
+from typing import Any
 
 from holdfast.config import TrainerConfig
-from holdfast.errors import ConfigError
+from trainer_side.whole_number import STEP_MAX, whole_number
 
 AUTO = "auto"
 
 
-def chosen(every: int | str | None, config: TrainerConfig) -> int | None:
+def chosen(every: Any, config: TrainerConfig) -> int | None:
     """The interval that holds: the script's, or that of the settings; None: `auto`.
 
     Raises:
         ConfigError: It is neither `auto` nor a number of steps.
     """
     every = config.every if every is None else every
-    if every == AUTO:
+    if isinstance(every, str) and every == AUTO:
         return None
-    try:
-        steps = operator.index(every)  # type: ignore[arg-type]  # text is what may be wrong
-    except TypeError:
-        steps = -1
-    if steps < 0:
-        raise ConfigError(f'every: expected 0 or more steps, or "{AUTO}", got {every!r}')
-    return steps
+    return whole_number(
+        every, "every", most=STEP_MAX, advice=f'give a number of training steps, 0 for none, or "{AUTO}"'
+    )

@@ -9,7 +9,6 @@ So every key lies under the incarnation, which rank 0 draws anew; nobody but a l
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -25,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, PeerLost
 from holdfast.net.key import read_key
-from holdfast.process import tie
+from holdfast.process import at_exit, tie
 from trainer_side.ranks.c10d_peers import C10dPeers
 from trainer_side.ranks.c10d_store import JobStore, StoreMailbox, append, open_job_store, store_errors, take
 from trainer_side.ranks.deadlines import within
@@ -96,7 +95,7 @@ class C10dWorld:
         self._uncaught = self._mailbox("uncaught")
         self._peers: Peers | None = LonePeers() if self.ranks == 1 else None
         self._port: TcpStagerPort | None = None
-        atexit.register(self._leave)
+        at_exit(self._leave)
 
     def port(self) -> TcpStagerPort:
         """The way to the stager.

@@ -72,7 +72,7 @@ class Door:
     ) -> None:
         self.address = address
         self._tls = tls
-        self._key, self._rank, self._ranks = key, rank, ranks
+        self._key, self.rank, self._ranks = key, rank, ranks
         self._launch, self._incarnation = launch, incarnation
 
     def open(
@@ -133,7 +133,7 @@ class Door:
     ) -> OpenedConnection:
         find_dead_peers(sock, messages=channel == MESSAGES_CHANNEL)
         nonce = os.urandom(NONCE_BYTES)
-        hello = Hello(self._rank, self._ranks, channel, self._launch, self._incarnation, nonce, resuming)
+        hello = Hello(self.rank, self._ranks, channel, self._launch, self._incarnation, nonce, resuming)
         data = hello.to_bytes()
         sock.sendall(data)
         try:
@@ -157,7 +157,7 @@ class Door:
         return OpenedConnection(sock, admission.received)
 
     def _refusal(self, status: Status, text: str) -> HoldfastError:
-        what = f"the stager at {self.address} refuses rank {self._rank}: {text}"
+        what = f"the stager at {self.address} refuses rank {self.rank}: {text}"
         match status:
             case Status.BUSY:
                 return _BusyStager(

@@ -5,7 +5,6 @@ The first that imports it starts MPI. `MpiWorld.join` is collective, once per pr
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import math
 import sys
@@ -16,7 +15,7 @@ import mpi4py
 import numpy as np
 
 from holdfast.errors import ConfigError
-from holdfast.process import FINALIZE_SECONDS_MAX, end_within
+from holdfast.process import FINALIZE_SECONDS_MAX, at_exit, end_within
 from holdfast.wire.frames import Role
 from trainer_side.ranks.mpi import MPI, wait
 from trainer_side.ranks.mpi_council_port import MpiCouncilPort
@@ -64,7 +63,7 @@ def _finalize() -> None:
     end_within(FINALIZE_SECONDS_MAX, ctypes.CDLL(MPI.__file__).MPI_Finalize, "MPI_Finalize", code=code)
 
 
-atexit.register(_finalize)  # first registered, last called
+at_exit(_finalize)  # first registered, last called
 
 
 class MpiWorld:
@@ -127,7 +126,7 @@ class MpiWorld:
         """
         if cls._joined is None:
             cls._joined = cls(seconds_max)
-            atexit.register(cls._joined._leave)
+            at_exit(cls._joined._leave)
         return cls._joined
 
     @classmethod

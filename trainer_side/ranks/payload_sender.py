@@ -19,6 +19,7 @@ from collections.abc import Callable
 from holdfast.errors import HoldfastError
 from holdfast.net.payload_frame import RECEIPT, PayloadHeader
 from holdfast.net.tls import AnySocket
+from trainer_side.background_thread import BackgroundThread, ThreadDied
 from trainer_side.ranks.connecting import Door
 
 _log = logging.getLogger("holdfast.trainer.tcp")
@@ -28,6 +29,7 @@ _PAUSE_SECONDS = 0.2
 _LOOK_SECONDS = 1.0
 _QUIET_SECONDS_MAX = 5.0
 _BYTES_PER_CALL_MAX = 4 << 20
+_TASK = "sends payloads to the stager"
 _BYTES_HEARD_MAX = 32 * 1024  # more than TLS decrypts at once: what it keeps, no poll tells of
 
 
@@ -38,11 +40,18 @@ class PayloadSender:
         door: Opens the connection.
         channel: Which one.
         over: Called from the sender's thread with the number of each payload whose receipt has come.
+        died: Called from the sender's thread if that ends by an exception: nothing moves here any more.
         stall_seconds: If nothing moves for so long, the connection is made again.
     """
 
     def __init__(
-        self, door: Door, channel: int, *, over: Callable[[int], None], stall_seconds: float
+        self,
+        door: Door,
+        channel: int,
+        *,
+        over: Callable[[int], None],
+        died: Callable[[ThreadDied], object],
+        stall_seconds: float,
     ) -> None:
         self._door, self._channel, self._over, self._stall_seconds = door, channel, over, stall_seconds
         self._lock = threading.Lock()
@@ -54,7 +63,11 @@ class PayloadSender:
         self._quiet = threading.Event()  # no payload is read
         self._quiet.set()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        threading.Thread(target=self._run, name=f"holdfast-payloads-{channel}", daemon=True).start()
+        self._died = died
+        self._thread = BackgroundThread(
+            f"holdfast-payloads-{channel}", self._run, rank=door.rank, task=_TASK, died=self._end
+        )
+        self._thread.start()
 
     @property
     def load(self) -> int:
@@ -78,6 +91,10 @@ class PayloadSender:
         self._closed = True
         os.eventfd_write(self._wake, 1)
         self._quiet.wait(_QUIET_SECONDS_MAX)  # and no longer: a thread that tries to connect reads no payload
+
+    def _end(self, error: ThreadDied) -> None:
+        self._quiet.set()
+        self._died(error)
 
     def _run(self) -> None:
         while not self._closed:

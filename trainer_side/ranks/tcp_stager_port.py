@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import queue
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from holdfast.net.message_line import MessageLine
 from holdfast.net.payload_frame import PayloadHeader
 from holdfast.net.tls import AnySocket, RankTls
 from holdfast.wire.frames import Kind, encode
+from trainer_side.background_thread import BackgroundThread, ThreadDied
 from trainer_side.ranks.connecting import Door, OpenedConnection
 from trainer_side.ranks.payload_sender import PayloadSender
 
@@ -53,12 +53,19 @@ class TcpStagerPort:
         self._reopened: queue.SimpleQueue[OpenedConnection | HoldfastError] = queue.SimpleQueue()
         self._cut_at = 0.0
         self._problem: HoldfastError | None = None
+        self._died: ThreadDied | None = None  # not said yet
         self._left = False
         self._last_number = 0
         self._over: set[int] = set()  # by the senders' threads: one operation each
         self._payloads = 0  # that have no receipt
         self._senders = [
-            PayloadSender(door, channel, over=self._over.add, stall_seconds=reconnect_seconds_max)
+            PayloadSender(
+                door,
+                channel,
+                over=self._over.add,
+                died=self._sender_died,
+                stall_seconds=reconnect_seconds_max,
+            )
             for channel in range(1, 1 + min(connections, CHANNELS_MAX - 1))
         ]
 
@@ -163,7 +170,10 @@ class TcpStagerPort:
             error.strerror or error,
             self._reconnect_seconds_max,
         )
-        threading.Thread(target=self._reopen, name="holdfast-reconnect", daemon=True).start()
+        task = "makes the connection to the stager again"
+        BackgroundThread(
+            "holdfast-reconnect", self._reopen, rank=self._door.rank, task=task, died=self._reopened.put
+        ).start()
 
     def _reopen(self) -> None:
         found: OpenedConnection | HoldfastError
@@ -258,7 +268,14 @@ class TcpStagerPort:
             _log.debug("left without a good-bye: %s", error)
         self._fail(PeerLost("this rank has left the stager"))
 
+    def _sender_died(self, error: ThreadDied) -> None:
+        """Called in the sender's thread."""
+        self._died = error
+
     def _check(self) -> None:
+        if self._died is not None:
+            died, self._died = self._died, None  # once: a good-bye to the stager may follow
+            raise died
         if self._problem is not None:
             raise self._problem
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -39,11 +40,12 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 def end_by_exit_codes() -> None:
     """From now on an uncaught `HoldfastError` ends this process as the module says. May be called again."""
     previous: _Hook = sys.excepthook
+    process = os.getpid()  # a forked child has no way of its own to the other ranks
     if getattr(previous, "says_refusals", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, HoldfastError):
+        if not isinstance(error, HoldfastError) or os.getpid() != process:
             previous(kind, error, trace)
             return
         _log.debug("traceback of the error", exc_info=(kind, error, trace))

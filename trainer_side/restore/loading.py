@@ -22,6 +22,7 @@ from trainer_side.restore.mismatch import of_another_object
 from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import once
 from trainer_side.restore.uncast import uncast, uncasting
+from trainer_side.state.inference import writable
 from trainer_side.state.optimizer_places import optimizers_of
 from trainer_side.state.per_rank import PerRank, decode
 from trainer_side.state.rng import RngState
@@ -178,7 +179,7 @@ def load(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks:
             _load_per_rank(name, value, tree[name], rank=rank, ranks=ranks)
         elif isinstance(value, torch.Tensor):
             if tree[name] is not value:  # a DTensor
-                with torch.no_grad():
+                with writable(value):
                     value.copy_(
                         tree[name]
                     )  # of itself, where it was read in place: then torch copies nothing
@@ -233,7 +234,7 @@ def _load_object(name: str, value: Any, saved: Any) -> None:
     with _refusal_named(name, value):
         is_optimizer = isinstance(value, torch.optim.Optimizer)
         kept = same_group_lists(value) if is_optimizer else nullcontext()
-        with uncasting(optimizers_of({name: value})) as done, kept:
+        with uncasting(optimizers_of({name: value})) as done, kept, writable(value):
             value.load_state_dict(saved)
         if is_optimizer and not done:
             uncast(value, saved)  # its own loading may cast as torch's does

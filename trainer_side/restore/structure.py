@@ -32,6 +32,7 @@ from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle
 from trainer_side.state.position_names import Position, from_record
 from trainer_side.state.split_tensor import is_split
 from trainer_side.state.tree import Named, refusal, tensor_paths
+from trainer_side.state.unfilled import unfilled
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -132,7 +133,7 @@ class Structure:
         stream = _StructureFile(file, image, data, store)
         try:
             refuse_costly_pickle(cast(IO[bytes], stream), self._what)
-            with torch.serialization.skip_data():
+            with torch.serialization.skip_data(), unfilled():
                 self.tree: Any = torch.load(cast(IO[bytes], stream), map_location=note, weights_only=True)
         except pickle.UnpicklingError as error:
             raise StateError(

@@ -26,6 +26,7 @@ import torch
 from holdfast.image.replicas import DIGEST_FIELD
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
+from trainer_side.background_thread import BackgroundThread, ThreadDied
 from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
 from trainer_side.save.copy_plan import Batch, Router
@@ -109,6 +110,8 @@ class Copier:
 
     Attributes:
         gate: The gate.
+        updates: How many steps of optimizers have begun.
+        problem: Why nothing is copied any more; None while all is well.
         update_streams: The streams of a device on which updates were queued lately.
     """
 
@@ -127,6 +130,7 @@ class Copier:
         self.gate = Gate(gated, seconds_max=seconds_max, on_late=self._abandon, on_hook=self._hooked)
         self._proof, self._quietness = HookProof(gated), quietness
         self.update_streams: list[Any] = []
+        self.updates = 0
         self._by_hand = 0  # so many `with checkpointer.changing()` the training thread is in
         self._job: CopyJob | None = None  # under way; it holds a staging area and tensors, so not for longer
         self._stuck: CopyJob | None = None  # the one that was not waited for any longer
@@ -134,7 +138,10 @@ class Copier:
         self._idle.set()
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._entered: torch.device | None = None  # of the thread
-        self._thread = threading.Thread(target=self._run, name="holdfast-copy", daemon=True)
+        self.problem: ThreadDied | None = None
+        self._thread = BackgroundThread(
+            "holdfast-copy", self._run, rank=link.rank, task="copies the state", died=self._died
+        )
         self._thread.start()
 
     def wait(self) -> Reason | None:
@@ -163,10 +170,19 @@ class Copier:
         self.gate.open()
         self._idle.set()
 
+    def reopen_if_idle(self) -> bool:
+        """A save was ended by an exception: open the gate, unless its copy has begun. Returns whether it had not."""
+        if self._job is not None:
+            return False
+        self.reopen()
+        return True
+
     def copy(self, job: CopyJob) -> None:
         """Begin a copy. The gate is shut."""
         self._job = job
         self._jobs.put(job)
+        if self.problem is not None:  # the thread has died meanwhile
+            self._died(self.problem)
 
     def way_of(self, step: int, instant: SavedInstant | None, nbytes: int) -> tuple[bool, bool]:
         """Whether the copy of this save is finished inside `save()`, and whether live bytes are compared with it then.
@@ -221,11 +237,11 @@ class Copier:
         finally:
             self._by_hand -= 1
 
-    def close(self) -> None:
-        """End the thread, after its last copy, and take the gate away."""
+    def close(self, seconds_max: float | None = None) -> None:
+        """End the thread, after its last copy, and take the gate away. It is waited for at most `seconds_max`."""
         self._quietness.excused()
         self._jobs.put(None)
-        self._thread.join(self._seconds_max)
+        self._thread.join(self._seconds_max if seconds_max is None else min(seconds_max, self._seconds_max))
         if self._thread.is_alive():
             self._abandon()
         self.gate.remove()
@@ -249,6 +265,7 @@ class Copier:
         self._link.decline(step, reason)
 
     def _hooked(self, optimizer: torch.optim.Optimizer) -> None:
+        self.updates += 1
         if (kind := accelerator.kind()) is not None:
             self._note_stream(accelerator.module_of(kind).current_stream(), optimizer)
         self.look_whether_quiet()
@@ -286,18 +303,29 @@ class Copier:
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
+    def _died(self, error: ThreadDied) -> None:
+        """The thread ends by an exception: nobody waits for a copy any more, and none is begun."""
+        self.problem = error
+        job, self._job, self._stuck = self._job, None, None
+        try:
+            if job is not None:
+                reason = DeclineCause.COPY_FAILED.because(error)
+                job.give_up(reason)
+                self._link.decline(job.transfer.step, reason)
+        finally:
+            self._idle.set()
+            self.gate.open()
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                if not self._copied(job):
-                    # Not where the error is at hand: it holds memory of the device that has to go back.
-                    with contextlib.suppress(RuntimeError):  # of a device that has failed
-                        job.staging.drop()
-            finally:
-                self.gate.open()  # whatever happened here, the training goes on
-                self._job = self._stuck = None
-                del job  # and while this thread waits, another area may take the place of its
-                self._idle.set()
+            if not self._copied(job):
+                # Not where the error is at hand: it holds memory of the device that has to go back.
+                with contextlib.suppress(RuntimeError):  # of a device that has failed
+                    job.staging.drop()
+            self.gate.open()  # and where this is not reached, `_died` opens it: the training goes on
+            self._job = self._stuck = None
+            del job  # and while this thread waits, another area may take the place of its
+            self._idle.set()
 
     def _copied(self, job: CopyJob) -> bool:
         """Copy; whether it came to its end."""

@@ -134,13 +134,12 @@ class Saver:
             full = DeclineCause.NO_MEMORY.because(f"the device has none left: {error}")
             self._give_back(place, full)
             return self._decline(step, full)
-        except BaseException:
-            self._give_back(place, DeclineCause.COPY_FAILED.because("save() ended with an error"))
+        except BaseException as error:  # Ctrl-C, too
+            self._undo(step, place, error)
             raise
-        if job is None:
-            return False
-        self._copier.finish_what_would_tear(job)
-        return True
+        if job is not None:
+            self._copier.finish_what_would_tear(job)
+        return job is not None
 
     def _begin(
         self,
@@ -217,6 +216,13 @@ class Saver:
         after = None if device is None else lane_of(device).record()
         return _Taken(is_live, instant, fingerprints, after)
 
+    def _undo(self, step: int, place: StepPlace, error: BaseException) -> None:
+        """An exception has ended the save: a copy that has begun goes on, anything else is given up."""
+        if self._copier.reopen_if_idle():
+            failed = DeclineCause.COPY_FAILED.because(f"save() was ended by {type(error).__name__}")
+            self._give_back(place, failed)
+            self._link.decline(step, failed)
+
     def _give_back(self, place: StepPlace, reason: Reason) -> None:
         place.area.drop()
         self._room.give_back(place, reason)
@@ -225,6 +231,10 @@ class Saver:
         """Why no save can begin now."""
         if (problem := self._link.problem) is not None and not self._tiers.takes_steps:
             return DeclineCause.STAGER_LOST.because(problem)
+        if (died := self._copier.problem) is not None:
+            return DeclineCause.COPY_FAILED.because(died)
+        if (died := self._tiers.died) is not None and not (self._link.lives or self._tiers.takes_steps):
+            return DeclineCause.FAILED.because(died)
         if accelerator.is_capturing():
             return DeclineCause.COPY_FAILED.because(
                 "save() was called while a graph is being recorded; call it between replays"

@@ -12,13 +12,19 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 from holdfast.errors import DamageError, StateError
+from trainer_side.state.empty_bytes import EmptyBytesPickler
+from trainer_side.state.inference import writable
 from trainer_side.state.pickle_bounds import refuse_costly_pickle, refuse_packed
+from trainer_side.state.unfilled import unfilled
+from trainer_side.whole_number import shown
 
+_PICKLE = SimpleNamespace(Pickler=EmptyBytesPickler, __name__="pickle")
 _LENGTH = struct.Struct("<Q")
 _UNIT_BYTES = 4096
 _SLACK_BYTES = 1024
@@ -33,9 +39,16 @@ class PerRank:
         value: An object with `state_dict()` and `load_state_dict()`, or tensors and plain values.
         same_ranks: Refuse a checkpoint of another number of ranks. Set it for values that are shared out among the
             ranks, such as shards of data: with more or fewer ranks some would be repeated or left out.
+
+    Raises:
+        StateError: `same_ranks` is not a bool, or `value` is a `PerRank` already.
     """
 
     def __init__(self, value: Any, *, same_ranks: bool = False) -> None:
+        if not isinstance(same_ranks, bool):
+            raise StateError(f"PerRank: same_ranks: expected True or False, got {shown(same_ranks)}")
+        if isinstance(value, PerRank):
+            raise StateError("PerRank: its value is a PerRank already; leave out one of the two")
         self.value, self.same_ranks = value, same_ranks
 
     def snapshot(self) -> Any:
@@ -47,7 +60,7 @@ class PerRank:
         if hasattr(self.value, "load_state_dict"):
             self.value.load_state_dict(saved)
         elif isinstance(self.value, torch.Tensor) and isinstance(saved, torch.Tensor):
-            with torch.no_grad():
+            with writable(self.value):
                 self.value.copy_(saved)
         else:
             self.value = saved
@@ -74,7 +87,7 @@ def encode(value: Any, *, name: str) -> bytes:
     out = io.BytesIO()
     out.write(bytes(_LENGTH.size))
     try:
-        torch.save(value, out)
+        torch.save(value, out, pickle_module=_PICKLE)
     except (pickle.PicklingError, RuntimeError, AttributeError, TypeError, NotImplementedError) as error:
         raise StateError(
             f"{name}: this PerRank value cannot be saved: {error}; use tensors, numbers, strings, lists and dicts"
@@ -109,7 +122,8 @@ def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "
     try:
         refuse_packed(file, name)
         refuse_costly_pickle(file, name)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        with unfilled():
+            return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may make the unpickler raise anything
         raise DamageError(
             f"{name}: the PerRank blob cannot be read ({error}); take the checkpoint before this one"

@@ -28,6 +28,7 @@ from torch._utils import (
 )
 
 from holdfast.errors import StateError
+from trainer_side.state.empty_bytes import with_readable_empty_bytes
 from trainer_side.state.sparse_file import SparseFile
 from trainer_side.state.survey import Survey
 from trainer_side.state.tree import children
@@ -194,7 +195,7 @@ def _pickler(jobs: list[Pickling], finish: Callable[[bytes], bytes]) -> type[pic
 
         def dump(self, value: Any) -> None:
             super().dump(value)
-            pickled = self._out.getvalue()
+            pickled = with_readable_empty_bytes(self._out.getvalue())
             (job,) = jobs
             job.kinds.update(_builtins_in(pickled))
             job.note_persistent_ids(self.persistent_id)
@@ -211,7 +212,7 @@ def _kind(value: Any) -> Any:
 
 
 def _builtins_in(pickled: bytes) -> list[bytes]:
-    """Python pickles its own plain classes without asking; but weights_only refuses frozenset(), and b""."""
+    """Python pickles its own plain classes without asking; but weights_only refuses frozenset()."""
     return _BUILTINS.findall(pickled) if b"builtin" in pickled else []
 
 
@@ -270,7 +271,7 @@ class Ready:
             pickler.dump(value)
         finally:
             pickler.forget()
-        pickled = out.getvalue()
+        pickled = with_readable_empty_bytes(out.getvalue())
         pickler.kinds.update(_builtins_in(pickled))
         return pickled, pickler.kinds
 

@@ -21,6 +21,7 @@ import torch
 
 from holdfast.errors import StateError
 from holdfast.image.regions import Region
+from trainer_side.whole_number import shown, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -50,8 +51,10 @@ class Split:
     """
 
     def __init__(self, tensor: torch.Tensor, shape: Sequence[int], start: Sequence[int]) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise StateError(f"Split: expected a tensor, got {shown(tensor)}")
         self.tensor = tensor
-        self.shape, self.start = tuple(map(int, shape)), tuple(map(int, start))
+        self.shape, self.start = _numbers(shape, "shape"), _numbers(start, "start")
         fits = len(self.shape) == len(self.start) == tensor.dim() and all(
             begin >= 0 and begin + size <= whole
             for begin, size, whole in zip(self.start, tensor.shape, self.shape, strict=True)
@@ -64,6 +67,14 @@ class Split:
 
     def __repr__(self) -> str:
         return f"Split(shape={list(self.shape)}, start={list(self.start)}, size={list(self.tensor.shape)})"
+
+
+def _numbers(values: Any, name: str) -> tuple[int, ...]:
+    try:
+        given = tuple(values)
+    except TypeError as error:
+        raise StateError(f"Split: {name}: expected one number per dimension, got {shown(values)}") from error
+    return tuple(whole_number(number, f"Split: {name}", error=StateError) for number in given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ class Council:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank, self._limits, self._clock = port.rank, limits, clock
+        self._answer_seconds_max = limits.agree_seconds_max + _SLACK_SECONDS
         silence_seconds_max = 2 * limits.seal_seconds_max + _SLACK_SECONDS
         self._member = CouncilMember(
             port.rank, on_verdict, appointments, silence_seconds_max=silence_seconds_max
@@ -95,6 +96,10 @@ class Council:
     def compare(self, order: Order, layout_digest: str, fingerprints: str) -> None:
         """Have rank 0 compare this rank's replicas with those of the others. Comes before `sealed` of the step."""
         self._thread.say(fingerprints_frame(order, layout_digest, fingerprints))
+
+    def hurry(self, seconds_max: float) -> None:
+        """From now on no answer is waited for any longer than that."""
+        self._answer_seconds_max = min(self._answer_seconds_max, seconds_max)
 
     def agree(self, proposal: Proposal) -> Agreement:
         answer = self._ask(proposal.to_frame(0), "compare the layouts of all ranks")
@@ -145,7 +150,7 @@ class Council:
         if self.problem is not None:  # looked at only now: a problem from here on answers the question
             raise self.problem
         self._thread.say(message)
-        limit = self._limits.agree_seconds_max + _SLACK_SECONDS
+        limit = self._answer_seconds_max
         if not question.answered.wait(limit):
             raise PeerLost(f"rank {self._rank} waited {limit:g} s for rank 0 to {what}")
         if isinstance(question.answer, HoldfastError):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind, decode
+from trainer_side.background_thread import BackgroundThread, thread_died
 from trainer_side.ranks.ports import CouncilPort
 from trainer_side.tiers.coordinator import ROOT, Coordinator
 from trainer_side.tiers.council_member import CouncilMember
@@ -25,6 +26,7 @@ _log = logging.getLogger("holdfast.trainer.council")
 _PAUSE_SECONDS = 10e-3
 _AWAITING_PAUSE_SECONDS = 1e-3
 _FLUSH_SECONDS_MAX = 10.0
+_TASK = "agrees with the other ranks on what local tiers hold"
 
 
 class CouncilThread:
@@ -58,7 +60,9 @@ class CouncilThread:
         self._lost: frozenset[int] = frozenset()
         self._said_bye = False
         self._leaving: float | None = None
-        self._thread = threading.Thread(target=self._run, name="holdfast-council", daemon=True)
+        self._thread = BackgroundThread(
+            "holdfast-council", self._run, rank=port.rank, task=_TASK, died=self._give_up
+        )
         self._thread.start()
 
     def say(self, message: bytes) -> None:
@@ -78,12 +82,11 @@ class CouncilThread:
             try:
                 self._on_turn()
                 busy = self._turn()
-            except Exception as error:  # noqa: BLE001 - the tiers' threads go on; the log names the error
-                self._give_up(
-                    error
-                    if isinstance(error, HoldfastError)
-                    else PeerLost(f"a bug in the council: {error!r}")
-                )
+            except HoldfastError as error:
+                self._give_up(error)
+                busy = False
+            except Exception as error:  # noqa: BLE001 - a bug: the tiers' threads go on
+                self._give_up(thread_died(error, rank=self._port.rank, name=self._thread.name, task=_TASK))
                 busy = False
             if not busy:
                 awaiting = self._member.is_asking or self._leaving is not None

@@ -21,6 +21,7 @@ from holdfast.image.layout import Layout
 from holdfast.ring.doubts import DoubtedSteps
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.wire.doubt import Doubt
+from trainer_side.background_thread import ThreadDied
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.ports import CouncilPort
 from trainer_side.state import accelerator
@@ -106,7 +107,11 @@ class Keeper:
 
     @property
     def takes_steps(self) -> bool:
-        return True
+        return self._outcomes.takes_steps
+
+    @property
+    def died(self) -> ThreadDied | None:
+        return self._outcomes.died
 
     @property
     def is_direct(self) -> bool:
@@ -167,6 +172,9 @@ class Keeper:
         keeping.cancel(reason)
         keeping.link_released.set()
         self.keep(keeping, None)
+
+    def hurry(self, seconds_max: float) -> None:
+        self._outcomes.council.hurry(seconds_max)
 
     def skip(self, step: int, reason: Reason) -> None:
         self._slots.skip(step, reason)

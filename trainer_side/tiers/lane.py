@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from holdfast.errors import HoldfastError
 from holdfast.telemetry.causes import DeclineCause, Reason
+from trainer_side.background_thread import BackgroundThread, ThreadDied
 from trainer_side.tiers.keeping import Keeping, TierPart
 from trainer_side.tiers.tally import Order, StepVerdict
 from trainer_side.tiers.tier import Tier
@@ -80,13 +81,16 @@ class Lane:
         self._logged = ""  # the last failure
         self._orphans: list[TierPart] = []  # given up while the tier hung; their slots go back
         self._closing = False
-        self._threads: list[threading.Thread] = []
+        self._threads: list[BackgroundThread] = []
 
     def staff(self, writers: int) -> None:
         """See that the tier has this many threads. Training thread."""
         while len(self._threads) < writers:
             name = f"holdfast-tier-{self.number}-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+            task = f"writes slices into tier {self.tier.name}"
+            self._threads.append(
+                BackgroundThread(name, self._run, rank=self._rank, task=task, died=self._died)
+            )
             self._threads[-1].start()
 
     @property
@@ -160,6 +164,17 @@ class Lane:
         return not any(thread.is_alive() for thread in self._threads)
 
     # -- the threads ---------------------------------------------------------------------------------------------
+
+    def _died(self, error: ThreadDied) -> None:
+        """A thread ends by an exception: the tier takes nothing more, and nobody waits for it."""
+        self.calls.break_off(error)
+        with self._changed:
+            keepings = [part.keeping for part in self._parts]
+        for keeping in keepings:
+            try:
+                self._give_up(keeping, self.calls.hangs)
+            except Exception:  # noqa: BLE001 - where telling of it is what fails, the next one is let go all the same
+                _log.debug("a step was let go without a word", exc_info=True)
 
     def _run(self) -> None:
         while True:

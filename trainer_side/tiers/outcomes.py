@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import Reason
+from trainer_side.background_thread import ThreadDied
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.ports import CouncilPort
 from trainer_side.tiers.chair import Chair, farthest
@@ -87,6 +88,21 @@ class Outcomes:
             attempt=attempt,
             fraction=lane.fraction,
             events=self._report.events,
+        )
+
+    @property
+    def died(self) -> ThreadDied | None:
+        """What has ended a thread of the tiers, or of the council; None while all live. Any thread."""
+        problem = self.council.problem
+        if isinstance(problem, ThreadDied):
+            return problem
+        return next((lane.calls.died for lane in self.lanes if lane.calls.died is not None), None)
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether a thread is there that keeps steps, and a council that judges them."""
+        return not isinstance(self.council.problem, ThreadDied) and any(
+            lane.calls.died is None for lane in self.lanes
         )
 
     @property

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from holdfast.errors import StoreError
 from holdfast.telemetry.causes import DeclineCause, Reason
+from trainer_side.background_thread import ThreadDied
 from trainer_side.ranks.deadlines import within
 
 _log = logging.getLogger("holdfast.trainer.tiers")
@@ -39,11 +40,13 @@ class TierCalls:
 
     Attributes:
         hangs: Why the tier takes nothing now: which call has not returned. None while it answers.
+        died: What has ended a thread of the tier; it takes nothing more in this job then.
     """
 
     def __init__(self, name: str, rank: int, *, seconds_max: float) -> None:
         self._name, self._rank, self._seconds_max = name, rank, seconds_max
         self.hangs: Reason | None = None
+        self.died: ThreadDied | None = None
         self._guard = threading.Lock()
         self._calls: dict[int, _Call] = {}  # by thread
 
@@ -87,8 +90,16 @@ class TierCalls:
                 f"tier {self._name} hangs: {what} has not returned for {seconds_max:g} s"
             ) from None
 
+    def break_off(self, error: ThreadDied) -> None:
+        """The tier takes nothing more in this job: a thread that serves it has died."""
+        with self._guard:
+            self.died = self.died or error
+            self.hangs = DeclineCause.FAILED.because(self.died)
+
     def look(self) -> Reason | None:
         """See whether a call has been away for too long. Returns why the tier hangs, if that is news."""
+        if self.died is not None:
+            return None
         now = time.monotonic()
         with self._guard:
             late = next((call for call in self._calls.values() if now > call.limit), None)

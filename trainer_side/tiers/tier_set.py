@@ -14,6 +14,7 @@ from holdfast.notices.notice import Notice
 from holdfast.telemetry.causes import Reason
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.state_messages import Agreement, Proposal
+from trainer_side.background_thread import ThreadDied
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.tally import Order
 from trainer_side.tiers.tier import Tier
@@ -92,6 +93,11 @@ class TierSet(Protocol):
         ...
 
     @property
+    def died(self) -> ThreadDied | None:
+        """What has ended a thread of the tiers; None while all live, and without tiers. Any thread."""
+        ...
+
+    @property
     def is_direct(self) -> bool:
         """Whether slots of the first tier are the staging areas."""
         ...
@@ -140,6 +146,10 @@ class TierSet(Protocol):
 
     def drop(self, keeping: Keeping, reason: Reason) -> None:
         """Give back the slots of a step that is not copied after all."""
+        ...
+
+    def hurry(self, seconds_max: float) -> None:
+        """From now on the council's answers are waited for no longer than that."""
         ...
 
     def skip(self, step: int, reason: Reason) -> None:
@@ -202,6 +212,7 @@ class NoTiers:
     takes_steps = is_direct = False
     is_prepared = is_idle = True
     complete_step = -1
+    died: ThreadDied | None = None
 
     def __init__(self, agree: Callable[[Proposal], Agreement]) -> None:
         self.council: RankCouncil = StagerCouncil(agree)
@@ -226,6 +237,9 @@ class NoTiers:
 
     def drop(self, keeping: Keeping, reason: Reason) -> None:
         """Never called: `begin` gives no slot."""
+
+    def hurry(self, seconds_max: float) -> None:
+        """There is no council."""
 
     def skip(self, step: int, reason: Reason) -> None:
         """The link tells the other ranks, through the stager."""

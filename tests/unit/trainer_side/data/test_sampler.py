@@ -390,10 +390,10 @@ def test_what_is_no_state_of_a_sampler_is_refused(saved: Any) -> None:
 
 def test_what_cannot_be_sampled_is_refused() -> None:
     for length, rank, ranks in ((0, 0, 1), (5, 2, 2), (5, -1, 2)):
-        with pytest.raises(StateError, match="expected a length of 1 or more, and a rank from 0"):
+        with pytest.raises(StateError, match=r"sampler: (length: |rank: )?expected"):
             ResumableSampler(length, seed=0, rank=rank, ranks=ranks)
     with pytest.raises(StateError, match="on_change"):
         ResumableSampler(5, seed=0, rank=0, ranks=1, on_change="ignore")  # type: ignore[arg-type]
-    for size in (0, 6):
+    for size in (6, 7):
         with pytest.raises(StateError, match=f"batch size {size} need"):
             _ranks(10, 2, drop_last=True)[0].ahead(size)

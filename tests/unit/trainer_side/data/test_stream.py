@@ -132,7 +132,7 @@ def test_what_cannot_go_on_is_refused() -> None:
         ResumableStream([1, 2], rank=0, ranks=1)  # type: ignore[arg-type]
     with pytest.raises(StateError, match="rank from 0 to ranks - 1"):
         ResumableStream(_Counting(), rank=1, ranks=1)
-    with pytest.raises(StateError, match="batch size of 1 or more"):
+    with pytest.raises(StateError, match="stream: batch_size: expected a whole number of at least 1"):
         next(ResumableStream(_Counting(), rank=0, ranks=1).batches(0))
     with pytest.raises(StateError, match="_Counting gives no samples"):
         next(ResumableStream(_Counting(0), rank=0, ranks=1).batches(1))

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -334,9 +336,63 @@ def test_the_first_sigterm_is_a_notice_and_the_second_does_what_it_always_did(
     assert (done.returncode, done.stdout) == (code, said), done.stderr
 
 
-def test_a_signal_is_given_back() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    source = Signal(signal.SIGUSR1, grace_seconds=1, wake=lambda: None)
-    assert signal.getsignal(signal.SIGUSR1) != before
+def test_the_handler_stays_and_the_next_one_takes_its_place() -> None:
+    """Without one SIGUSR1 would kill this process."""
+    before, woken = signal.getsignal(signal.SIGUSR1), list[int]()
+    try:
+        first = Signal(signal.SIGUSR1, grace_seconds=1, wake=lambda: woken.append(1))
+        first.close()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert not first.look()
+        second = Signal(signal.SIGUSR1, grace_seconds=1, wake=lambda: woken.append(2))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (len(second.look()), first.look()) == (1, [])
+        assert second._before == first._before == before
+        second.close()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert woken == [2]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+_LATE = """
+import multiprocessing, os, signal, sys, time
+from trainer_side.notice.signals import Signal
+
+def hang() -> None:
+    time.sleep(60)
+
+sources = [Signal(number, grace_seconds=1, wake=lambda: None) for number in (signal.SIGTERM, signal.SIGUSR1)]
+child = multiprocessing.get_context("fork").Process(target=hang)
+child.start()
+os.kill(child.pid, signal.SIGUSR1)
+child.terminate()  # as a loader ends its workers
+child.join(30)
+print("child", child.exitcode, flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+for source in sources:
     source.close()
-    assert signal.getsignal(signal.SIGUSR1) == before
+os.kill(os.getpid(), signal.SIGTERM)  # the same one, passed on by a launcher
+os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGUSR1)
+print("lives", flush=True)
+time.sleep(2.5)
+os.kill(os.getpid(), signal.SIGTERM)
+print("not reached", flush=True)
+"""
+
+
+def test_after_close_only_a_new_sigterm_ends_the_process_and_children_end_at_the_first(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LATE],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = f"child {-signal.SIGTERM}\nlives\n"
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, said), done.stderr

@@ -228,7 +228,7 @@ def test_with_each_of_torchs_schedulers_and_groups_of_parameters_it_is_left_for_
 def test_a_value_that_torch_would_not_load_is_refused_at_once_and_named() -> None:
     state = _state()
     skeleton = _ready(state)
-    _saved(state)["names"] = ["a long one", b""]  # which has a pickle of its own
+    _saved(state)["names"] = ["a long one", frozenset()]  # which has a pickle of its own
     with pytest.raises(StateError, match="counts/names/1"):
         _captured(state, skeleton)
 

@@ -1,0 +1,73 @@
+"""The one way in which a training rank runs a thread of its own: an exception that nobody expects is said, once.
+
+    work() returns ─► the thread ends
+    work() raises ──► ERROR with its cause ─► died(error): what waits for this thread is told, and waits no longer
+
+Calls that are made in another thread and waited for (ranks/deadlines.py) hand their exceptions to the waiting thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from holdfast.errors import PeerLost
+
+_log = logging.getLogger("holdfast.trainer")
+
+
+class ThreadDied(PeerLost):
+    """A thread of this rank has ended by an exception that it should have handled."""
+
+
+class BackgroundThread:
+    """See the module. Begin it by `start`.
+
+    Args:
+        name: Of the thread.
+        work: What it does.
+        rank: This training rank, for messages.
+        task: The purpose of the thread, in words that follow `which`.
+        died: Called in the dying thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[], object],
+        *,
+        rank: int,
+        task: str,
+        died: Callable[[ThreadDied], object],
+    ) -> None:
+        self.name = name
+        self._work, self._rank, self._task, self._died = work, rank, task, died
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, seconds_max: float) -> None:
+        """Wait for its end, but no longer."""
+        self._thread.join(seconds_max)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the thread must not end unseen, whatever ends it
+            self._died(thread_died(error, rank=self._rank, name=self.name, task=self._task))
+
+
+def thread_died(error: BaseException, *, rank: int, name: str, task: str) -> ThreadDied:
+    """Say what has ended a thread of this rank, with the traceback, and make the error of it. The dying thread."""
+    found = ThreadDied(
+        f"rank {rank}: the thread {name}, which {task}, has ended by {type(error).__name__}: {error}. This is a bug, "
+        "or the process is short of memory: start the job again, and report the traceback in the log of this rank"
+    )
+    found.__cause__ = error
+    _log.error("%s", found, exc_info=error)
+    return found

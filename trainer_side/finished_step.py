@@ -1,0 +1,196 @@
+"""The last step that the script has finished, and whether the state is still that of this step.
+
+    step(9) ─► note: how often tensors were changed, how many updates began, the small values as they are
+    an exception, after a preemption notice ─► only small values differ (sampler, RNG): theirs of step 9 are saved
+                                            └► a tensor has changed, or an update has begun: refused, with what and why
+
+SIGTERM to all processes of a job ends the workers of its loaders first; the loader raises in the training thread,
+anywhere in a step. Without a watch nothing is noted.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.split_tensor import is_split, local_of
+
+_NOTE_SECONDS_MAX = 5e-3  # a value that takes longer at each of some steps is not noted from then on
+_SLOW_STEPS = 10
+_LISTED_AGAIN_STEPS = 64
+
+
+class _Noted(NamedTuple):
+    """A step. `values`: the small ones, as they were; `skipped`: names of those that cannot be noted, with why."""
+
+    step: int
+    updates: int
+    versions: list[int]
+    values: dict[str, Any]
+    skipped: dict[str, str]
+
+
+class _AsItWas:
+    """Stands in the state for an object, with what its `state_dict()` gave."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+
+    def state_dict(self) -> Any:
+        return self._tree
+
+    def load_state_dict(self, _: Any) -> None:
+        """Never called: the job ends."""
+
+
+class FinishedStep:
+    """See the module. Training thread.
+
+    Args:
+        state: As every part of a save reads it; `put_back` changes it.
+        updates: How many steps of optimizers have begun.
+    """
+
+    def __init__(self, state: MutableMapping[str, Any], updates: Callable[[], int]) -> None:
+        self._state, self._updates = state, updates
+        self._noted: _Noted | None = None
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._listed_in = 0  # steps
+        self._slow: dict[str, int] = {}
+
+    @property
+    def step(self) -> int:
+        """The step; -1 before the first."""
+        return -1 if self._noted is None else self._noted.step
+
+    def note(self, step: int) -> None:
+        """The script has finished `step`."""
+        if self._listed_in <= 0:
+            self._tensors, self._listed_in = list(_tensors(self._state)), _LISTED_AGAIN_STEPS
+        self._listed_in -= 1
+        values: dict[str, Any] = {}
+        skipped: dict[str, str] = {}
+        for name, value in self._state.items():
+            if _is_small(value):
+                why = self._note_value(name, value, values)
+                if why:
+                    skipped[name] = why
+        versions = [_version(tensor) for _, tensor in self._tensors]
+        self._noted = _Noted(step, self._updates(), versions, values, skipped)
+
+    def why_not(self) -> str:
+        """Why the state is not that of the step any more; empty if it is, but for the small values."""
+        noted = self._noted
+        if noted is None:
+            return "no step was finished"
+        if self._updates() != noted.updates:
+            return f"an update of step {noted.step + 1} had begun"
+        now = list(_tensors(self._state))
+        if [id(tensor) for _, tensor in now] != [id(tensor) for _, tensor in self._tensors]:
+            return f"tensors of the state were replaced after step {noted.step}"
+        for (path, tensor), version in zip(now, noted.versions, strict=True):
+            if _version(tensor) != version:
+                return f"{path} was changed after step {noted.step}"
+        changed = next((path for path, live in _leaves(noted.values) if live.changed), "")
+        if changed:
+            return f"{changed} was changed after step {noted.step}"
+        return next((f"{name} is not known as it was: {why}" for name, why in noted.skipped.items()), "")
+
+    def put_back(self) -> None:
+        """Let a save of the state take the small values as they were. The script's own objects are not touched."""
+        assert self._noted is not None
+        for name, tree in self._noted.values.items():
+            value = self._state[name]
+            found = _filled(tree)
+            if isinstance(value, PerRank):
+                self._state[name] = PerRank(_AsItWas(found), same_ranks=value.same_ranks)
+            else:
+                self._state[name] = _AsItWas(found) if hasattr(value, "state_dict") else found
+
+    def _note_value(self, name: str, value: Any, values: dict[str, Any]) -> str:
+        """Note a small value; or why it cannot be."""
+        if self._slow.get(name, 0) >= _SLOW_STEPS:
+            return f"its state_dict() takes more than {_NOTE_SECONDS_MAX * 1000:g} ms"
+        begun = time.perf_counter()
+        try:
+            inner = value.value if isinstance(value, PerRank) else value
+            values[name] = _kept(inner.state_dict() if hasattr(inner, "state_dict") else inner)
+        except Exception as error:  # noqa: BLE001 - the script's own code; a save says what is wrong with it
+            return f"its state_dict() raised {type(error).__name__}: {error}"
+        took = time.perf_counter() - begun
+        self._slow[name] = self._slow.get(name, 0) + 1 if took > _NOTE_SECONDS_MAX else 0
+        return ""
+
+
+class _Live(NamedTuple):
+    """A tensor among the small values, and how often it had been changed."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @property
+    def changed(self) -> bool:
+        return _version(self.tensor) != self.version
+
+
+def _is_small(value: Any) -> bool:
+    return not (isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor) or is_split(value))
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            for path, tensor in [*value.named_parameters(), *value.named_buffers()]:
+                yield f"{name}/{path}", tensor
+        elif isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else local_of(tensor)._version
+
+
+def _kept(tree: Any) -> Any:
+    """The tree with containers of its own; tensors with how often they were changed."""
+    if isinstance(tree, torch.Tensor):
+        return _Live(tree, _version(tree))
+    if isinstance(tree, dict):
+        return _like(tree, {key: _kept(value) for key, value in tree.items()})
+    if type(tree) in (list, tuple):
+        return type(tree)(_kept(value) for value in tree)
+    return tree
+
+
+def _filled(tree: Any) -> Any:
+    if isinstance(tree, _Live):
+        return tree.tensor
+    if isinstance(tree, dict):
+        return _like(tree, {key: _filled(value) for key, value in tree.items()})
+    if type(tree) in (list, tuple):
+        return type(tree)(_filled(value) for value in tree)
+    return tree
+
+
+def _like(tree: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
+    """A dictionary of the same class, with other values."""
+    if type(tree) is dict:
+        return values
+    found = copy.copy(tree)
+    found.update(values)
+    return found
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, _Live]]:
+    if isinstance(tree, _Live):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{path}/{key}" if path else str(key))
+    elif type(tree) in (list, tuple):
+        for key, value in enumerate(tree):
+            yield from _leaves(value, f"{path}/{key}")

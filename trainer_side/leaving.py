@@ -1,0 +1,209 @@
+"""How a rank leaves its job: with its last checkpoint durable, or soon where the script has failed.
+
+    the block ends, close() ─► waits until all is durable, at most close_seconds_max
+    an exception ends it ────► says it ─► waits until all is staged, at most EXIT_SECONDS_MAX ─► says what is safe
+    after a preemption notice ► saves the last finished step first, or says why it cannot
+    Ctrl-C meanwhile ────────► waits for nothing more; the flusher makes durable what is staged
+    a thread of this rank has died ─► as with an exception; then ThreadDied ends the block
+
+Whatever happens, the stager gets this rank's good-bye, and the threads end before the interpreter does.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+from holdfast.errors import HoldfastError
+from holdfast.notices.notice import Notice
+from holdfast.telemetry.causes import DeclineCause
+from trainer_side.background_thread import ThreadDied
+from trainer_side.finished_step import FinishedStep
+from trainer_side.link.to_stager import ToStager
+from trainer_side.save.copier import Copier
+from trainer_side.tiers.tier_set import TierSet
+from trainer_side.transfer import TransferState
+
+_log = logging.getLogger("holdfast.trainer")
+
+# so long an exception waits until what was begun is staged; the good-byes take some more
+EXIT_SECONDS_MAX = 10.0
+_NO_DEADLINE_SECONDS = 30.0  # for the last step, after a notice that has none
+_SAFETY_SECONDS = 1.0
+_LOOK_SECONDS = 5e-3
+
+
+class Leaving:
+    """See the module. Training thread.
+
+    Args:
+        copier: Ends first.
+        tiers: End before the link.
+        link: To the stager.
+        seconds_max: How long the last steps may take to become durable.
+
+    Attributes:
+        newest_step: The newest step of which a save was begun; -1: none.
+    """
+
+    def __init__(self, copier: Copier, tiers: TierSet, link: ToStager, *, seconds_max: float) -> None:
+        self._copier, self._tiers, self._link, self._seconds_max = copier, tiers, link, seconds_max
+        self.newest_step = -1
+
+    @property
+    def died(self) -> ThreadDied | None:
+        """What has ended a thread that checkpoints need; None while all live."""
+        problem = self._link.problem
+        return (
+            self._copier.problem or (problem if isinstance(problem, ThreadDied) else None) or self._tiers.died
+        )
+
+    def at_the_end(self) -> None:
+        """Wait until all is durable, and leave.
+
+        Raises:
+            ThreadDied: A thread of this rank has died; checkpoints are missing.
+        """
+        if self.died is None:
+            self._leave(TransferState.DURABLE, self._seconds_max)
+        else:
+            self._leave(TransferState.STAGED, EXIT_SECONDS_MAX, together=True)
+        if self.died is not None:
+            raise self.died
+
+    def save_last(self, finished: FinishedStep, save: Callable[[int], bool], notice: Notice) -> None:
+        """Save the last finished step because of `notice`, before the block ends by an exception; or say why not.
+
+        Every rank that leaves so does the same. The step is whole only if all of them do, before the deadline.
+
+        Args:
+            finished: The step.
+            save: `Saver.save`.
+            notice: That was heard, and has no checkpoint of this step yet.
+        """
+        rank, step = self._link.rank, finished.step
+        if step < 0:
+            _log.error("rank %d: nothing is saved after the notice: no step was finished", rank)
+            return
+        if threading.current_thread() is threading.main_thread():
+            # Loaders raise for each worker that dies, wherever this thread is.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        left = notice.seconds_left()
+        deadline = time.monotonic() + (_NO_DEADLINE_SECONDS if left is None else left - _SAFETY_SECONDS)
+        try:
+            why = self._try_last(finished, save, deadline)
+        except Exception as error:  # noqa: BLE001 - the script's own exception must not be replaced by this one
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            reason = DeclineCause.LATE.because(f"it was to be saved after the notice, but {why}")
+            self._link.decline(step, reason)
+            _log.error(
+                "rank %d: step %d, the last finished one, is not saved after the notice: %s", rank, step, why
+            )
+        else:
+            _log.warning(
+                "rank %d: step %d, the last finished one, is %s: it was saved because of the notice",
+                rank,
+                step,
+                "staged" if self._link.staged_step >= step else "kept in local tiers",
+            )
+
+    def _try_last(self, finished: FinishedStep, save: Callable[[int], bool], deadline: float) -> str:
+        step, seconds = finished.step, deadline - time.monotonic()
+        if self._is_safe(step):
+            return ""
+        if seconds <= 0:
+            return "its deadline has passed"
+        if step != self.newest_step:  # else it was begun before, and is on its way
+            if why := finished.why_not():
+                return f"the exception came in the middle of the next one, and {why}"
+            finished.put_back()
+            self._link.hurry(seconds)
+            self._tiers.hurry(seconds)
+            if not save(step):
+                return "save() declined it, see above"
+        _log.warning(
+            "rank %d: step %d, the last finished one, is on its way because of the notice; it is waited for at most "
+            "%.1f s",
+            self._link.rank,
+            step,
+            seconds,
+        )
+        while not self._is_safe(step):
+            if self.died is not None or self._link.answer(step) is not None:
+                return "it was given up, see above"
+            if time.monotonic() > deadline:
+                return f"the other ranks did not save the same step within {seconds:.1f} s"
+            time.sleep(_LOOK_SECONDS)
+        return ""
+
+    def _is_safe(self, step: int) -> bool:
+        return max(self._link.staged_step, self._tiers.complete_step) >= step
+
+    def with_an_error(self, error: BaseException) -> None:
+        """An exception of the script has ended the block: leave soon, and say how to go on."""
+        try:
+            self._leave(TransferState.STAGED, EXIT_SECONDS_MAX, together=True)
+        except KeyboardInterrupt:
+            if not isinstance(error, KeyboardInterrupt):
+                raise  # else the first one goes on its way
+        finally:
+            self.say_what_is_safe()
+
+    def say(self, error: BaseException, trace: TracebackType | None) -> None:
+        """Say the exception that ends the block, before anything is waited for."""
+        said = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+        called = traceback.extract_tb(trace)[-1:]
+        place = f" (at {called[0].filename}:{called[0].lineno})" if called else ""
+        _log.error(
+            "rank %d: %s%s ends the training; checkpoints on their way are waited for until they are staged, at most "
+            "%g s",
+            self._link.rank,
+            said,
+            place,
+            EXIT_SECONDS_MAX,
+        )
+
+    def say_what_is_safe(self) -> None:
+        """Say to which step a restart goes back. On rank 0."""
+        if self._link.rank != 0:
+            return
+        durable, staged, kept = self._link.durable_step, self._link.staged_step, self._tiers.complete_step
+        safe = [f"step {durable} is durable"] if durable >= 0 else []
+        if staged > durable:
+            safe.append(f"step {staged} is staged, and the flusher makes it durable")
+        if kept > max(durable, staged):
+            safe.append(f"step {kept} is kept in {self._tiers.names}")
+        _log.warning(
+            "%s; to go on from there, start the same command again"
+            if safe
+            else "%s; started again, training goes back to where this job began",
+            ", ".join(safe) or "no checkpoint of this job is staged",
+        )
+
+    def _leave(self, wait_for: TransferState, seconds_max: float, *, together: bool = False) -> None:
+        """`together`: `seconds_max` is for all parts together, and not for each."""
+        deadline = time.monotonic() + seconds_max
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic()) if together else seconds_max
+
+        try:
+            self._copier.close(left() if together else None)
+            self._tiers.close(left())
+            self._link.close(wait_for=wait_for, seconds_max=left())
+        except BaseException as error:
+            if not isinstance(error, HoldfastError):
+                _log.warning(
+                    "rank %d: %s ends the wait for checkpoints on their way; what is staged is safe, the rest is given "
+                    "up",
+                    self._link.rank,
+                    type(error).__name__,
+                )
+            self._link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
+            raise

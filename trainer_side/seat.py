@@ -1,0 +1,118 @@
+"""The seat of this process in its job: one Checkpointer has it, in the process that made it.
+
+    Checkpointer(…) ─► seat taken ── close() ─► given up
+                        ├─ a second Checkpointer beside it ───────────► ConfigError, which names the first
+                        └─ a forked child: step(), save(), restore() ─► ConfigError; close() does nothing there
+
+A job with a stager is joined once: the stager was told that the rank has left, so no Checkpointer comes after that one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from holdfast.errors import ConfigError
+from trainer_side.ranks.ports import StagerPort
+
+_PACKAGE = Path(__file__).parent
+
+
+class Seat:
+    """See the module. Training thread.
+
+    Args:
+        names: Of the state, for messages.
+
+    Raises:
+        ConfigError: Another Checkpointer of this process is open; or the process is a forked child of one that has one.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names, self._process, self._place = list(names), os.getpid(), _line_of_the_script()
+        for seat in _seats:
+            if seat._process != self._process:
+                raise ConfigError(
+                    f"Checkpointer(...) in process {self._process}, a forked child of process {seat._process}, which "
+                    f"has {seat}; make it in the process that the launcher has started, or start the child with "
+                    "multiprocessing's method 'spawn'"
+                )
+            if seat._owner() is not None:
+                raise ConfigError(
+                    f"Checkpointer(...): this process has {seat}, which is open; a rank has one: put all objects into "
+                    "its state, or call close() of the first before"
+                )
+        self._owner: Callable[[], object] = lambda: None
+        self._let_go: Callable[[], object] = lambda: None
+
+    def __str__(self) -> str:
+        return f"the Checkpointer of {', '.join(self._names) or 'an empty state'} (made at {self._place})"
+
+    def take(self, owner: object, in_child: Callable[[], object]) -> None:
+        """`owner` is made, and open.
+
+        Args:
+            owner: The Checkpointer. One that nothing refers to any more counts as closed.
+            in_child: Called in each forked child, which has one thread and may hold any lock.
+        """
+        self._owner, self._let_go = weakref.ref(owner), in_child
+        _seats.append(self)
+
+    def give_up(self) -> None:
+        """The Checkpointer is closed."""
+        if self in _seats:
+            _seats.remove(self)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child of the process that made the Checkpointer."""
+        return os.getpid() != self._process
+
+    def require(self, call: str) -> None:
+        """Refuse `call` in a forked child, where no thread of the Checkpointer lives.
+
+        Raises:
+            ConfigError: This is one.
+        """
+        if self.is_inherited:
+            raise ConfigError(
+                f"{call} in process {os.getpid()}, a forked child of training process {self._process}: {self} works in "
+                "that process alone; call it there, and not in a loader's worker or another child"
+            )
+
+
+_seats: list[Seat] = []  # that are open
+_met: weakref.WeakKeyDictionary[StagerPort, str] = weakref.WeakKeyDictionary()
+
+
+def meet_once(port: StagerPort) -> None:
+    """Note that this process now says HELLO to the stager by `port`.
+
+    Raises:
+        ConfigError: It has done so before, and has left since.
+    """
+    if port in _met:
+        raise ConfigError(
+            f"Checkpointer(...): this process has joined its job before (at {_met[port]}), and the stager was told "
+            "that this rank has left; keep one Checkpointer until the end of the process, or start a new job"
+        )
+    _met[port] = _line_of_the_script()
+
+
+def _line_of_the_script() -> str:
+    """Where the script has called: `train.py:45`."""
+    frame = sys._getframe(1)
+    while Path(frame.f_code.co_filename).is_relative_to(_PACKAGE) and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _leave_children_alone() -> None:
+    for seat in _seats:
+        seat._let_go()
+
+
+os.register_at_fork(after_in_child=_leave_children_alone)

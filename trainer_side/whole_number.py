@@ -1,0 +1,87 @@
+"""Whole numbers that a script hands over: steps, counts, ranks, seeds.
+
+int, a NumPy integer, a 0-dim integer tensor ─► int within its bounds
+a float, a bool, a text, a tensor of more dimensions, a number out of bounds ─► refused at the call
+
+A wrong number that is not refused here meets a thread or another process later, which cannot tell whose it was.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from holdfast.errors import ConfigError, HoldfastError
+
+STEP_MAX = 2**62 - 1  # the last step that frames, journals and file names have room for
+_SHOWN = 80
+
+
+def whole_number(
+    value: Any,
+    name: str,
+    *,
+    least: int | None = 0,
+    most: int | None = None,
+    advice: str = "",
+    error: type[HoldfastError] = ConfigError,
+) -> int:
+    """`value` as an int.
+
+    Args:
+        value: As the script gave it. A tensor of a device is waited for.
+        name: Of the argument, for the message.
+        least: Smallest number that is allowed; None: any.
+        most: Largest number that is allowed; None: any.
+        advice: For the message: what to do instead.
+        error: Class of the error.
+
+    Raises:
+        HoldfastError: `error`: it is no whole number, or out of bounds.
+    """
+    found = _index(value)
+    if found is not None and (least is None or found >= least) and (most is None or found <= most):
+        return found
+    bounds = "" if least is None else f" of at least {least}"
+    if most is not None:
+        bounds += f" and at most {most}" if bounds else f" of at most {most}"
+    raise error(
+        f"{name}: expected a whole number{bounds} (an int, a NumPy integer or a 0-dim integer tensor), "
+        f"got {shown(value)}{f'; {advice}' if advice else ''}"
+    )
+
+
+def step_number(value: Any, call: str) -> int:
+    """The number of a training step that a script gives to `call`.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    return whole_number(
+        value,
+        f"{call}: step",
+        most=STEP_MAX,
+        advice="count the training steps from 0, and give the number of the step",
+    )
+
+
+def shown(value: Any) -> str:
+    """A short text for messages: the type, and the value as far as it can be printed."""
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - a stranger's __repr__ must not take the place of our message
+        text = f"(its repr() raises {type(error).__name__})"
+    return f"{type(value).__name__} {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'}"
+
+
+def _index(value: Any) -> int | None:
+    if isinstance(value, bool):  # True is 1 for Python, and a mistake here
+        return None
+    if isinstance(value, torch.Tensor) and (value.dim() > 0 or value.dtype is torch.bool):
+        return None
+    try:
+        return operator.index(value)
+    except Exception:  # noqa: BLE001 - whatever a stranger's __index__ raises, it is no whole number
+        return None
