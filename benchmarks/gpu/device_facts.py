@@ -47,7 +47,7 @@ def measure(measured: Measured, sizes: Sizes) -> None:  # noqa: ARG001 - the sam
         shared_memory_bytes=shutil.disk_usage("/dev/shm").total,
         lacks=[name for name in _WANTED if importlib.util.find_spec(name) is None],
     )
-    measured.put(driver=None, **_asked_of_the_driver())
+    measured.put(**{"driver": None, **_asked_of_the_driver()})
     torch.zeros(1, device="cuda").cpu()  # else each phase would fail with the same
     measured.put(works=True)
 
