@@ -90,7 +90,9 @@ def _unpacked(home: Path) -> Path:
     torch = f"torch==={version}"
     wanted = "\n".join((torch, *_HEADERS))
     # Each version has a folder of its own, so that two runs at the same time do not replace each other's.
-    folder = home / "-".join(("torch", *([version] if version != _TORCH else []), sysconfig.get_config_var("SOABI")))
+    folder = home / "-".join(
+        ("torch", *([version] if version != _TORCH else []), sysconfig.get_config_var("SOABI"))
+    )
     stamp = folder / "wanted"
     if stamp.exists() and stamp.read_text() == wanted:
         return folder
