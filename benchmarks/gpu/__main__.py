@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.gpu.measured import write_json
 from benchmarks.gpu.packages import ready
-from benchmarks.gpu.phases import PHASES, SECONDS, TimedPhase, asked_for
+from benchmarks.gpu.phases import PHASES, SECONDS, TimedPhase, asked_for, groups, seconds_of
 from benchmarks.gpu.report import write_report
 from benchmarks.gpu.worker import LACKS_A_PACKAGE, NO_DEVICE
 from benchmarks.gpu.worker_process import WorkerProcess
@@ -28,6 +28,8 @@ __all__ = ["main", "run_phases"]
 _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS_MIN = 3.0  # a phase that has less is left out
 _START_SECONDS = 5.0  # more than that, where its process must start: importing torch takes as long
+# A phase may be so late, at the cost of the last ones: to kill it costs the locked memory that the next ones share.
+_LATE_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
 _ENOUGH_BYTES = 16 << 30
 _ON = ("card", "driver", "torch", "commit")
@@ -48,29 +50,19 @@ def run_phases(
     """
     out.mkdir(parents=True, exist_ok=True)
     run = _Run(out, quick, folder, {**os.environ, **ready(out / "packages")})
-    share = seconds / sum(phase.seconds_max for phase in phases)
+    share = seconds / seconds_of(phases)
     ends = time.monotonic()
+    last = ends + seconds
     try:
-        for group in _groups(phases):
-            ends += share * max(phase.seconds_max for phase in group)
-            run.group(group, ends)
+        for group in groups(phases):
+            ends += share * seconds_of(group)
+            run.group(group, ends, min(last, ends + share * _LATE_SECONDS))
             if run.codes[-1] == NO_DEVICE:
                 return NO_DEVICE
     finally:
         run.close()
     write_report(out)
     return 1 if any(run.codes) else 0
-
-
-def _groups(phases: Sequence[TimedPhase]) -> list[list[TimedPhase]]:
-    """Those that run at the same time."""
-    groups: list[list[TimedPhase]] = []
-    for phase in phases:
-        if phase.beside and groups and groups[-1][0].name != phases[0].name:
-            groups[-1].append(phase)
-        else:
-            groups.append([phase])
-    return groups
 
 
 class _Run:
@@ -83,8 +75,8 @@ class _Run:
         self._on: dict[str, Any] = {}
         self.codes: list[int] = []
 
-    def group(self, phases: Sequence[TimedPhase], ends: float) -> None:
-        """Run some phases at the same time, until `ends` at most."""
+    def group(self, phases: Sequence[TimedPhase], ends: float, killed: float) -> None:
+        """Run some phases at the same time. They know of `ends`, and are killed at the later time."""
         begun, left = time.monotonic(), ends - time.monotonic()
         running: dict[TimedPhase, tuple[WorkerProcess, Path]] = {}
         for phase in phases:
@@ -101,7 +93,7 @@ class _Run:
             running[phase] = worker, scratch
         while running:
             for phase, (worker, scratch) in list(running.items()):
-                if worker.has_answered() or time.monotonic() > ends:
+                if worker.has_answered() or time.monotonic() > killed:
                     self._end(phase, worker, time.monotonic() - begun)
                     shutil.rmtree(scratch, ignore_errors=True)
                     del running[phase]
@@ -185,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     out = asked.out or Path(os.environ.get("OUT") or _ROOT / "build" / "gpu")
-    seconds = asked.seconds or sum(phase.seconds_max for phase in phases)
+    seconds = asked.seconds or seconds_of(phases)
     return run_phases(phases, out.resolve(), seconds=seconds, quick=asked.quick, folder=asked.folder)
 
 

@@ -29,7 +29,7 @@ _COPIES = 1.6  # so many bare copies of the state fit into a window, so that the
 _LOOK_SECONDS = 3e-4
 _KEPT_SECONDS_MAX = 10.0
 _KINDS = {"n": "none", "i": "idle", "q": "queued"}
-MANY, FEW, BARE = "niqniqniq", "niqni", "n"
+MANY, FEW, BARE = "niqniqni", "niqni", "n"
 
 
 class Windows:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.gpu.__main__ import run_phases
 from benchmarks.gpu.measured import Measured, Sizes
-from benchmarks.gpu.phases import TimedPhase
+from benchmarks.gpu.phases import TimedPhase, seconds_of
 from benchmarks.gpu.shared import Shared
 
 _HERE = "tests.gpu.jobs.dying_phase"
@@ -47,11 +47,10 @@ def main() -> int:
         *(TimedPhase(name, _HERE, 120) for name in ("first", "raises", "second", "killed", "third")),
         *(TimedPhase(name, _HERE, 120) for name in ("lacks", "fourth")),
         TimedPhase("killed-alone", _HERE, 120, alone=True),
-        TimedPhase("beside", _HERE, alone=True, beside=True),
-        TimedPhase("fifth", _HERE, beside=True),
+        TimedPhase("beside", _HERE, 120, alone=True, beside=True),
+        TimedPhase("fifth", _HERE, 120, beside=True),
     ]
-    seconds = sum(phase.seconds_max for phase in phases)
-    return run_phases(phases, Path(sys.argv[1]), seconds=seconds, quick=True)
+    return run_phases(phases, Path(sys.argv[1]), seconds=seconds_of(phases), quick=True)
 
 
 if __name__ == "__main__":
