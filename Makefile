@@ -165,7 +165,7 @@ TORCH ?= 2.11.0
 LATE_UNITS := tests/unit/trainer_side/save tests/unit/trainer_side/state tests/unit/trainer_side/restore
 .PHONY: late
 late: $(READY) ## Test saves and restores under another torch, TORCH=2.11.0 by default, on a CUDA runtime without a device
-	@LATE_TORCH=$(TORCH) $(BIN)/python -m tests.late -q $(call chosen,tests/gpu tests/late)
+	@LATE_TORCH=$(TORCH) $(RUN_TESTS) $(call chosen,tests/gpu)
 	@LATE_TORCH=$(TORCH) $(BIN)/python -m tests.late --python --devices 0 -m pytest -q -p no:cacheprovider $(LATE_UNITS)
 
 # A machine with a device may be bare: the first Python whose torch finds the device is taken as it is, and nothing is
