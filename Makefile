@@ -160,10 +160,18 @@ bench: $(READY) ## Measure every experiment beside the peers; about ten minutes.
 	@$(BIN)/python -m tests.support.swift --install
 	@$(BIN)/python -m benchmarks $(or $(BENCH),all)
 
+# The versions lie beside each other in .services/late; a build for CUDA is downloaded for each.
+TORCH ?= 2.11.0
+LATE_UNITS := tests/unit/trainer_side/save tests/unit/trainer_side/state tests/unit/trainer_side/restore
+.PHONY: late
+late: $(READY) ## Test saves and restores under another torch, TORCH=2.11.0 by default, on a CUDA runtime without a device
+	@LATE_TORCH=$(TORCH) $(RUN_TESTS) $(call chosen,tests/gpu)
+	@LATE_TORCH=$(TORCH) $(BIN)/python -m tests.late --python --devices 0 -m pytest -q -p no:cacheprovider $(LATE_UNITS)
+
 # A machine with a device may be bare: the first Python whose torch finds the device is taken as it is, and nothing is
-# made. Looking for it and all phases (500 s) take at most 540 s.
+# made. The phases take at most 200 s; a package that is missing, a minute at most before.
 .PHONY: gpu
-gpu: ## Measure on the CUDA device of this machine, within nine minutes; JSON into $$OUT or build/gpu. GPU="--quick"
+gpu: ## Measure on the CUDA device of this machine, within 200 seconds; JSON into $$OUT or build/gpu. GPU="--quick"
 	@for python in $(PYTHON) $(BIN)/python; do \
 		timeout 20 $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null && break; \
 	done; \

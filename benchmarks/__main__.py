@@ -122,10 +122,11 @@ def everything(without: tuple[str, ...], quick: bool, rounds: int, folder: Path 
 
 @main.command()
 def figures() -> None:
-    """Take the newest results into docs/figures/data, draw docs/figures, and fill the tables of docs/performance.md."""
+    """Take the newest results into docs/figures/data, draw docs/figures, and fill performance.md and gpu.md."""
     from benchmarks import document, drawing
+    from benchmarks.gpu import page
 
-    for path in (*document.adopt(), *drawing.draw_all(), document.fill()):
+    for path in (*document.adopt(), *drawing.draw_all(), document.fill(), page.fill()):
         click.echo(f"written: {path}")
 
 

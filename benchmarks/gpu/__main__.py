@@ -6,61 +6,34 @@ Exit code 0: every phase has run; 1: one has failed, hung or was left out; 3: th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.measured import write_json
 from benchmarks.gpu.packages import ready
-from benchmarks.gpu.phase import LACKS_A_PACKAGE, NO_DEVICE
+from benchmarks.gpu.phases import PHASES, SECONDS, TimedPhase, asked_for, groups, seconds_of
+from benchmarks.gpu.report import write_report
+from benchmarks.gpu.worker import LACKS_A_PACKAGE, NO_DEVICE
+from benchmarks.gpu.worker_process import WorkerProcess
 
-__all__ = ["PHASES", "TimedPhase", "main", "run_phases"]
+__all__ = ["main", "run_phases"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_SECONDS = 500.0  # `make gpu` looks for a Python first, and a command may have 540 there
-_SECONDS_MIN = 10.0  # a phase that has less is left out: importing torch takes as long
-_DONE = "done"
-_TAIL = 2000
+_SECONDS_MIN = 3.0  # a phase that has less is left out
+_START_SECONDS = 5.0  # more than that, where its process must start: importing torch takes as long
+# A phase may be so late, at the cost of the last ones: to kill it costs the locked memory that the next ones share.
+_LATE_SECONDS = 10.0
+_LOOK_SECONDS = 0.05
 _ENOUGH_BYTES = 16 << 30
 _ON = ("card", "driver", "torch", "commit")
-
-
-@dataclass(frozen=True)
-class TimedPhase:
-    """One phase.
-
-    Attributes:
-        name: Of its JSON.
-        module: Has `measure`.
-        seconds_max: It is killed after so long.
-    """
-
-    name: str
-    module: str
-    seconds_max: float
-
-
-# The most valuable phases come first: a machine may be taken away at any moment.
-PHASES = (
-    TimedPhase("facts", "benchmarks.gpu.device_facts", 60),
-    TimedPhase("tests", "benchmarks.gpu.device_tests", 120),
-    TimedPhase("bandwidths", "benchmarks.gpu.bandwidths", 60),
-    TimedPhase("stall", "benchmarks.gpu.device_stall", 110),
-    TimedPhase("steps", "benchmarks.gpu.step_times", 110),
-    TimedPhase("memory", "benchmarks.gpu.pressure", 40),
-    TimedPhase("waits", "benchmarks.gpu.host_waits", 40),
-    TimedPhase("resume", "benchmarks.gpu.exact_resume", 90),
-)
+_STATUS = {0: "done", None: "out of time", LACKS_A_PACKAGE: "left out", NO_DEVICE: "no device"}
 
 
 def run_phases(
@@ -71,94 +44,105 @@ def run_phases(
     Args:
         phases: In order. The first one finds out whether there is a device.
         out: Where the JSON goes.
-        seconds: For all of them.
+        seconds: For all of them. Where that is not the sum of theirs, each has its share of it.
         quick: Toy sizes.
         folder: For checkpoints; None: the largest of /dev/shm and the folder for temporary files.
     """
-    deadline = time.monotonic() + seconds
     out.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, **ready(out / "packages")}
-    on: dict[str, Any] = {}
-    codes = []
-    for phase in phases:
-        left = min(phase.seconds_max, deadline - time.monotonic())
-        path = out / f"{phase.name}.json"
-        code = 1
-        document: dict[str, Any] = {"phase": phase.name, "status": "left out", "error": "no time was left"}
-        if left >= _SECONDS_MIN:
-            document, code = _run(phase, path, left, quick=quick, folder=folder, environment=environment)
-        if phase is phases[0]:
-            on = {name: document.get("figures", {}).get(name) for name in _ON}
-        document["on"] = on
-        write_json(path, document)
-        with (out / "phases.jsonl").open("a", encoding="utf-8") as lines:
+    run = _Run(out, quick, folder, {**os.environ, **ready(out / "packages")})
+    share = seconds / seconds_of(phases)
+    ends = time.monotonic()
+    last = ends + seconds
+    try:
+        for group in groups(phases):
+            ends += share * seconds_of(group)
+            run.group(group, ends, min(last, ends + share * _LATE_SECONDS))
+            if run.codes[-1] == NO_DEVICE:
+                return NO_DEVICE
+    finally:
+        run.close()
+    write_report(out)
+    return 1 if any(run.codes) else 0
+
+
+class _Run:
+    """The processes of a run, and what its phases have come to."""
+
+    def __init__(self, out: Path, quick: bool, folder: Path | None, environment: dict[str, str]) -> None:
+        self._out, self._quick, self._environment = out, quick, environment
+        self._folder = folder or Path(_roomiest())
+        self._shared: WorkerProcess | None = None
+        self._on: dict[str, Any] = {}
+        self.codes: list[int] = []
+
+    def group(self, phases: Sequence[TimedPhase], ends: float, killed: float) -> None:
+        """Run some phases at the same time. They know of `ends`, and are killed at the later time."""
+        begun, left = time.monotonic(), ends - time.monotonic()
+        running: dict[TimedPhase, tuple[WorkerProcess, Path]] = {}
+        for phase in phases:
+            starts = phase.alone or self._shared is None
+            if left < _SECONDS_MIN + (_START_SECONDS if starts else 0):
+                error = f"{max(0, left):.0f} s were left"
+                self._ended(phase, {"phase": phase.name, "status": "left out", "error": error}, 1)
+                continue
+            worker = self._worker(phase)
+            scratch = Path(tempfile.mkdtemp(prefix="holdfast-gpu-", dir=self._folder))
+            path = self._out / f"{phase.name}.json"
+            path.unlink(missing_ok=True)
+            worker.begin(phase.module, phase.name, path, scratch, left)
+            running[phase] = worker, scratch
+        while running:
+            for phase, (worker, scratch) in list(running.items()):
+                if worker.has_answered() or time.monotonic() > killed:
+                    self._end(phase, worker, time.monotonic() - begun)
+                    shutil.rmtree(scratch, ignore_errors=True)
+                    del running[phase]
+            time.sleep(_LOOK_SECONDS)
+
+    def _worker(self, phase: TimedPhase) -> WorkerProcess:
+        """The process of a phase."""
+        if phase.alone:
+            return WorkerProcess(
+                self._environment, self._folder, self._out / f"{phase.name}.log", quick=self._quick
+            )
+        if self._shared is None:
+            self._shared = WorkerProcess(
+                self._environment, self._folder, self._out / "shared.log", quick=self._quick
+            )
+        return self._shared
+
+    def _end(self, phase: TimedPhase, worker: WorkerProcess, seconds: float) -> None:
+        code = worker.answer()
+        said = worker.said()
+        if phase.alone or code not in (0, LACKS_A_PACKAGE):
+            worker.end()
+            self._shared = self._shared if phase.alone else None
+        path = self._out / f"{phase.name}.json"
+        document: dict[str, Any] = {"phase": phase.name, "figures": {}}
+        if path.exists():
+            document = json.loads(path.read_text(encoding="utf-8"))
+        document["seconds"] = round(seconds, 1)
+        document["status"] = _STATUS.get(code, f"failed with exit code {code}")
+        if code != 0:
+            document["error"] = said
+        self._ended(phase, document, 1 if code is None else code)
+
+    def _ended(self, phase: TimedPhase, document: dict[str, Any], code: int) -> None:
+        if not self.codes:
+            self._on = {name: document.get("figures", {}).get(name) for name in _ON}
+        document["on"] = self._on
+        write_json(self._out / f"{phase.name}.json", document)
+        with (self._out / "phases.jsonl").open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(document) + "\n")
         print(json.dumps(document), flush=True)
-        codes.append(code)
+        self.codes.append(code)
         if code == NO_DEVICE:
             print(document["error"], file=sys.stderr)
-            return NO_DEVICE
-    return 1 if any(codes) else 0
 
-
-def _run(
-    phase: TimedPhase,
-    path: Path,
-    seconds: float,
-    *,
-    quick: bool,
-    folder: Path | None,
-    environment: dict[str, str],
-) -> tuple[dict[str, Any], int]:
-    """The figures that the phase has written, with the way it ended; and its exit code."""
-    begun = time.monotonic()
-    path.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(prefix="holdfast-gpu-", dir=folder or _roomiest()) as scratch:
-        arguments = [
-            phase.module,
-            phase.name,
-            str(path),
-            scratch,
-            str(seconds),
-            *(["--quick"] if quick else []),
-        ]
-        said = path.with_suffix(".log")
-        with said.open("w") as log, _process(arguments, log, environment) as process:
-            try:
-                code = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # also what it has left behind
-    tail = said.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
-    if code == 0:
-        said.unlink()
-    document: dict[str, Any] = {"phase": phase.name, "figures": {}}
-    if path.exists():
-        document = json.loads(path.read_text(encoding="utf-8"))
-    document["seconds"] = round(time.monotonic() - begun, 1)
-    document["status"] = {
-        0: _DONE,
-        None: "out of time",
-        LACKS_A_PACKAGE: "left out",
-        NO_DEVICE: "no device",
-    }.get(code, f"failed with exit code {code}")
-    if code != 0:
-        document["error"] = tail
-    return document, 1 if code is None else code
-
-
-def _process(arguments: list[str], log: Any, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gpu.phase", *arguments],
-        cwd=_ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
+    def close(self) -> None:
+        """End the process that phases share."""
+        if self._shared is not None:
+            self._shared.end()
 
 
 def _roomiest() -> str:
@@ -172,25 +156,29 @@ def _roomiest() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; the exit code."""
-    names = [phase.name for phase in PHASES]
+    every = ",".join(phase.name for phase in PHASES)
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument("--out", type=Path, help="Where the JSON goes (default: $OUT, or build/gpu).")
     parser.add_argument(
-        "--seconds", type=float, default=_SECONDS, help="For all phases (default: %(default)s)."
+        "--seconds",
+        type=float,
+        help=f"For all phases (default: {SECONDS:.0f} for all of them, and their share for some).",
     )
-    parser.add_argument("--phases", default=",".join(names), help="Only these (default: %(default)s).")
+    parser.add_argument(
+        "--phases", default=every, help="Only these; peers: all of the peers (default: %(default)s)."
+    )
     parser.add_argument("--folder", type=Path, help="Where checkpoints are written (default: /dev/shm).")
     parser.add_argument(
         "--quick", action="store_true", help="Toy sizes: tries it, measures nothing that counts."
     )
     asked = parser.parse_args(arguments)
-    wanted = asked.phases.split(",")
-    if unknown := [name for name in wanted if name not in names]:
-        parser.error(f"no such phase: {', '.join(unknown)}; there are {', '.join(names)}")
+    try:
+        phases = asked_for(asked.phases.split(","))
+    except ValueError as error:
+        parser.error(str(error))
     out = asked.out or Path(os.environ.get("OUT") or _ROOT / "build" / "gpu")
-    # The facts always: no figure goes without them.
-    phases = [phase for phase in PHASES if phase.name in ("facts", *wanted)]
-    return run_phases(phases, out.resolve(), seconds=asked.seconds, quick=asked.quick, folder=asked.folder)
+    seconds = asked.seconds or seconds_of(phases)
+    return run_phases(phases, out.resolve(), seconds=seconds, quick=asked.quick, folder=asked.folder)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.measured import Measured, Sizes
+from benchmarks.gpu.shared import Shared, gb_per_second
 from holdfast.wire.state_messages import Agreement
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Router, SlicePlan
@@ -34,17 +35,12 @@ _WARM_UP = 2
 _STRATEGIES = {"mirror": 1 << 40, "gate": 0}  # device_bytes_max
 
 
-def measure(measured: Measured, sizes: Sizes) -> None:
+def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:
+    bare = dict(shared.rates())
+    measured.put(bare_gb_per_second=bare)
     live = torch.ones(sizes.copy_bytes, dtype=torch.uint8, device="cuda")
-    targets: dict[str, Callable[[int], torch.Tensor]] = {
-        "pinned": lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True),
-        "holdfast_locked": locked_buffer,
-        "pageable": huge_buffer,
-        "on_device": lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cuda"),
-    }
-    bare: dict[str, float] = {}
-    for name, make in targets.items():
-        bare[name] = _bare(sizes, live, make(sizes.copy_bytes))
+    for name, make in (("holdfast_locked", locked_buffer), ("pageable", huge_buffer)):
+        bare[name] = gb_per_second(make(sizes.copy_bytes), live, sizes.rounds)
         measured.put(bare_gb_per_second=bare)
     del live
     measured.put(mirror_memory=_mirror_memory(sizes))
@@ -55,7 +51,7 @@ def measure(measured: Measured, sizes: Sizes) -> None:
     ):
         for strategy, device_bytes_max in _STRATEGIES.items():
             copier = _LaneAlone(count, nbytes, device_bytes_max)
-            speed = _gb_per_second(sizes, copier.nbytes, copier.copy)
+            speed = _lane_gb_per_second(sizes, copier.nbytes, copier.copy)
             lane[f"{state}_{strategy}"] = {
                 "tensors": count,
                 "bytes": copier.nbytes,
@@ -87,11 +83,7 @@ def _mirror_memory(sizes: Sizes) -> dict[str, float]:
     }
 
 
-def _bare(sizes: Sizes, live: torch.Tensor, target: torch.Tensor) -> float:
-    return _gb_per_second(sizes, sizes.copy_bytes, lambda: target.copy_(live, non_blocking=True))
-
-
-def _gb_per_second(sizes: Sizes, nbytes: int, copy: Callable[[], object]) -> float:
+def _lane_gb_per_second(sizes: Sizes, nbytes: int, copy: Callable[[], object]) -> float:
     """Of the median round."""
     seconds = []
     for _ in range(_WARM_UP + sizes.rounds):

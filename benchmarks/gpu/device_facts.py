@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.measured import Measured, Sizes
+from benchmarks.gpu.shared import Shared
 
-__all__ = ["measure"]
+__all__ = ["measure", "of_the_driver"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ASK_SECONDS_MAX = 10
@@ -29,7 +30,7 @@ _CARD = (
 _WANTED = ("pydantic_settings", "isal", "pytest", "triton")
 
 
-def measure(measured: Measured, sizes: Sizes) -> None:  # noqa: ARG001 - the same for all phases
+def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: ARG001 - the same for all phases
     card = torch.cuda.get_device_properties(0)
     measured.put(
         card=card.name,
@@ -47,7 +48,7 @@ def measure(measured: Measured, sizes: Sizes) -> None:  # noqa: ARG001 - the sam
         shared_memory_bytes=shutil.disk_usage("/dev/shm").total,
         lacks=[name for name in _WANTED if importlib.util.find_spec(name) is None],
     )
-    measured.put(driver=None, **_asked_of_the_driver())
+    measured.put(**of_the_driver())
     torch.zeros(1, device="cuda").cpu()  # else each phase would fail with the same
     measured.put(works=True)
 
@@ -57,18 +58,26 @@ def _commit() -> str:
     return said or os.environ.get("HOLDFAST_COMMIT", "") or "unknown"
 
 
-def _asked_of_the_driver() -> dict[str, Any]:
+def of_the_driver() -> dict[str, Any]:
+    """What nvidia-smi says of the first card; no `driver` where it says nothing that is understood."""
     said = _said(["nvidia-smi", "--id=0", f"--query-gpu={','.join(_CARD)}", "--format=csv,noheader"])
     values = [value.strip() for value in said.split(",")]
     if len(values) != len(_CARD):
-        return {}
+        return {"driver": None}
     driver, *others = values
     return {"driver": driver, **dict(zip(_CARD[1:], others, strict=True))}
 
 
 def _said(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS_MAX, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ASK_SECONDS_MAX,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

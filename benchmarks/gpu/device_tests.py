@@ -11,6 +11,7 @@ from collections import deque
 from pathlib import Path
 
 from benchmarks.gpu.measured import QUICK, Measured, Sizes
+from benchmarks.gpu.shared import Shared
 
 __all__ = ["measure"]
 
@@ -22,7 +23,7 @@ _RESULT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b")
 _LINES_KEPT = 40
 
 
-def measure(measured: Measured, sizes: Sizes) -> None:
+def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: ARG001 - the same for all phases
     if importlib.util.find_spec("pytest") is None:
         raise ModuleNotFoundError("pytest", name="pytest")
     command = [

@@ -1,4 +1,4 @@
-"""The training of all phases on one device, and the ways to save it: holdfast with each strategy, DCP, not at all."""
+"""The training of all phases on one device, its tensors by name, and holdfast's ways to save it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.gpu.measured import Sizes
+from benchmarks.gpu.measured import ModelSizes
 
-__all__ = ["STRATEGIES", "DeviceTraining", "Saver", "saved_by"]
+__all__ = [
+    "STRATEGIES",
+    "ByHoldfast",
+    "DeviceTraining",
+    "Way",
+    "differing",
+    "join_alone",
+    "paths_of",
+    "saved_by",
+    "tensors_of",
+]
 
 _DONE_SECONDS_MAX = 60.0
 _POLL_SECONDS = 1e-3
-_HEADS = 8
 _PARTS = 4  # a parameter, its gradient and its two moments
 _PLENTY = 1 << 40
 # Name ─► (local tier, device_bytes_max). A tier in memory is itself the staging area: strategy D.
@@ -36,15 +44,16 @@ STRATEGIES: dict[str, tuple[str, int | None]] = {
 
 
 class _DeviceBlock(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
+        self._heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, _HEADS, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
@@ -56,10 +65,9 @@ class DeviceTraining:
     Args:
         sizes: Of the model. It has fewer layers where `free_bytes` have no room for four checkpoints.
         free_bytes: Of the folder that checkpoints go to.
-        compiled: Through torch.compile(mode="reduce-overhead"): the device replays recorded graphs.
     """
 
-    def __init__(self, sizes: Sizes, free_bytes: int, *, compiled: bool = False) -> None:
+    def __init__(self, sizes: ModelSizes, free_bytes: int) -> None:
         torch.manual_seed(20)
         width, layers = sizes.width, sizes.layers
         layer_bytes = _PARTS * 4 * 12 * width * width
@@ -68,15 +76,12 @@ class DeviceTraining:
         for free in (free_bytes // 4, device_bytes // 3):
             layers = max(1, min(layers, (free - ends_bytes) // layer_bytes))
         self.layers = layers
-        self.model = nn.Sequential(
-            nn.Embedding(sizes.vocabulary, width),
-            *(_DeviceBlock(width) for _ in range(layers)),
-            nn.LayerNorm(width),
-            nn.Linear(width, sizes.vocabulary, bias=False),
-        ).cuda()
+        try:
+            with torch.device("cuda"):  # a billion random numbers take the CPU seconds
+                self.model = _layers(sizes, layers)
+        except RuntimeError:  # the rehearsal's device has none
+            self.model = _layers(sizes, layers).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self._run: Any = torch.compile(self.model, mode="reduce-overhead") if compiled else self.model
-        self._compiled = compiled
         generator = torch.Generator().manual_seed(20)
         tokens = torch.randint(
             0, sizes.vocabulary, (sizes.batch, sizes.context + 1), generator=generator
@@ -87,168 +92,187 @@ class DeviceTraining:
     @property
     def state_bytes(self) -> int:
         """Of one checkpoint."""
-        moments = (value for of in self.optimizer.state.values() for value in of.values())
-        tensors = [
-            *self.model.state_dict().values(),
-            *(one for one in moments if isinstance(one, torch.Tensor)),
-        ]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors_of(self))
 
     def step(self) -> None:
         """Queue one iteration; nothing waits for it."""
-        if self._compiled:
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         with torch.autocast("cuda", torch.bfloat16):
-            logits = self._run(self._inputs)
+            logits = self.model(self._inputs)
         loss = functional.cross_entropy(logits.float().view(-1, logits.shape[-1]), self._labels)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
-class Saver(Protocol):
-    """One way to save."""
-
-    def save(self, step: int) -> bool:
-        """Begin a checkpoint; whether it was begun."""
-        ...
-
-    def before_update(self) -> None:
-        """Wait for whatever must be over before the state may change."""
-        ...
-
-    def wait_done(self) -> None:
-        """Until the last one is where it goes."""
-        ...
+def _layers(sizes: ModelSizes, layers: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Embedding(sizes.vocabulary, sizes.width),
+        *(_DeviceBlock(sizes.width, sizes.heads) for _ in range(layers)),
+        nn.LayerNorm(sizes.width),
+        nn.Linear(sizes.width, sizes.vocabulary, bias=False),
+    )
 
 
-class _Nobody:
+def paths_of(training: DeviceTraining) -> list[tuple[Any, ...]]:
+    """Where the tensors of the state lie in the state dicts, in the order of `tensors_of`."""
+    state = training.optimizer.state
+    return [
+        *(("model", name) for name, _ in training.model.named_parameters()),
+        *(
+            ("optimizer", "state", number, key)
+            for number, parameter in enumerate(training.model.parameters())
+            for key in sorted(state[parameter])
+        ),
+    ]
+
+
+def tensors_of(training: DeviceTraining) -> list[torch.Tensor]:
+    """The parameters, and what the optimizer keeps of each."""
+    state, parameters = training.optimizer.state, list(training.model.parameters())
+    return [*parameters, *(state[one][key] for one in parameters for key in sorted(state[one]))]
+
+
+def differing(
+    paths: Sequence[tuple[Any, ...]], found: Sequence[torch.Tensor], clones: Sequence[torch.Tensor]
+) -> list[str]:
+    """The tensors that are not their clones, bit for bit."""
+    return [
+        ".".join(map(str, path))
+        for path, one, clone in zip(paths, found, clones, strict=True)
+        if not torch.equal(_bits(one), _bits(clone))
+    ]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cuda").contiguous().reshape(-1).view(torch.uint8)
+
+
+class Way:
+    """One way to save, and here that of nobody: nothing is saved.
+
+    Attributes:
+        keeps: How its copy is kept from the updates that come after the save.
+        warm_ups: Saves until all its memory has been used.
+        blocks: `save()` returns when all is done: its call is the stall.
+    """
+
+    keeps = ""
+    warm_ups = 1
+    blocks = False
+
     def save(self, step: int) -> bool:  # noqa: ARG002
+        """Begin a checkpoint; whether it was begun."""
         return True
 
     def before_update(self) -> None:
-        """Nothing is read."""
+        """Wait for whatever must be over before the optimizer may change the state."""
+
+    def after_update(self) -> None:
+        """The state has changed."""
+
+    def copied(self) -> bool:
+        """Whether the last one is whole in host memory."""
+        return True
 
     def wait_done(self) -> None:
-        """Nothing is written."""
+        """Until the last one is where it goes."""
+
+    def host_bytes(self) -> int:
+        """Of host memory that it holds."""
+        return 0
+
+    def found(self, paths: Sequence[tuple[Any, ...]], step: int) -> tuple[list[torch.Tensor], float]:
+        """The tensors of the last one, and the seconds that it took to have them."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give everything back."""
 
 
-class _ByHoldfast:
+class ByHoldfast(Way):
+    """A local tier and no stager, as one of `STRATEGIES`.
+
+    Args:
+        training: What is saved.
+        folder: For what it writes.
+        strategy: A name.
+        more: Other objects of the state.
+    """
+
+    keeps = (
+        "a copy on the device that save() queues on the training's stream (from the second save on, where there is "
+        "room); without room the hook of optimizer.step() waits"
+    )
+    warm_ups = 3  # the first has no mirror, and each of the two slots is used
+
     def __init__(self, training: DeviceTraining, folder: Path, strategy: str, more: dict[str, Any]) -> None:
         from holdfast.config import TrainerConfig
         from trainer_side import Checkpointer
 
         tier, device_bytes_max = STRATEGIES[strategy]
-        (folder / "tier").mkdir()
+        self._tier = folder / "tier"
+        self._tier.mkdir()
         config = TrainerConfig.from_sources(
             store=str(folder / "store"),
-            tiers=[f"{tier}:{folder / 'tier'}"],
+            tiers=[f"{tier}:{self._tier}"],
             device_bytes_max=device_bytes_max,
             on_full="skip",
         )
+        self._training = training
         state = {"model": training.model, "optimizer": training.optimizer, **more}
         self.checkpointer = Checkpointer(state, config=config, every=0)
         self.checkpointer.restore()
         self._step = -1
 
     def save(self, step: int) -> bool:
+        """As `Way`."""
         taken = self.checkpointer.save(step)
         self._step = step if taken else self._step
         return taken
 
-    def before_update(self) -> None:
-        """The optimizer's own hook waits, if anything has to."""
+    def copied(self) -> bool:
+        """As `Way`."""
+        return self.checkpointer.kept_step >= self._step
 
     def wait_done(self) -> None:
+        """As `Way`."""
         deadline = time.monotonic() + _DONE_SECONDS_MAX
-        while self.checkpointer.kept_step < self._step:
+        while not self.copied():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"step {self._step} was not kept: {self.checkpointer.stats}")
             time.sleep(_POLL_SECONDS)
 
+    def host_bytes(self) -> int:
+        """As `Way`."""
+        return sum(path.stat().st_blocks * 512 for path in self._tier.rglob("*") if path.is_file())
 
-class _ByDcp:
-    """torch.distributed.checkpoint.async_save as it serves best: pinned memory that is kept, staged by a thread."""
-
-    def __init__(self, training: DeviceTraining, folder: Path) -> None:
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        self._training, self._folder = training, folder
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=True,
-                use_shared_memory=False,
-                use_async_staging=True,
-                use_non_blocking_copy=True,
-            )
-        )
-        self._staged: Future[Any] | None = None
-        self._written: Future[Any] | None = None
-
-    def save(self, step: int) -> bool:
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.state_dict_saver import (
-            AsyncCheckpointerType,
-            AsyncSaveResponse,
-            async_save,
-        )
-
-        model, optimizer = self._training.model.state_dict(), self._training.optimizer.state_dict()
-        response = async_save(
-            {"model": model, "optimizer": optimizer},
-            storage_writer=FileSystemWriter(self._folder / f"dcp-{step}", thread_count=2, sync_files=False),
-            planner=DefaultSavePlanner(enable_plan_caching=True),
-            async_checkpointer_type=AsyncCheckpointerType.THREAD,
-            async_stager=self._stager,
-        )
-        assert isinstance(response, AsyncSaveResponse)
-        self._staged, self._written = response.staging_completion, response.upload_completion
-        return True
-
-    def before_update(self) -> None:
-        if self._staged is not None:
-            self._staged.result(_DONE_SECONDS_MAX)
-
-    def wait_done(self) -> None:
-        if self._written is not None:
-            self._written.result(_DONE_SECONDS_MAX)
-        for written in self._folder.glob("dcp-*"):
-            shutil.rmtree(written)
-
-    def close(self) -> None:
-        self._stager.close()
+    def found(self, paths: Sequence[tuple[Any, ...]], step: int) -> tuple[list[torch.Tensor], float]:  # noqa: ARG002
+        """As `Way`: it is restored into the training."""
+        torch.cuda.synchronize()
+        begun = time.monotonic()
+        self.checkpointer.restore(step=step)
+        torch.cuda.synchronize()
+        return tensors_of(self._training), time.monotonic() - begun
 
 
 @contextmanager
-def saved_by(way: str, training: DeviceTraining, folder: Path, **more: Any) -> Iterator[Any]:
-    """A way to save: `none`, `dcp`, or one of `STRATEGIES`. What it has written is gone afterwards.
+def saved_by(strategy: str, training: DeviceTraining, folder: Path, **more: Any) -> Iterator[ByHoldfast]:
+    """holdfast with one of `STRATEGIES`. What it has written is gone afterwards.
 
     Args:
-        way: Its name.
+        strategy: Its name.
         training: What is saved.
         folder: For what it writes.
         more: Other objects of the state.
     """
     join_alone()
-    mine = folder / way
+    mine = folder / strategy
     shutil.rmtree(mine, ignore_errors=True)
     mine.mkdir()
     try:
-        if way == "none":
-            yield _Nobody()
-        elif way == "dcp":
-            peer = _ByDcp(training, mine)
-            try:
-                yield peer
-            finally:
-                peer.before_update()
-                peer.wait_done()
-                peer.close()
-        else:
-            saver = _ByHoldfast(training, mine, way, more)
-            with saver.checkpointer:
-                yield saver
+        saver = ByHoldfast(training, mine, strategy, more)
+        with saver.checkpointer:
+            yield saver
     finally:
         shutil.rmtree(mine, ignore_errors=True)
 

@@ -1,61 +1,103 @@
-"""Whether `save()` waits for the device, and what it allocates: for each strategy, with a GradScaler in the state."""
+"""Whether `save()` waits for the device, what it allocates and maps, and how many operators it calls.
+
+`default` with the large state, the other strategies with the tiny one. A GradScaler is in each state.
+"""
 
 from __future__ import annotations
 
-import shutil
 import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.device_training import STRATEGIES, DeviceTraining, saved_by
+from benchmarks.gpu.device_training import STRATEGIES, saved_by
 from benchmarks.gpu.measured import Measured, Sizes
+from benchmarks.gpu.shared import Shared, beside_torch
+from benchmarks.gpu.windows import Windows
 
 __all__ = ["measure"]
 
 _WARM_UP = 3
 _SLEEP_CYCLES = 500_000_000  # a quarter of a second and more, on any device
+_COPIES = ("aten::copy_", "aten::_foreach_copy_", "aten::cat", "aten::stack")
 
 
-def measure(measured: Measured, sizes: Sizes) -> None:
-    training = DeviceTraining(sizes, shutil.disk_usage(measured.folder).free)
+def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: ARG001 - the same for all phases
+    measured.put(strategies={})
+    found = {"default": _one_save(shared.windows())}
+    measured.put(strategies=found)
+    training = shared.training("tiny")
     scaler = torch.amp.GradScaler("cuda")
     scaler.scale(torch.ones(1, device="cuda"))
-    found: dict[str, Any] = {}
     for strategy in STRATEGIES:
+        if strategy == "default":
+            continue
         with saved_by(strategy, training, measured.folder, scaler=scaler) as saver:
-            for number in range(_WARM_UP):
-                saver.save(number)
+            windows = shared.windows_of(training, saver)
+            for _ in range(_WARM_UP):
+                windows.save()
                 saver.wait_done()
                 training.step()
-            torch.cuda.synchronize()
-            before, on_host = _allocations(), _host_bytes()
-            torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-            queued: torch.cuda.Event = torch.cuda.current_stream().record_event()
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn")
-                taken = saver.save(_WARM_UP)
-                torch.cuda.set_sync_debug_mode("default")
-            waited = queued.query()  # type: ignore[no-untyped-call]
-            synchronised = [str(one.message) for one in said if "called a synchronizing" in str(one.message)]
-            after = _allocations()
-            saver.wait_done()
-            found[strategy] = {
-                "taken": taken,
-                "waited_for_the_queue": waited,
-                "synchronising_calls": len(synchronised),
-                "device_allocations": after["allocation"] - before["allocation"],
-                "device_segments": after["segment"] - before["segment"],
-                "host_bytes": _host_bytes() - on_host,
-            }
+            found[strategy] = _one_save(windows)
             measured.put(strategies=found)
 
 
+def _one_save(windows: Windows) -> dict[str, Any]:
+    """A save behind work that takes the device a while, and one more that is looked at from inside."""
+    torch.cuda.synchronize()
+    before, on_host, beside = _allocations(), _host_bytes(), beside_torch()
+    torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+    queued: torch.cuda.Event = torch.cuda.current_stream().record_event()
+    with _synchronising() as said:
+        taken = windows.save()
+    waited = queued.query()  # type: ignore[no-untyped-call]
+    after, mapped = _allocations(), beside_torch() - beside
+    windows.saver.wait_done()
+    figures = {
+        "state_bytes": windows.training.state_bytes,
+        "taken": taken,
+        "waited_for_the_queue": waited,
+        "synchronising_calls": len(said),
+        "device_allocations": after["allocation"] - before["allocation"],
+        "device_segments": after["segment"] - before["segment"],
+        "mapped_bytes": max(0, mapped - (after["reserved"] - before["reserved"])),
+        "host_bytes": _host_bytes() - on_host,
+    }
+    windows.training.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        windows.save()
+    windows.saver.wait_done()
+    # The events of the copy thread, which may run by then, are not this thread's and not among them.
+    called = Counter(event.name for event in seen.events() if event.name.startswith("aten::"))
+    return figures | {
+        "operators": sum(called.values()),
+        "copying_operators": {name: called[name] for name in _COPIES if called[name]},
+    }
+
+
+@contextmanager
+def _synchronising() -> Iterator[list[str]]:
+    """The calls of this block that torch knows to wait for the device."""
+    calls: list[str] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield calls
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            calls += [str(one.message) for one in said if "called a synchronizing" in str(one.message)]
+
+
 def _allocations() -> dict[str, int]:
-    """Tensors, and blocks that were taken from the driver for them, so far."""
+    """Tensors, blocks that were taken from the driver for them, and the bytes of those."""
     stats = torch.cuda.memory_stats()
-    return {kind: int(stats.get(f"{kind}.all.allocated", 0)) for kind in ("allocation", "segment")}
+    counts = {kind: int(stats.get(f"{kind}.all.allocated", 0)) for kind in ("allocation", "segment")}
+    return {**counts, "reserved": torch.cuda.memory_reserved()}
 
 
 def _host_bytes() -> int:

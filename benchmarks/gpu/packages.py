@@ -1,6 +1,6 @@
-"""The packages of holdfast that a bare machine lacks: taken from a folder of wheels, or from the index if it answers.
+"""The packages that a bare machine lacks: taken from a folder of wheels, or from the index if it answers.
 
-What cannot be had is left: phases that need it say so, and the others run.
+Those of holdfast, and the peers. What cannot be had is left: phases that need it say so, and the others run.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 __all__ = ["ready"]
@@ -19,9 +20,12 @@ _SECONDS_MAX = 60
 # Module ─► package. torch is not among them: the machine's own is measured.
 _NEEDED = {
     "annotated_types": "annotated-types",
+    "click": "click",
     "dotenv": "python-dotenv",
     "isal": "isal",
+    "numpy": "numpy",
     "platformdirs": "platformdirs",
+    "prometheus_client": "prometheus-client",
     "pydantic": "pydantic",
     "pydantic_core": "pydantic-core",
     "pydantic_settings": "pydantic-settings",
@@ -30,30 +34,62 @@ _NEEDED = {
     "pluggy": "pluggy",
     "packaging": "packaging",
     "pygments": "pygments",
+    "rich": "rich",
     "tenacity": "tenacity",
     "typing_inspection": "typing-inspection",
+}
+# With the versions that peer_ways.py knows: some of its figures come from what they keep private.
+_PEERS = {
+    "lm_resiliency": "lm-resiliency==0.2.0",
+    "safetensors": "safetensors",
+    "torch_checkpointing": "torch-checkpointing==0.1.1",
 }
 
 
 def ready(folder: Path) -> dict[str, str]:
     """Variables for Python that finds the tree and what was missing, which is put into `folder`. At most a minute."""
-    missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        where = ["--no-index", "--find-links", str(_WHEELS)] if _WHEELS.is_dir() else ["--retries", "0"]
-        command = [
-            *(sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"),
-            *("--upgrade", "--target", str(folder), *where, "-c", str(_ROOT / "constraints.txt"), *missing),
+    ends = time.monotonic() + _SECONDS_MAX
+    is_missing = False
+    for packages in (_NEEDED, _PEERS):
+        missing = [
+            package for module, package in packages.items() if importlib.util.find_spec(module) is None
         ]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_MAX, check=False)
-            reason = done.stderr.strip()[-300:] if done.returncode else ""
-        except (OSError, subprocess.TimeoutExpired) as error:
-            reason = str(error)
-        if reason:
-            print(f"not there: {', '.join(missing)}: {reason}", file=sys.stderr)
+        if missing:
+            is_missing = True
+            reason = _install(folder, missing, ends - time.monotonic())
+            # One that cannot be had must not take the others with it.
+            for package in missing if reason and len(missing) > 1 else ():
+                _install(folder, [package], ends - time.monotonic())
+            if reason:
+                print(f"not all there: {', '.join(missing)}: {reason}", file=sys.stderr)
     paths = [
         *os.environ.get("PYTHONPATH", "").split(os.pathsep),
         str(_ROOT),
-        *([str(folder)] if missing else []),
+        *([str(folder)] if is_missing else []),
     ]
     return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def _install(folder: Path, packages: list[str], seconds: float) -> str:
+    """Why that failed; empty where it did not."""
+    if seconds <= 0:
+        return "no time was left"
+    where = ["--no-index", "--find-links", str(_WHEELS)] if _WHEELS.is_dir() else ["--retries", "0"]
+    command = [
+        *(
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-compile",
+        ),
+        *("--upgrade", "--target", str(folder), *where, "-c", str(_ROOT / "constraints.txt"), *packages),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stderr.strip()[-300:] if done.returncode else ""

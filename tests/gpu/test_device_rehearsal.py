@@ -12,27 +12,53 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import PHASES
-from benchmarks.gpu.phase import NO_DEVICE
+from benchmarks.gpu import device_facts
+from benchmarks.gpu.exact import PATTERNS
+from benchmarks.gpu.jobs import KINDS
+from benchmarks.gpu.phases import PHASES, SECONDS, groups
+from benchmarks.gpu.worker import NO_DEVICE
 from tests.late.control import is_late
 from tests.late.provision import NoLateRuntime, install
 
-SECONDS_MAX = 600
+SECONDS_MAX = 900
 ROOT = Path(__file__).resolve().parents[2]
+NVIDIA_SMI = "580.159.04, 5, 16, 700.00 W, Disabled"
+WAY = {"call_ms", "stall_ms", "stall_queued_ms", "copy_seconds", "host_bytes", "consistent"}
 # Phase ─► what its figures have among them.
 FIGURES = {
     "facts": {"card", "driver", "torch", "commit", "device_bytes", "works"},
-    "tests": {"passed", "failed", "skipped"},
+    "stall": {"bare_gb_per_second", "state_bytes", "open_seconds", "ways"},
+    "waits": {"strategies"},
     "bandwidths": {"bare_gb_per_second", "mirror_memory", "lane"},
-    "stall": {"state_bytes", "ways"},
-    "steps": {"modes", "every"},
+    "steps": {"saved_p99_ms", "none_p99_ms", "p99_ratio", "every"},
+    "exact": {"patterns"},
+    "jobs": {"jobs", "nccl_with_two_ranks_on_one_card"},
+    "peers-opened": {"opened"},
+    "peers-lm_resiliency": {"ways"},
+    "peers-dcp": {"ways"},
+    "peers-torch_checkpointing": {"ways"},
     "memory": {
         *("mirror_bytes", "kept_bytes", "kept_beside_torch_bytes", "kept_at_the_end_bytes"),
         *("asked_and_given_bytes", "full_save_taken"),
     },
-    "waits": {"strategies"},
-    "resume": {"same_bits", "resumed"},
+    "tests": {"passed", "failed", "skipped"},
+    "peers-holdfast": {"ways"},
+    "peers-torch_save": {"ways"},
 }
+# Their packages are installed where the index has them.
+MAY_LACK = {"peers-lm_resiliency", "peers-torch_checkpointing"}
+ANSWERS = pytest.mark.parametrize(
+    ("program", "driver"),
+    [
+        (f'echo "{NVIDIA_SMI}"', "580.159.04"),
+        ('echo "580.1, [N/A], [N/A], [N/A], [N/A]"', "580.1"),
+        ("echo No devices were found", None),
+        (f'echo "{NVIDIA_SMI}"; exit 9', None),
+        ("printf '\\377\\n'", None),
+        ("sleep 60", None),
+    ],
+    ids=["a card", "no details", "no card", "failed", "no text", "hangs"],
+)
 
 pytestmark = [
     pytest.mark.skipif(is_late(), reason="this is that device"),
@@ -41,32 +67,73 @@ pytestmark = [
 
 
 def test_every_phase_writes_its_figures(tmp_path: Path) -> None:
-    done = _on_the_late_device("-m", "benchmarks.gpu", "--quick", "--out", str(tmp_path))
-    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert done.returncode == 0, _said(done, found)
+    found, done = _rehearsed(tmp_path, "--seconds", str(SECONDS_MAX - 60), path=_nvidia_smi(tmp_path))
     assert [phase.name for phase in PHASES] == list(FIGURES)
     for name, figures in FIGURES.items():
-        assert found[name]["status"] == "done", found[name]
+        if name in MAY_LACK and found[name]["status"] == "left out":
+            assert "no package" in found[name]["error"]
+            continue
+        assert found[name]["status"] == "done", _said(done, found)
         assert figures <= found[name]["figures"].keys(), name
         assert found[name]["on"]["card"] == "Late (no device)"
+        assert found[name]["on"]["driver"] == "580.159.04"
+    assert done.returncode == int(any(of["status"] != "done" for of in found.values())), _said(done, found)
     of = {name: document["figures"] for name, document in found.items()}
-    assert of["tests"]["passed"] > 0
-    assert of["tests"]["failed"] == []
+    _check_ways(of)
     assert set(of["bandwidths"]["lane"]) == {"large_mirror", "large_gate", "small_mirror", "small_gate"}
-    assert set(of["stall"]["ways"]) == {
-        *("none", "dcp", "default", "slot_mirror", "slot_gate", "area_mirror", "area_gate")
-    }
-    assert all(way["saves"] for way in of["stall"]["ways"].values()), of["stall"]
-    assert of["steps"]["modes"]["eager"]["default_steps"] == of["steps"]["modes"]["eager"]["none_steps"]
+    assert of["steps"]["saved_steps"] == of["steps"]["none_steps"] > 0
+    assert of["steps"]["saves"] > 0
     assert of["memory"]["kept_bytes"] == of["memory"]["kept_at_the_end_bytes"] == 0
-    assert of["memory"]["kept_beside_torch_bytes"] == 0
     assert of["memory"]["saved_again"]
     # `waited_for_the_queue` needs a device that takes time: here a wait of the copy thread, which may come at any
     # moment, does all that is queued. The waits of `save()` itself are counted in tests/late/test_saves.py.
     waits = of["waits"]["strategies"].values()
     assert [(one["taken"], one["synchronising_calls"]) for one in waits] == [(True, 0)] * 5
-    assert of["resume"]["same_bits"] is True
-    assert of["resume"]["resumed"]["first_step"] > 0
+    report = (tmp_path / "report.md").read_text()
+    assert "stall of" in report
+    assert "p99 of step times" in report
+
+
+def _check_ways(of: dict[str, Any]) -> None:
+    """Each of holdfast and its peers has the figures that are compared, for both states, and its copy is right."""
+    ways = [way for figures in of.values() for way in figures.get("ways", ())]
+    there = {"holdfast", "dcp", "torch_save"} | {
+        name.removeprefix("peers-") for name in MAY_LACK if "ways" in of[name]
+    }
+    assert {(way["way"], way["size"]) for way in ways} == {
+        (way, size) for way in there for size in ("large", "small")
+    }
+    for way in ways:
+        wanted = WAY - {"copy_seconds"} if way["way"] == "torch_save" else WAY
+        assert wanted <= way.keys(), way
+        assert way["consistent"] == "yes", way
+        assert way["saves"] > 0, way
+        assert way["changed_meanwhile"] == way["tensors"], way
+
+
+def test_what_is_published_and_what_goes_on_is_exact(tmp_path: Path) -> None:
+    """The phases that time nothing, and run at the same time."""
+    found, done = _rehearsed(tmp_path, "--seconds", str(SECONDS_MAX - 60), "--phases", "exact,jobs,tests")
+    assert done.returncode == 0, _said(done, found)
+    of = {name: document["figures"] for name, document in found.items()}
+    assert of["tests"]["passed"] > 0
+    assert of["tests"]["failed"] == []
+    patterns = of["exact"]["patterns"]
+    assert {name: one["exact"] for name, one in patterns.items()} == dict.fromkeys(PATTERNS, 5)
+    jobs = of["jobs"]["jobs"]
+    assert {kind: one["same_bits"] for kind, one in jobs.items()} == dict.fromkeys(KINDS, True)
+    assert all(one["resumed_first_step"] == [6] for one in jobs.values()), jobs
+    assert jobs["ddp"]["ranks"] == 2
+    assert of["jobs"]["nccl_with_two_ranks_on_one_card"].startswith("refused")  # there is no NCCL
+
+
+def test_all_phases_together_take_200_seconds() -> None:
+    assert SECONDS <= 200
+    shared = [phase for phase in PHASES if not phase.alone]
+    assert all(phase.seconds_max > 0 for phase in PHASES)
+    together = [[phase.name for phase in group] for group in groups(PHASES) if len(group) > 1]
+    assert together == [["exact", "jobs", "peers-opened"]], "nothing that is timed runs beside something else"
+    assert {phase.name for phase in PHASES} - {phase.name for phase in shared} == {"exact", "jobs", "tests"}
 
 
 def test_a_phase_that_dies_loses_neither_its_figures_nor_the_others(tmp_path: Path) -> None:
@@ -76,18 +143,38 @@ def test_a_phase_that_dies_loses_neither_its_figures_nor_the_others(tmp_path: Pa
     assert done.returncode == 1, _said(done, found)
     assert {name: line["status"] for name, line in found.items()} == {
         "facts": "done",
-        "raises": "failed with exit code 1",
-        "killed": "failed with exit code -9",
         "hangs": "out of time",
-        "lacks": "left out",
-        "last": "done",
         "late": "left out",
+        "first": "done",
+        "raises": "failed with exit code 1",
+        "second": "done",
+        "killed": "failed with exit code -9",
+        "third": "done",
+        "lacks": "left out",
+        "fourth": "done",
+        "killed-alone": "failed with exit code -9",
+        "beside": "done",
+        "fifth": "done",
     }
     assert "planted" in found["raises"]["error"]
     assert "no_such_package" in found["lacks"]["error"]
-    for name in ("raises", "killed", "hangs"):
-        assert found[name]["figures"] == {"before": 1}, name
-        assert found[name]["on"]["card"] == "Late (no device)"
+    pids = {name: line["figures"]["pid"] for name, line in found.items() if "pid" in line.get("figures", {})}
+    assert len(pids) == 11, "a phase that died has lost its figure"
+    assert pids["first"] == pids["raises"] != pids["second"] == pids["killed"] != pids["third"]
+    assert pids["hangs"] != pids["third"] == pids["lacks"] == pids["fourth"] == pids["fifth"]
+    assert len({pids["killed-alone"], pids["beside"], pids["fifth"]}) == 3
+    assert all(line["on"]["card"] == "Late (no device)" for line in found.values())
+    left = Path(f"/proc/{found['hangs']['figures']['left']}/cmdline")
+    assert not left.exists() or b"sleep" not in left.read_bytes(), "what the phase had started outlives it"
+
+
+@ANSWERS
+def test_the_facts_are_there_whatever_nvidia_smi_answers(
+    program: str, driver: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_facts, "_ASK_SECONDS_MAX", 1)
+    monkeypatch.setenv("PATH", _nvidia_smi(tmp_path, program))
+    assert device_facts.of_the_driver()["driver"] == driver
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -100,7 +187,22 @@ def test_without_a_device_it_says_so_and_ends_with_a_code_of_its_own(tmp_path: P
     assert [path.stem for path in tmp_path.glob("*.json")] == ["facts"]
 
 
-def _on_the_late_device(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _nvidia_smi(folder: Path, program: str = f'echo "{NVIDIA_SMI}"') -> str:
+    """A PATH where it is the first one."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
+    (folder / "bin" / "nvidia-smi").chmod(0o755)
+    return f"{folder / 'bin'}:{os.environ['PATH']}"
+
+
+def _rehearsed(
+    out: Path, *arguments: str, path: str = ""
+) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+    done = _on_the_late_device("-m", "benchmarks.gpu", "--quick", "--out", str(out), *arguments, path=path)
+    return {one.stem: json.loads(one.read_text()) for one in out.glob("*.json")}, done
+
+
+def _on_the_late_device(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
     try:
         environment = install().environment(policy="lazy")
     except NoLateRuntime as reason:
@@ -108,7 +210,7 @@ def _on_the_late_device(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, **environment, **({"PATH": path} if path else {})},
         capture_output=True,
         text=True,
         timeout=SECONDS_MAX,

@@ -13,6 +13,8 @@ _HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if is_late():
+        # They let captures fail, and up to torch 2.11 the generator and the allocator of the process do not recover.
+        items.sort(key=lambda item: item.path == _HERE / "test_graphs.py")
         return
     for item in items:
         if _HERE in item.path.parents:

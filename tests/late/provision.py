@@ -3,7 +3,7 @@
     pip download ─► wheels unpacked ─► which symbols does torch want? ─► ours compiled, empty ones for the rest
 
 They lie in .services/late, or in the folder that LATE_HOME names, which several working copies may share.
-`python -m tests.late --install` makes them ahead of time.
+`python -m tests.late --install` makes them ahead of time. LATE_TORCH names another version of torch than the default.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ __all__ = ["HERE", "LateRuntime", "NoLateRuntime", "install"]
 
 HERE = Path(__file__).resolve().parent
 _ROOT = HERE.parents[1]
-# `===`: exactly this version, and not the CPU build of it, which some indexes call 2.13.0+cpu.
-_TORCH = "torch===2.13.0"
+_TORCH = "2.13.0"
 _HEADERS = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88")
 _DOWNLOAD_SECONDS_MAX = 600
 
@@ -86,8 +85,14 @@ def install() -> LateRuntime:
 
 def _unpacked(home: Path) -> Path:
     """torch's CUDA build and CUDA's headers, from the index that pip is set up for."""
-    wanted = "\n".join((_TORCH, *_HEADERS))
-    folder = home / f"torch-{sysconfig.get_config_var('SOABI')}"
+    version = os.environ.get("LATE_TORCH") or _TORCH
+    # `===`: exactly this version, and not the CPU build of it, which some indexes call 2.13.0+cpu.
+    torch = f"torch==={version}"
+    wanted = "\n".join((torch, *_HEADERS))
+    # Each version has a folder of its own, so that two runs at the same time do not replace each other's.
+    folder = home / "-".join(
+        ("torch", *([version] if version != _TORCH else []), sysconfig.get_config_var("SOABI"))
+    )
     stamp = folder / "wanted"
     if stamp.exists() and stamp.read_text() == wanted:
         return folder
@@ -95,7 +100,7 @@ def _unpacked(home: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=home) as wheels:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
         # No cache: the wheel has half a gigabyte, and would lie there once more.
-        _run([*pip, "--no-cache-dir", "--dest", wheels, _TORCH, *_HEADERS])
+        _run([*pip, "--no-cache-dir", "--dest", wheels, torch, *_HEADERS])
         for wheel in sorted(Path(wheels).glob("*.whl")):
             with zipfile.ZipFile(wheel) as packed:
                 # torch would find the libraries of the other wheels before ours.

@@ -1,4 +1,4 @@
-"""Phases that die in different ways, between two that do not: `python -m tests.gpu.jobs.dying_phase OUT`.
+"""Phases that die in different ways, between some that do not: `python -m tests.gpu.jobs.dying_phase OUT`.
 
 As a phase's module it does what the phase's name says.
 """
@@ -7,27 +7,33 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.gpu.__main__ import TimedPhase, run_phases
+from benchmarks.gpu.__main__ import run_phases
 from benchmarks.gpu.measured import Measured, Sizes
+from benchmarks.gpu.phases import TimedPhase, seconds_of
+from benchmarks.gpu.shared import Shared
 
 _HERE = "tests.gpu.jobs.dying_phase"
-_HANGS_SECONDS = 30
+_LONG_SECONDS = 600
 
 
-def measure(measured: Measured, sizes: Sizes) -> None:
+def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:
     """What a phase is asked for."""
-    measured.put(before=1)
-    match measured.phase:
+    measured.put(pid=os.getpid())
+    match measured.phase.partition("-")[0]:
         case "raises":
             raise RuntimeError("planted")
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         case "hangs":
-            time.sleep(600)
+            # As a flusher: in a session of its own.
+            left = subprocess.Popen(["sleep", str(_LONG_SECONDS)], start_new_session=True)
+            measured.put(left=left.pid)
+            time.sleep(_LONG_SECONDS)
         case "lacks":
             raise ModuleNotFoundError("no_such_package", name="no_such_package")
 
@@ -35,13 +41,16 @@ def measure(measured: Measured, sizes: Sizes) -> None:
 def main() -> int:
     """Run them; the exit code."""
     phases = [
-        TimedPhase("facts", "benchmarks.gpu.device_facts", 120),
-        *(TimedPhase(name, _HERE, 120) for name in ("raises", "killed")),
-        TimedPhase("hangs", _HERE, _HANGS_SECONDS),
-        *(TimedPhase(name, _HERE, 120) for name in ("lacks", "last")),
-        TimedPhase("late", _HERE, 1),  # less than a phase needs
+        TimedPhase("facts", "benchmarks.gpu.device_facts", 60),
+        TimedPhase("hangs", _HERE, 0.001),  # what the one before it leaves is its time, too
+        TimedPhase("late", _HERE, 0.001),
+        *(TimedPhase(name, _HERE, 120) for name in ("first", "raises", "second", "killed", "third")),
+        *(TimedPhase(name, _HERE, 120) for name in ("lacks", "fourth")),
+        TimedPhase("killed-alone", _HERE, 120, alone=True),
+        TimedPhase("beside", _HERE, 120, alone=True, beside=True),
+        TimedPhase("fifth", _HERE, 120, beside=True),
     ]
-    return run_phases(phases, Path(sys.argv[1]), seconds=540, quick=True)
+    return run_phases(phases, Path(sys.argv[1]), seconds=seconds_of(phases), quick=True)
 
 
 if __name__ == "__main__":

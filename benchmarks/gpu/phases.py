@@ -1,0 +1,87 @@
+"""The phases in their order, and the seconds that each may take on an H100 with 16 cores: 200 together.
+
+The seconds come from rates of commit 9aff311 (docs/figures/data/gpu/h100-9aff311): memory is locked at 1.3 GB/s, a
+checkpoint is kept at 11 GB/s and restored at 1.7, torch.save writes 1.1 GB/s, a step takes 67 ms, and a process has its
+device after 6 s. docs/gpu.md has the sum for each phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["PHASES", "SECONDS", "TimedPhase", "asked_for", "groups", "seconds_of"]
+
+
+@dataclass(frozen=True)
+class TimedPhase:
+    """One phase.
+
+    Attributes:
+        name: Of its JSON.
+        module: Has `measure`.
+        seconds_max: It should end so long after the phases before it should have; what they leave is added to it.
+        alone: It runs in a process of its own.
+        beside: It begins together with the phase before it, where that is not the first one. Nothing that is timed, or
+            looks at the device's free memory, may run so.
+    """
+
+    name: str
+    module: str
+    seconds_max: float
+    alone: bool = False
+    beside: bool = False
+
+
+# The most valuable phases come first: a machine may be taken away at any moment.
+PHASES = (
+    TimedPhase("facts", "benchmarks.gpu.device_facts", 9),
+    TimedPhase("stall", "benchmarks.gpu.stall", 36),
+    TimedPhase("waits", "benchmarks.gpu.host_waits", 6),
+    TimedPhase("bandwidths", "benchmarks.gpu.bandwidths", 10),
+    TimedPhase("steps", "benchmarks.gpu.step_times", 15),
+    TimedPhase("exact", "benchmarks.gpu.exact", 33, alone=True),
+    TimedPhase("jobs", "benchmarks.gpu.jobs", 33, alone=True, beside=True),
+    TimedPhase("peers-opened", "benchmarks.gpu.peers_opened", 33, beside=True),
+    TimedPhase("peers-lm_resiliency", "benchmarks.gpu.peers", 14),
+    TimedPhase("peers-dcp", "benchmarks.gpu.peers", 10),
+    TimedPhase("peers-torch_checkpointing", "benchmarks.gpu.peers", 11),
+    TimedPhase("memory", "benchmarks.gpu.pressure", 8),
+    # It looks at the device's free memory: nothing else may run then.
+    TimedPhase("tests", "benchmarks.gpu.device_tests", 17, alone=True),
+    TimedPhase("peers-holdfast", "benchmarks.gpu.peers", 12),
+    TimedPhase("peers-torch_save", "benchmarks.gpu.peers", 19),
+)
+
+
+def groups(phases: Sequence[TimedPhase]) -> list[list[TimedPhase]]:
+    """Those that run at the same time. The first phase has a group of its own."""
+    found: list[list[TimedPhase]] = []
+    for phase in phases:
+        if phase.beside and len(found) > 1:
+            found[-1].append(phase)
+        else:
+            found.append([phase])
+    return found
+
+
+def seconds_of(phases: Sequence[TimedPhase]) -> float:
+    """Those of all of them together."""
+    return sum(max(phase.seconds_max for phase in group) for group in groups(phases))
+
+
+SECONDS = seconds_of(PHASES)
+
+
+def asked_for(words: list[str]) -> list[TimedPhase]:
+    """The phases of these names, and the facts: no figure goes without them. `peers` is all of the peers.
+
+    Raises:
+        ValueError: There is no phase of one of the names.
+    """
+    for word in words:
+        if not any(phase.name == word or phase.name.startswith(f"{word}-") for phase in PHASES):
+            names = ", ".join(phase.name for phase in PHASES)
+            raise ValueError(f"no such phase: {word}; there are {names}, and peers for all of the peers")
+    wanted = {"facts", *words}
+    return [phase for phase in PHASES if wanted & {phase.name, phase.name.partition("-")[0]}]

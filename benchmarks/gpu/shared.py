@@ -1,0 +1,122 @@
+"""What phases of one process share, each made when it is first asked for: trainings, the open Checkpointer, peers.
+
+Made once: the state of 12 GB on the device, and the 24 GB of locked memory of holdfast's two slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.device_training import DeviceTraining, Way, saved_by
+from benchmarks.gpu.measured import Sizes
+from benchmarks.gpu.windows import Windows
+
+__all__ = ["Shared", "beside_torch", "free_host_bytes", "gb_per_second"]
+
+_ROUNDS = 5
+
+
+class Shared:
+    """See the module.
+
+    Args:
+        sizes: Of everything.
+        folder: For what outlives a phase.
+
+    Attributes:
+        opened: Peers whose memory is there, by name and size.
+        opening: Of holdfast's at size `large`: seconds until each slot has been used, and its bytes.
+    """
+
+    def __init__(self, sizes: Sizes, folder: Path) -> None:
+        self.sizes, self.folder = sizes, folder
+        self.opened: dict[tuple[str, str], Windows] = {}
+        self.opening: dict[str, float] = {}
+        self.beside_before = 0
+        self._trainings: dict[str, DeviceTraining] = {}
+        self._rates: dict[str, float] = {}
+        self._windows: Windows | None = None
+        self._stack = contextlib.ExitStack()
+
+    def training(self, size: str) -> DeviceTraining:
+        """`large`, `small` or `tiny`."""
+        if size not in self._trainings:
+            self._trainings[size] = DeviceTraining(
+                getattr(self.sizes, size), shutil.disk_usage(self.folder).free
+            )
+            torch.cuda.synchronize()
+        return self._trainings[size]
+
+    def rates(self) -> dict[str, float]:
+        """GB/s of bare copies: `pinned` to pinned memory, `to_device` from it, `on_device`."""
+        if not self._rates:
+            nbytes = self.sizes.copy_bytes
+            live = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
+            host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            other = torch.empty_like(live)
+            for name, to, of in (
+                ("pinned", host, live),
+                ("to_device", live, host),
+                ("on_device", other, live),
+            ):
+                self._rates[name] = gb_per_second(to, of, _ROUNDS)
+            del live, host, other
+            torch.cuda.empty_cache()
+        return self._rates
+
+    def windows(self) -> Windows:
+        """The large training and holdfast's Checkpointer with its default strategy, both slots locked."""
+        if self._windows is None:
+            training = self.training("large")
+            scaler = torch.amp.GradScaler("cuda")
+            scaler.scale(torch.ones(1, device="cuda"))
+            torch.cuda.synchronize()
+            self.beside_before = beside_torch()
+            begun = time.monotonic()
+            saver = self._stack.enter_context(saved_by("default", training, self.folder, scaler=scaler))
+            self._windows = self.windows_of(training, saver)
+            self.opening = self._windows.open(begun)
+        return self._windows
+
+    def windows_of(self, training: DeviceTraining, saver: Way) -> Windows:
+        """Those of any way."""
+        return Windows(training, saver, self.rates()["pinned"], self.sizes.window_steps_min)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for windows in self.opened.values():
+            with contextlib.suppress(Exception):
+                windows.saver.close()
+        self._stack.close()
+
+
+def gb_per_second(to: torch.Tensor, of: torch.Tensor, rounds: int) -> float:
+    """Of the median round of bare copies; the first is not counted."""
+    seconds = []
+    for _ in range(1 + rounds):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        to.copy_(of, non_blocking=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return round(of.nbytes / sorted(seconds[1:])[rounds // 2] / 1e9, 4)
+
+
+def beside_torch() -> int:
+    """Bytes of the device that are taken, and are not torch's."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def free_host_bytes() -> int:
+    """Host memory that may still be taken."""
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
