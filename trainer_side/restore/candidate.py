@@ -36,8 +36,11 @@ from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
 from trainer_side.restore.parcels import Parcels
 from trainer_side.restore.reading import Reading, Use, read
 from trainer_side.restore.rounds import Rounds
-from trainer_side.restore.split_parts import Placed, place, split_moments, split_parts
+from trainer_side.restore.split_parts import Placed, beside, place, split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
+from trainer_side.restore.torch_loading import read_in_place
+from trainer_side.restore.wrappers import rewrap
+from trainer_side.state.tree import tensor_paths
 
 _log = logging.getLogger("holdfast.restore")
 
@@ -118,6 +121,7 @@ class Trial:
         self._placed = Placed({}, frozenset(), 0)
         self._deal = Deal()
         self._adopted_bytes = 0
+        self._in_place: frozenset[str] = frozenset()  # names of the state
 
     def read(self) -> str | None:
         """Read all bytes; returns why this candidate is no good, or None. Collective."""
@@ -240,7 +244,10 @@ class Trial:
         error: HoldfastError | None = None
         try:
             self._deal.settle()
-            values = load(job.state, self._structure.tree, rank=self._peers.rank, ranks=self._peers.ranks)
+            tree = self._structure.tree
+            # From here on only the tree keeps what was read beside: each object's part is free when it is loaded.
+            self._structure, self._deal, self._placed = None, Deal(), Placed({}, frozenset(), 0)
+            values = load(job.state, self._live, tree, rank=self._peers.rank, in_place=self._in_place)
         except HoldfastError as refused:
             error = refused
         problem = agree(self._peers, error)
@@ -350,6 +357,8 @@ class Trial:
             file, store = f"slices of {self._candidate.name}", None
         self._structure = Structure(file, self._image, data, store)
         self._live = live_trees(self._job.state)
+        if isinstance(self._structure.tree, dict):
+            rewrap(self._job.state, self._live, self._structure.tree)
         self._names = StageNames.of(self._job.state, self._live)
         self._is_other = is_other(self._names, self._job.state, self._structure.tree)
 
@@ -367,7 +376,11 @@ class Trial:
             narrow(job.state, structure.tree, ranks, self._peers.rank)
             left_out = before - structure.entries
         parts = split_parts(job.state, self._live)
-        check(job.state, self._live, parts, structure.tree, step, may_lack=job.may_lack)
-        parts = {**parts, **split_moments(job.state, structure.tree)}
+        ranks_now = self._peers.ranks
+        check(job.state, self._live, parts, structure.tree, step, ranks=ranks_now, may_lack=job.may_lack)
+        in_place = read_in_place(job.state, self._live, structure.tree)
+        self._in_place = frozenset(name for name, one in in_place.items() if tensor_paths([one]))
+        own = {name: tree for name, tree in self._live.items() if name not in in_place}
+        parts = {**beside(parts, own, structure.tree), **split_moments(job.state, structure.tree)}
         self._placed = place(structure, parts, job.state, left_out)
-        self._adopted_bytes = structure.adopt(self._live) + self._placed.nbytes
+        self._adopted_bytes = structure.adopt(in_place) + self._placed.nbytes
