@@ -22,6 +22,8 @@ from trainer_side.restore.rollback import rolled_back_on_error
 from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import once
 from trainer_side.restore.torch_loading import is_loaded_by_torch, read_in_place
+from trainer_side.restore.wrappers import rewrap
+from trainer_side.state.parameter_names import has_groups
 from trainer_side.state.per_rank import PerRank, decode
 from trainer_side.state.rng import RngState
 from trainer_side.state.tree import refusal, tensor_paths
@@ -241,8 +243,11 @@ def _load_per_rank(name: str, value: PerRank, blobs: Any, rank: int) -> None:
         )
         return
     saved = decode(blobs[rank], name=f"{name} of rank {rank}")
-    with _refusal_named(name, value.value):
-        value.load(saved)
+    inner, tree = value.value, {name: saved}
+    if isinstance(inner, torch.nn.Module):
+        rewrap({name: inner}, {name: inner.state_dict()}, tree)
+    with _refusal_named(name, inner), rolled_back_on_error(inner, {}):
+        value.load(tree[name])
 
 
 def _load_object(name: str, value: Any, saved: Any, live: Any) -> None:
@@ -261,14 +266,17 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Any, *, only_casts: bo
         saved: What it was loaded from.
         only_casts: Leave alone what is not the saved value in another dtype: the optimizer's own code has decided it.
     """
+    if only_casts and not has_groups(saved):
+        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     if only_casts and len(parameters) != len(numbers):
         return
     for parameter, number in zip(parameters, numbers, strict=True):
-        for key, tensor in saved["state"].get(number, {}).items():
+        moments = saved["state"].get(number, {})
+        for key, tensor in moments.items() if isinstance(moments, Mapping) else ():
             loaded = optimizer.state[parameter].get(key)
-            if not isinstance(loaded, torch.Tensor) or loaded.dtype == tensor.dtype:
+            if not isinstance(loaded, torch.Tensor) or loaded.dtype == getattr(tensor, "dtype", loaded.dtype):
                 continue
             if not only_casts or torch.equal(tensor.to(loaded), loaded):
                 optimizer.state[parameter][key] = tensor.to(loaded.device)

@@ -25,6 +25,7 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 # The layers that torch adapts complete these themselves, from an older version's names.
 _COMPLETED, _RENAMED = ("num_batches_tracked", "original0", "original1"), ("_g", "_v")
 _NAMED = 4
+_SIZES = 8  # of so many groups each size is said
 
 
 def misfit(name: str, value: Any, saved: Any, *, ranks: int) -> str:
@@ -102,10 +103,21 @@ def _other_groups(name: str, value: torch.optim.Optimizer, saved: Mapping[str, A
     there = [len(group["params"]) for group in saved["param_groups"]]
     if here == there:
         return ""
+    first = next(
+        (
+            f" (group {number}: {own} and {other})"
+            for number, (own, other) in enumerate(zip(here, there, strict=False))
+            if own != other
+        ),
+        "",
+    )
     advice = "make it with the groups and parameters that were saved, frozen ones too"
     if len(here) < len(there) and here == there[: len(here)]:
         advice = f"add the groups before restore(): {_count(len(there) - len(here), 'group')} more by add_param_group()"
-    return f"{name}: this {type(value).__name__} has {_sizes(here)}, the checkpoint has {_sizes(there)}; {advice}"
+    elif len(here) > len(there) and there == here[: len(there)]:
+        advice = f"call restore() before add_param_group(): {_count(len(here) - len(there), 'group')} less"
+    kind = type(value).__name__
+    return f"{name}: this {kind} has {_sizes(here)}, the checkpoint has {_sizes(there)}{first}; {advice}"
 
 
 def _other_ranks(name: str, value: PerRank, saved: Any, ranks: int) -> str:
@@ -123,6 +135,8 @@ def _other_ranks(name: str, value: PerRank, saved: Any, ranks: int) -> str:
 
 
 def _sizes(groups: list[int]) -> str:
+    if len(groups) > _SIZES:
+        return f"{len(groups)} groups of {sum(groups)} parameters in all"
     sizes = " and ".join(filter(None, [", ".join(map(str, groups[:-1])), *map(str, groups[-1:])]))
     return f"{_count(len(groups), 'group')} of {sizes} parameters" if groups else "no groups"
 

@@ -32,13 +32,14 @@ def rolled_back_on_error(value: Any, live: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        vars(value).update(optimizer)
+        if optimizer:
+            vars(value).update(optimizer)
         for of, before in members:
             of.clear()
             of.update(before)
         with torch.no_grad():
-            for tensor, before in kept:
-                tensor.copy_(before)
+            for tensor, copied in kept:
+                tensor.copy_(copied)
         raise
 
 

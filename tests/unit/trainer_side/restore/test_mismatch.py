@@ -129,6 +129,25 @@ def test_groups_that_are_added_later(tmp_path: Path) -> None:
     )
 
 
+def test_groups_that_were_added_too_early(tmp_path: Path) -> None:
+    refused(
+        tmp_path,
+        groups(2).state_dict(),
+        groups(2, 1),
+        match=r"restore\(\) before add_param_group\(\): 1 group less",
+    )
+
+
+def test_one_of_many_groups_is_named(tmp_path: Path) -> None:
+    refused(
+        tmp_path,
+        groups(*[1] * 7, 2, *[1] * 5).state_dict(),
+        groups(*[1] * 13),
+        match=r"has 13 groups of 13 parameters in all, the checkpoint has 13 groups of 14 parameters in all "
+        r"\(group 7: 1 and 2\)",
+    )
+
+
 @pytest.mark.parametrize(("here", "there"), [((2, 3), (2,)), ((2, 3), (3, 2)), ((4,), (5,)), ((), (1,))])
 def test_other_groups(tmp_path: Path, here: tuple[int, ...], there: tuple[int, ...]) -> None:
     optimizer = groups(*(here or (1,)))

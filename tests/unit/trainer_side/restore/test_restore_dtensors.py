@@ -230,7 +230,8 @@ def test_nothing_of_a_split_model_that_refuses_has_changed(tmp_path: Path, kind:
         for parameter in live.parameters():
             parameter.grad = torch.ones_like(parameter)
         moments.step()
-        handles = [live.up.register_load_state_dict_post_hook(refuse)]
+        up: Any = live.up
+        handles = [up.register_load_state_dict_post_hook(refuse)]
         handles.append(moments.register_load_state_dict_post_hook(refuse))
         before = {name: tensor.clone() for name, tensor in _locals(live).items()}
         averages = [moments.state[one]["exp_avg"].clone() for one in live.parameters()]
@@ -243,7 +244,7 @@ def test_nothing_of_a_split_model_that_refuses_has_changed(tmp_path: Path, kind:
             assert torch.equal(*(one.to_local() if isinstance(one, DTensor) else one for one in (held, kept)))
         for handle in handles:
             handle.remove()
-        hooked = live.up.register_load_state_dict_post_hook(lambda *_: None)
+        hooked = up.register_load_state_dict_post_hook(lambda *_: None)
         restore({"model": live, "optimizer": moments}, CountingStore(tmp_path), LonePeers(), events=None)
         hooked.remove()
         same = Net(even=even)

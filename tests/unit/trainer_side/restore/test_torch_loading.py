@@ -14,13 +14,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from holdfast.errors import StateError
 from tests.support.restoring import CountingStore, Ranks, publish
-from tests.unit.trainer_side.restore.test_restore import assert_same, bring_back
+from tests.unit.trainer_side.restore.test_restore import assert_same, blobs_of, bring_back
 from trainer_side.restore.restore import restore
 from trainer_side.restore.torch_loading import Loading, loading_of, places_of
+from trainer_side.state.per_rank import PerRank
 from trainer_side.state.tree import tensor_paths
 
 
-def filled(module: nn.Module, value: float) -> nn.Module:
+def filled(module: nn.Module, value: float) -> Any:
     for tensor in module.state_dict().values():
         if isinstance(tensor, torch.Tensor):
             tensor.fill_(value)
@@ -117,9 +118,9 @@ def test_a_hook_of_a_submodule_renames(tmp_path: Path, public: bool) -> None:
 
 
 def test_a_hook_that_exchanges_two_names_is_not_read_through(tmp_path: Path) -> None:
-    saved = nn.Sequential(filled(nn.Linear(3, 3), 1.0), filled(nn.Linear(3, 3), 2.0))
+    saved: Any = nn.Sequential(filled(nn.Linear(3, 3), 1.0), filled(nn.Linear(3, 3), 2.0))
     publish(tmp_path, 1, {"model": saved.state_dict()})
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model.register_load_state_dict_pre_hook(swap)
     bring_back({"model": model}, tmp_path)
     assert model[0].weight.eq(2).all()
@@ -128,9 +129,9 @@ def test_a_hook_that_exchanges_two_names_is_not_read_through(tmp_path: Path) -> 
 
 def test_a_state_dict_whose_hook_exchanges_names_is_loaded_by_the_names_of_the_file(tmp_path: Path) -> None:
     """The live tensors that `state_dict()` names are not those that torch loads under these names."""
-    saved = nn.Sequential(filled(nn.Linear(3, 3), 1.0), filled(nn.Linear(3, 3), 2.0))
+    saved: Any = nn.Sequential(filled(nn.Linear(3, 3), 1.0), filled(nn.Linear(3, 3), 2.0))
     publish(tmp_path, 1, {"model": saved.state_dict()})
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model._register_state_dict_hook(swap)
     bring_back({"model": model}, tmp_path)
     assert model[0].weight.eq(1).all()
@@ -143,7 +144,7 @@ def test_a_state_dict_of_copies_is_loaded_into_the_live_tensors(tmp_path: Path) 
             return {key: value.clone() for key, value in super().state_dict(*args, **options).items()}
 
     publish(tmp_path, 1, {"model": filled(nn.Linear(3, 3), 6.0).state_dict()})
-    model = Copies(3, 3)
+    model: Any = Copies(3, 3)
     bring_back({"model": model}, tmp_path)
     assert model.weight.eq(6).all()
 
@@ -163,7 +164,7 @@ def test_a_module_may_take_the_tensors_themselves(tmp_path: Path) -> None:
 
 def test_a_lazy_module_gets_its_shape(tmp_path: Path) -> None:
     publish(tmp_path, 1, {"model": filled(nn.Linear(3, 2), 6.0).state_dict()})
-    model = nn.LazyLinear(2)
+    model: Any = nn.LazyLinear(2)
     bring_back({"model": model}, tmp_path)
     assert model.weight.shape == (2, 3)
     assert model.weight.eq(6).all()
@@ -171,11 +172,11 @@ def test_a_lazy_module_gets_its_shape(tmp_path: Path) -> None:
 
 def test_a_tensor_subclass_is_asked(tmp_path: Path) -> None:
     class Doubles(nn.Parameter):
-        def copy_(self, other: torch.Tensor, *_: Any) -> Any:  # type: ignore[override]
+        def copy_(self, other: torch.Tensor, *_: Any) -> Any:
             return torch.Tensor.copy_(self, other * 2)
 
     publish(tmp_path, 1, {"model": filled(nn.Linear(3, 3), 6.0).state_dict()})
-    model = nn.Linear(3, 3)
+    model: Any = nn.Linear(3, 3)
     model.weight = Doubles(torch.zeros(3, 3))
     bring_back({"model": model}, tmp_path)
     assert model.weight.eq(12).all()
@@ -188,7 +189,7 @@ def refuse(*_: Any, **__: Any) -> None:
     raise ValueError("not this one")
 
 
-def _with(model: nn.Module, register: Callable[[nn.Module], Any]) -> nn.Module:
+def _with(model: Any, register: Callable[[Any], Any]) -> Any:
     register(model)
     return model
 
@@ -243,6 +244,15 @@ def test_extra_state_may_refuse(tmp_path: Path) -> None:
     assert model.weight.eq(1).all()
 
 
+def test_nothing_of_a_value_of_each_rank_has_changed(tmp_path: Path) -> None:
+    saved = filled(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 7.0)
+    publish(tmp_path, 1, {"x": blobs_of([saved.state_dict()])})
+    model = filled(nn.Sequential(nn.Linear(3, 3), RefusesVersion(3, 3)), 1.0)
+    with pytest.raises(StateError, match="of a layer of version 3"):
+        bring_back({"x": PerRank(model)}, tmp_path)
+    assert all(tensor.eq(1).all() for tensor in model.state_dict().values())
+
+
 def test_nothing_has_changed_on_any_rank(tmp_path: Path) -> None:
     saved = filled(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 7.0)
     publish(tmp_path, 1, {"x": saved.state_dict()})
@@ -267,7 +277,7 @@ def stepped(kind: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.
 
 class RefusesAtTheEnd(torch.optim.Adam):
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         raise ValueError("not this one")
 
 
@@ -304,6 +314,35 @@ def test_an_optimizer_may_keep_its_moments(tmp_path: Path) -> None:
     before = copy.deepcopy(optimizer.state_dict()["state"])
     bring_back({"x": optimizer}, tmp_path)
     assert_same(optimizer.state_dict()["state"], before)
+
+
+def test_an_optimizer_may_have_a_state_of_another_form(tmp_path: Path) -> None:
+    class Rates(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"rates": [group["lr"] for group in self.param_groups]}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            for group, rate in zip(self.param_groups, state_dict["rates"], strict=True):
+                group["lr"] = rate
+
+    publish(tmp_path, 1, {"x": {"rates": [0.5]}})
+    optimizer = stepped(Rates, nn.Linear(3, 2))
+    bring_back({"x": optimizer}, tmp_path)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_moments_of_another_dtype_come_back_through_an_override(tmp_path: Path) -> None:
+    class Says(torch.optim.Adam):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    saved = torch.optim.Adam([weight])
+    saved.state[weight] = {"step": torch.tensor(1.0), "exp_avg": torch.full((3,), 1.001)}
+    publish(tmp_path, 1, {"x": saved.state_dict()})
+    optimizer = Says([weight])
+    bring_back({"x": optimizer}, tmp_path)
+    assert_same(optimizer.state_dict()["state"], saved.state_dict()["state"])
 
 
 def test_what_a_hook_puts_in_another_order_is_not_undone(tmp_path: Path) -> None:
@@ -368,11 +407,11 @@ def test_layers_and_wrappers_of_torch_are_read_in_place(
 
 
 def test_a_file_of_an_older_batch_norm_is_completed_by_torch(tmp_path: Path) -> None:
-    saved = filled(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), 1.0).state_dict()
+    saved: Any = filled(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), 1.0).state_dict()
     del saved["1.num_batches_tracked"]
     saved._metadata["1"]["version"] = 1
     publish(tmp_path, 1, {"model": saved})
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     model[1].num_batches_tracked.fill_(4)
     bring_back({"model": model}, tmp_path)
     assert model[1].num_batches_tracked == 4
@@ -388,6 +427,6 @@ def test_a_file_of_an_older_weight_norm_is_renamed_by_torch(tmp_path: Path) -> N
         "weight_v": tree["parametrizations.weight.original1"],
     }
     publish(tmp_path, 1, {"model": old})
-    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    model: Any = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     bring_back({"model": model}, tmp_path)
     assert_same(model.state_dict(), tree)

@@ -17,8 +17,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.errors import StateError
 from tests.support.restoring import publish
-from tests.unit.trainer_side.restore.test_restore import assert_same, bring_back
+from tests.unit.trainer_side.restore.test_restore import assert_same, blobs_of, bring_back
 from trainer_side.restore.wrappers import new_names
+from trainer_side.state.per_rank import PerRank
 
 # torch.compile imports what torch itself deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning
 
 @pytest.fixture(scope="module", autouse=True)
 def _process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = distributed.FileStore(os.fspath(tmp_path_factory.mktemp("group") / "store"), 1)
+    store = torch._C._distributed_c10d.FileStore(os.fspath(tmp_path_factory.mktemp("group") / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
@@ -128,6 +129,13 @@ def test_a_child_and_a_wrapper_of_the_same_name_are_told_apart(tmp_path: Path) -
     publish(tmp_path, 1, {"model": ddp(saved).state_dict()})
     bring_back({"model": model}, tmp_path)
     assert_same(model.state_dict(), saved.state_dict())
+
+
+def test_values_of_each_rank(tmp_path: Path) -> None:
+    saved, model = compiled(net()), ddp(net())
+    publish(tmp_path, 1, {"own": blobs_of([saved.state_dict()])})
+    bring_back({"own": PerRank(model)}, tmp_path)
+    assert_same(dict(enumerate(model.parameters())), dict(enumerate(saved.parameters())))
 
 
 class Versioned(nn.Linear):
