@@ -41,8 +41,11 @@ from trainer_side.restore.reading import Reading, Use, read
 from trainer_side.restore.rounds import Rounds
 from trainer_side.restore.split_parts import Placed, beside, place, split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
+from trainer_side.restore.torch_loading import read_in_place
 from trainer_side.restore.two_values import Suspects, suspects
+from trainer_side.restore.wrappers import rewrap
 from trainer_side.state.optimizer_places import located, optimizers_of, telling
+from trainer_side.state.tree import tensor_paths
 
 _log = logging.getLogger("holdfast.restore")
 
@@ -125,6 +128,7 @@ class Trial:
         self._placed = Placed({}, frozenset(), 0)
         self._deal = Deal()
         self._adopted_bytes = 0
+        self._in_place: frozenset[str] = frozenset()  # names of the state
 
     def read(self) -> str | None:
         """Read all bytes; returns why this candidate is no good, or None. Collective."""
@@ -247,8 +251,11 @@ class Trial:
         error: HoldfastError | None = None
         try:
             self._deal.settle()
-            self._suspects.see(self._structure.tree)
-            values = load(job.state, self._structure.tree, rank=self._peers.rank, ranks=self._peers.ranks)
+            tree = self._structure.tree
+            self._suspects.see(tree)
+            # From here on only the tree keeps what was read beside: each object's part is free when it is loaded.
+            self._structure, self._deal, self._placed = None, Deal(), Placed({}, frozenset(), 0)
+            values = load(job.state, self._live, tree, rank=self._peers.rank, in_place=self._in_place)
         except HoldfastError as refused:
             error = refused
         problem = agree(self._peers, error)
@@ -359,6 +366,8 @@ class Trial:
         self._structure = Structure(file, self._image, data, store)
         with telling(optimizers_of(self._job.state)) as given:
             self._live = live_trees(self._job.state)
+        if isinstance(self._structure.tree, dict):
+            rewrap(self._job.state, self._live, self._structure.tree)
         self._optimizers = located(self._live, self._job.state, given)
         self._names = StageNames.of(self._job.state, self._live)
         self._is_other = is_other(self._names, self._job.state, self._structure.tree)
@@ -380,13 +389,16 @@ class Trial:
                 self._optimizers.pop(name, None)
         join_by_name(job.state, self._live, structure.tree, structure.names, self._optimizers)
         parts = split_parts(job.state, self._live)
-        check(job.state, self._live, parts, structure.tree, step, may_lack=job.may_lack)
+        ranks_now = self._peers.ranks
+        check(job.state, self._live, parts, structure.tree, step, ranks=ranks_now, may_lack=job.may_lack)
         self._suspects = suspects(
             job.state, self._live, structure.tree, self._image, structure.entry_of, step
         )
-        parts = {**parts, **split_moments(job.state, structure.tree)}
         # While it is open whether the bytes will be taken, none of them goes into live memory.
         is_open = bool(self._suspects.groups)
-        self._placed = place(structure, beside(parts) if is_open else parts, job.state, left_out)
-        adopted_bytes = 0 if is_open else structure.adopt(self._live)
-        self._adopted_bytes = adopted_bytes + self._placed.nbytes
+        in_place = {} if is_open else read_in_place(job.state, self._live, structure.tree)
+        self._in_place = frozenset(name for name, one in in_place.items() if tensor_paths([one]))
+        own = {name: tree for name, tree in self._live.items() if name not in in_place}
+        parts = {**beside(parts, own, structure.tree), **split_moments(job.state, structure.tree)}
+        self._placed = place(structure, parts, job.state, left_out)
+        self._adopted_bytes = structure.adopt(in_place) + self._placed.nbytes

@@ -20,12 +20,12 @@ import torch
 
 from holdfast.errors import StateError
 from trainer_side.restore.group_orders import GroupOrder, reorder_schedulers
+from trainer_side.restore.wrappers import WRAPPERS
 from trainer_side.state.optimizer_places import at, is_form, sizes
 from trainer_side.state.position_names import Position, Positions, positions, tensor_lists
 from trainer_side.state.tree import tensor_paths
 
 _log = logging.getLogger("holdfast.restore")
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # Moments that torch's optimizers make in the shape of the parameter; those of other kinds may be smaller.
 _LIKE_PARAMETERS = frozenset(
     {"exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
@@ -162,7 +162,7 @@ def _names_of(found: Positions) -> Iterator[str]:
 
 def _unwrapped(name: str) -> str:
     return "/".join(
-        ".".join(part for part in one.split(".") if part not in _WRAPPERS) for one in name.split("/")
+        ".".join(part for part in one.split(".") if part not in WRAPPERS) for one in name.split("/")
     )
 
 

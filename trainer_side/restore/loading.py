@@ -18,10 +18,13 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.group_lists import same_group_lists
 from trainer_side.restore.in_place import differs, refill
-from trainer_side.restore.mismatch import of_another_object
+from trainer_side.restore.mismatch import misfit
+from trainer_side.restore.rollback import rolled_back_on_error
 from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import once
+from trainer_side.restore.torch_loading import is_loaded_by_torch, read_in_place
 from trainer_side.restore.uncast import uncast, uncasting
+from trainer_side.restore.wrappers import rewrap
 from trainer_side.state.inference import writable
 from trainer_side.state.optimizer_places import optimizers_of
 from trainer_side.state.per_rank import PerRank, decode
@@ -63,6 +66,7 @@ def check(
     tree: Any,
     step: int,
     *,
+    ranks: int,
     may_lack: Collection[str] = (),
 ) -> None:
     """See that the checkpoint fits the state, before anything is changed.
@@ -73,10 +77,12 @@ def check(
         parts: The split tensors in it: their whole shapes count.
         tree: What was saved.
         step: Its step, for messages.
+        ranks: Of this job.
         may_lack: Names that the checkpoint need not have.
 
     Raises:
-        StateError: A name is missing in the checkpoint, a tensor has another shape, or an object cannot be loaded.
+        StateError: A name is missing in the checkpoint, names, groups or shapes of an object are others, or an object
+            cannot be loaded.
     """
     if not isinstance(tree, dict):
         raise StateError(
@@ -103,13 +109,11 @@ def check(
             f"{', '.join(map(repr, mute))}: state_dict() is there, but load_state_dict() is missing; add it, so that "
             "the object can be restored"
         )
-    others = [
-        of_another_object(name, state[name], part, tree[name]) for name, part in live.items() if name in tree
-    ]
+    others = [misfit(name, value, tree[name], ranks=ranks) for name, value in state.items() if name in tree]
     if any(others):
         raise StateError(
-            f"step {step}: {_few([other for other in others if other])}; hand over the object that was saved, or "
-            "give the new one another name and restore with may_lack; nothing was loaded"
+            f"step {step}: {_few([other for other in others if other])}; hand over the objects that were saved, or "
+            "give new ones another name and restore with may_lack; nothing was loaded"
         )
     extra = [name for name in tree if name not in state]
     if extra:
@@ -132,14 +136,11 @@ def _differences(
 ) -> tuple[list[str], list[str]]:
     """Other shapes, other dtypes.
 
-    Only of modules, optimizers and tensors: other objects may well take another shape. Of split tensors anywhere, which
-    are filled in place.
+    Only of what torch alone loads: other objects may well take another shape. Of split tensors in plain values and of
+    each `Split`, which are filled in place.
     """
-    fixed = {
-        name: part
-        for name, part in live.items()
-        if isinstance(state[name], torch.nn.Module | torch.optim.Optimizer | torch.Tensor)
-    }
+    fixed = read_in_place(state, live, tree)
+    own = {path for path, _ in tensor_paths({name: live[name] for name in live if name not in fixed})}
     here, there = tensor_paths(fixed), tensor_paths(tree)
     clear_there = once(path for path, _ in there)
     clear = once(path for path, _ in here) & clear_there
@@ -150,7 +151,7 @@ def _differences(
         if path in clear and path not in parts and refusal(tensor) is None
     ]
     for path, part in parts.items():
-        if path in clear_there:
+        if path in clear_there and path not in own:
             whole.append((path, torch.Size(part.held.shape), part.held.local.dtype))
     wrong, converted = [], []
     for path, shape, dtype in whole:
@@ -161,32 +162,47 @@ def _differences(
     return wrong, converted
 
 
-def load(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks: int) -> dict[str, Any]:
-    """Load every name of `state` that the tree has. Training thread.
+def load(
+    state: Mapping[str, Any],
+    live: Mapping[str, Any],
+    tree: dict[str, Any],
+    *,
+    rank: int,
+    in_place: Collection[str] = (),
+) -> dict[str, Any]:
+    """Load every name of `state` that the tree has, and take it out of the tree. Training thread.
+
+    Args:
+        state: As the script gave it.
+        live: What `live_trees` gave for it.
+        tree: What was saved. The memory of each object's part is free as soon as the object is loaded.
+        rank: This one.
+        in_place: Names whose tensors were read over.
 
     Returns:
         The plain values. Lists and dictionaries of the state have got their saved content in place; numbers, texts and
         tuples cannot be changed in place, and those that differ are named in the log.
 
     Raises:
-        StateError: An object's `load_state_dict` refused; names it. Objects before it are loaded already.
+        StateError: An object's `load_state_dict` refused; names it, and says what is loaded already.
     """
     values: dict[str, Any] = {}
-    for name, value in sorted(state.items(), key=lambda item: _turn(item[1])):
-        if name not in tree:  # it may lack that, `check` has seen
-            continue
-        if isinstance(value, PerRank):
-            _load_per_rank(name, value, tree[name], rank=rank, ranks=ranks)
-        elif isinstance(value, torch.Tensor):
-            if tree[name] is not value:  # a DTensor
-                with writable(value):
-                    value.copy_(
-                        tree[name]
-                    )  # of itself, where it was read in place: then torch copies nothing
-        elif _loadable(value):
-            _load_object(name, value, tree[name])
-        else:
-            values[name] = value if refill(value, tree[name]) else tree[name]
+    names = [name for name, value in sorted(state.items(), key=lambda item: _turn(item[1])) if name in tree]
+    for turn, name in enumerate(names):
+        value, saved = state[name], tree.pop(name)
+        try:
+            if isinstance(value, PerRank):
+                _load_per_rank(name, value, saved, rank)
+            elif isinstance(value, torch.Tensor):
+                if saved is not value:  # a DTensor
+                    with writable(value):
+                        value.copy_(saved)  # of itself, where it was read in place: then torch copies nothing
+            elif _loadable(value):
+                _load_object(name, value, saved, live[name])
+            else:
+                values[name] = value if refill(value, saved) else saved
+        except StateError as refused:
+            raise StateError(f"{refused}; {_how_far(names, turn, in_place)}") from refused
     stale = [
         name for name, value in values.items() if value is not state[name] and differs(state[name], value)
     ]
@@ -202,21 +218,25 @@ def load(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks:
 
 
 def _turn(value: Any) -> int:
-    inner = value.value if isinstance(value, PerRank) else value
-    return 2 if isinstance(inner, RngState) else int(isinstance(value, PerRank))
+    """Objects first, which may refuse; random states last."""
+    if isinstance(value.value if isinstance(value, PerRank) else value, RngState):
+        return 3
+    return 2 if isinstance(value, PerRank) else int(not _loadable(value))
 
 
-def _load_per_rank(name: str, value: PerRank, blobs: Any, *, rank: int, ranks: int) -> None:
-    if not isinstance(blobs, list):
-        raise StateError(
-            f"{name}: is PerRank in the state, but was not when it was saved; a file from elsewhere is imported "
-            f"without it (holdfast import --drop {name}), and restored with may_lack={[name]!r}"
-        )
-    if value.same_ranks and len(blobs) != ranks:
-        raise StateError(
-            f"{name}: expected {len(blobs)} ranks, as when it was saved, got {ranks}: what is shared out among them "
-            f"would be repeated or left out; start {len(blobs)} ranks, or do without same_ranks if that does not matter"
-        )
+def _how_far(names: list[str], refused: int, in_place: Collection[str]) -> str:
+    """What a restore that ends at the name with this number has done to the others on this rank."""
+    rest = names[refused + 1 :]
+    parts = [
+        ("loaded before it", names[:refused]),
+        ("read in place, but not loaded", [name for name in rest if name in in_place]),
+        ("not touched", [name for name in rest if name not in in_place]),
+    ]
+    said = [f"{what}: {', '.join(map(repr, some))}" for what, some in parts if some]
+    return "; ".join([*said, "do not train on with this state"])
+
+
+def _load_per_rank(name: str, value: PerRank, blobs: Any, rank: int) -> None:
     if rank >= len(blobs):
         _log.warning(
             "%s: the checkpoint has values of %d ranks and none for rank %d, so that rank keeps the script's value",
@@ -226,18 +246,22 @@ def _load_per_rank(name: str, value: PerRank, blobs: Any, *, rank: int, ranks: i
         )
         return
     saved = decode(blobs[rank], name=f"{name} of rank {rank}")
-    with _refusal_named(name, value.value):
-        value.load(saved)
+    inner, tree = value.value, {name: saved}
+    if isinstance(inner, torch.nn.Module):
+        rewrap({name: inner}, {name: inner.state_dict()}, tree)
+    with _refusal_named(name, inner), rolled_back_on_error(inner, {}):
+        value.load(tree[name])
 
 
-def _load_object(name: str, value: Any, saved: Any) -> None:
-    with _refusal_named(name, value):
-        is_optimizer = isinstance(value, torch.optim.Optimizer)
-        kept = same_group_lists(value) if is_optimizer else nullcontext()
-        with uncasting(optimizers_of({name: value})) as done, kept, writable(value):
+def _load_object(name: str, value: Any, saved: Any, live: Any) -> None:
+    by_torch, is_optimizer = is_loaded_by_torch(value, saved), isinstance(value, torch.optim.Optimizer)
+    undone = nullcontext() if by_torch else rolled_back_on_error(value, live)
+    lists = same_group_lists(value) if is_optimizer else nullcontext()
+    with _refusal_named(name, value), undone:
+        with uncasting(optimizers_of({name: value})) as done, lists, writable(value):
             value.load_state_dict(saved)
         if is_optimizer and not done:
-            uncast(value, saved)  # its own loading may cast as torch's does
+            uncast(value, saved, only_casts=True)  # its own loading may cast as torch's does
 
 
 @contextmanager

@@ -1,43 +1,88 @@
-"""Recognises a checkpoint of another object than the one that the script hands over, and names the difference."""
+"""Says, before the first byte is read, why what was saved does not fit an object of the state.
+
+    module      another kind of value, names that are missing or left over, no memory to load into
+    optimizer   another optimizer, other numbers of groups or of parameters in them
+    tensor      not a tensor
+    PerRank     not saved per rank, or by another number of ranks
+
+Objects with code of their own are not judged: they may take what does not seem to fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
-_WRAPPERS = {"module.": "DistributedDataParallel or DataParallel", "_orig_mod.": "torch.compile"}
+from trainer_side.restore.torch_loading import Loading, loading_of, places_of
+from trainer_side.restore.wrappers import other_wrappers
+from trainer_side.state.parameter_names import has_groups
+from trainer_side.state.per_rank import PerRank
+
 # Schedulers write these into the groups of the optimizer that they drive.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+# The layers that torch adapts complete these themselves, from an older version's names.
+_COMPLETED, _RENAMED = ("num_batches_tracked", "original0", "original1"), ("_g", "_v")
+_NAMED = 4
+_SIZES = 8  # of so many groups each size is said
 
 
-def of_another_object(name: str, value: Any, live: Any, saved: Any) -> str:
-    """Why what was saved belongs to another object than `value`, where that can be seen; else empty.
+def misfit(name: str, value: Any, saved: Any, *, ranks: int) -> str:
+    """Why what was saved cannot be loaded into the value, and what to do, where that can be seen; else empty.
 
     Args:
         name: Of both in the state.
-        value: The module or optimizer of the script.
-        live: Its `state_dict()`.
+        value: The script's.
         saved: The checkpoint's.
+        ranks: Of this job.
     """
-    if not isinstance(saved, Mapping):
+    if isinstance(value, PerRank):
+        return _other_ranks(name, value, saved, ranks)
+    loading = loading_of(value)
+    if loading is Loading.OWN:
         return ""
     if isinstance(value, torch.nn.Module):
-        return _other_wrapper(name, set(live), set(saved))
+        if not isinstance(saved, Mapping):
+            return _other_kind(name, f"a {type(value).__name__}", saved)
+        return _other_names(name, value, saved, is_adapted=loading is Loading.ADAPTED)
     if isinstance(value, torch.optim.Optimizer):
-        return _other_optimizer(name, value, saved.get("param_groups") or [])
-    return ""
+        if not has_groups(saved):
+            return _other_kind(name, f"the optimizer {type(value).__name__}", saved)
+        return _other_optimizer(name, value, saved["param_groups"]) or _other_groups(name, value, saved)
+    return "" if isinstance(saved, torch.Tensor) else _other_kind(name, "a tensor", saved)
 
 
-def _other_wrapper(name: str, here: set[str], there: set[str]) -> str:
-    for prefix, wrapper in _WRAPPERS.items():
-        begin = f"their names begin with {prefix!r}"
-        if here and {prefix + key for key in here} == there:
-            return f"{name}: the tensors were saved from inside {wrapper} ({begin}), and the model is given without it"
-        if there and {prefix + key for key in there} == here:
-            return f"{name}: the tensors were saved without {wrapper}, and the model is given inside it ({begin})"
-    return ""
+def _other_kind(name: str, here: str, saved: Any) -> str:
+    return f"{name}: it is {here} here, and the checkpoint has a {type(saved).__name__} of another kind under that name"
+
+
+def _other_names(name: str, module: torch.nn.Module, saved: Mapping[Any, Any], *, is_adapted: bool) -> str:
+    here = places_of(module)
+    missing = [key for key in here if key not in saved]
+    unexpected = [str(key) for key in saved if key not in here]
+    if is_adapted:
+        missing = [key for key in missing if not key.endswith(_COMPLETED)]
+        unexpected = [key for key in unexpected if not key.endswith(_RENAMED)]
+    if missing or unexpected:
+        said = [f"{name}: the model has {len(here)} tensors, the checkpoint {len(saved)}"]
+        if missing:
+            said.append(f"only the model has {_few(missing)}")
+        if unexpected:
+            said.append(f"only the checkpoint has {_few(unexpected)}")
+        wrappers = other_wrappers([*map(str, saved)], here)
+        if wrappers:
+            said.append(
+                f"{wrappers}: wrap the model as it was when it was saved, or take the wrapper off both"
+            )
+        return "; ".join(said)
+    if nowhere := [key for key, tensor in here.items() if tensor.is_meta]:
+        return (
+            f"{name}: without memory (on the device meta): {_few(nowhere)}; give the model memory by to_empty() before "
+            "restore()"
+        )
+    odd = [key for key in here if key in saved and not isinstance(saved[key], torch.Tensor)]
+    return f"{name}: no tensors in the checkpoint: {_few(odd)}" if odd else ""
 
 
 def _other_optimizer(name: str, value: torch.optim.Optimizer, groups: Any) -> str:
@@ -51,3 +96,55 @@ def _other_optimizer(name: str, value: torch.optim.Optimizer, groups: Any) -> st
         f"{name}: the checkpoint is of another optimizer, with {', '.join(sorted(foreign))}; this "
         f"{type(value).__name__} has {', '.join(sorted(lacking))}"
     )
+
+
+def _other_groups(name: str, value: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
+    here = [len(group["params"]) for group in value.param_groups]
+    there = [len(group["params"]) for group in saved["param_groups"]]
+    if here == there:
+        return ""
+    first = next(
+        (
+            f" (group {number}: {own} and {other})"
+            for number, (own, other) in enumerate(zip(here, there, strict=False))
+            if own != other
+        ),
+        "",
+    )
+    advice = "make it with the groups and parameters that were saved, frozen ones too"
+    if len(here) < len(there) and here == there[: len(here)]:
+        advice = f"add the groups before restore(): {_count(len(there) - len(here), 'group')} more by add_param_group()"
+    elif len(here) > len(there) and there == here[: len(there)]:
+        advice = f"call restore() before add_param_group(): {_count(len(here) - len(there), 'group')} less"
+    kind = type(value).__name__
+    return f"{name}: this {kind} has {_sizes(here)}, the checkpoint has {_sizes(there)}{first}; {advice}"
+
+
+def _other_ranks(name: str, value: PerRank, saved: Any, ranks: int) -> str:
+    if not isinstance(saved, list) or not all(isinstance(blob, torch.Tensor) for blob in saved):
+        return (
+            f"{name}: is PerRank in the state, but was not when it was saved; a file from elsewhere is imported "
+            f"without it (holdfast import --drop {name}), and restored with may_lack={[name]!r}"
+        )
+    if value.same_ranks and len(saved) != ranks:
+        return (
+            f"{name}: expected {len(saved)} ranks, as when it was saved, got {ranks}: what is shared out among them "
+            f"would be repeated or left out; start {len(saved)} ranks, or do without same_ranks if that does not matter"
+        )
+    return ""
+
+
+def _sizes(groups: list[int]) -> str:
+    if len(groups) > _SIZES:
+        return f"{len(groups)} groups of {sum(groups)} parameters in all"
+    sizes = " and ".join(filter(None, [", ".join(map(str, groups[:-1])), *map(str, groups[-1:])]))
+    return f"{_count(len(groups), 'group')} of {sizes} parameters" if groups else "no groups"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _few(names: Collection[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join([*names][:_NAMED]) + more

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from trainer_side.state.parameter_names import parameter_names
+from trainer_side.state.parameter_names import has_groups, parameter_names
 from trainer_side.state.position_names import Position, Positions
 
 # Moments that torch's optimizers make in the shape of the parameter; those of Adafactor are smaller.
@@ -281,18 +281,8 @@ def _optimizers(state: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, value in state.items()
-        if isinstance(value, torch.optim.Optimizer) and _has_form(tree, name)
+        if isinstance(value, torch.optim.Optimizer) and has_groups(tree.get(name))
     ]
-
-
-def _has_form(tree: Mapping[str, Any], name: str) -> bool:
-    saved = _saved(tree, name)
-    groups = saved.get("param_groups")
-    return (
-        isinstance(saved.get("state"), dict)
-        and isinstance(groups, list)
-        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
-    )
 
 
 def _is_by_name(saved: Mapping[str, Any]) -> bool:

@@ -181,6 +181,7 @@ def read(
         passing.settle()
         outcome.received, outcome.error = passing.received, outcome.error or passing.error
         outcome.seconds["exchange"] = time.monotonic() - own_done
+    crew.let_go()
     return outcome
 
 
@@ -273,6 +274,10 @@ class _Crew:
         """Begin to read this rank's units, in order."""
         self._readers = Crew(self.read, own, threads, "read")
         return dict(zip(own, self._readers.futures, strict=True))
+
+    def let_go(self) -> None:
+        """Be in no circle of references any more, which would keep the memory of the targets until a collection."""
+        del self._readers
 
     def look(self, unit: Unit) -> HoldfastError | None:
         """See whether a request hangs, and send in others for those who wait for it. Why `unit` never comes, if so."""

@@ -10,8 +10,8 @@
 2. What one tier cannot give is read from another one, of any rank, or from the store (`rounds.py`).
    Damage (a CRC, a size, a structure, a file that is gone) beyond that leads to the checkpoint before. All else is
    raised: a store that does not answer or a state of other shapes is not mended by going back in time.
-3. Live tensors are read into directly (`Structure.adopt`), so after an error they may hold bytes of any checkpoint:
-   after an exception, do not train on with this state.
+3. Live tensors that torch alone loads are read into directly (`torch_loading.py`, `Structure.adopt`), so after an error
+   they may hold bytes of any checkpoint: after an exception, do not train on with this state.
 4. Of tensors that are split among the ranks each rank fills its own parts (`split_parts.py`, `deal.py`, `passing.py`).
 """
 

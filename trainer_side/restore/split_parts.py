@@ -19,7 +19,7 @@ from holdfast.errors import StateError
 from trainer_side.restore.region_targets import Claims, ScatterTarget
 from trainer_side.restore.structure import Structure, entry_at, once
 from trainer_side.state.optimizer_places import at
-from trainer_side.state.split_tensor import Held, held, is_split
+from trainer_side.state.split_tensor import Held, held, is_dtensor, is_split
 from trainer_side.state.tree import children, tensor_paths
 
 
@@ -77,6 +77,31 @@ def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, 
     return parts
 
 
+def beside(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: Any) -> dict[str, SplitPart]:
+    """The parts, with new memory for the DTensors of objects whose own code decides what becomes of what was saved.
+
+    Such an object gets the whole tensor where the checkpoint has another shape. A `Split` is filled where it lies: its
+    object has asked for that.
+
+    Args:
+        parts: What `split_parts` gave.
+        own: Names to the live trees of those objects.
+        tree: What was saved.
+    """
+    paths = {path for path, tensor in tensor_paths(own) if path in parts and is_dtensor(tensor)}
+    shapes = {path: tensor.shape for path, tensor in tensor_paths(tree)} if paths else {}
+    placed: dict[str, SplitPart] = {}
+    for path, part in parts.items():
+        if path not in paths:
+            placed[path] = part
+        elif shapes.get(path) == torch.Size(part.held.shape):
+            fresh = torch.empty_like(part.value, requires_grad=False)
+            here = _held(path, fresh)
+            assert here is not None
+            placed[path] = SplitPart(path, fresh, here, live=False)
+    return placed
+
+
 def split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, SplitPart]:
     """Moments of split parameters, new ones, for optimizers that have none where the checkpoint has some.
 
@@ -98,18 +123,6 @@ def split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str
                         assert here is not None
                         parts[path] = SplitPart(path, moment, here, live=False)
     return parts
-
-
-def beside(parts: Mapping[str, SplitPart]) -> dict[str, SplitPart]:
-    """The same parts, to be read into memory of their own; what is split by hand stays as it is."""
-    found = dict(parts)
-    for path, part in parts.items():
-        if part.live and isinstance(part.value, torch.Tensor):
-            fresh = torch.empty_like(part.value, requires_grad=False)
-            here = _held(path, fresh)
-            assert here is not None
-            found[path] = SplitPart(path, fresh, here, live=False)
-    return found
 
 
 def place(

@@ -8,7 +8,8 @@ after    as saved, on the device to which the optimizer has taken them
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,13 +71,16 @@ class _Repair:
         self._done.append(optimizer)
 
 
-def uncast(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+def uncast(optimizer: torch.optim.Optimizer, saved: Any, *, only_casts: bool = False) -> None:
     """Give the state of each parameter its dtypes back. Training thread, after `load_state_dict`.
 
     Args:
         optimizer: That has loaded it.
         saved: As it was saved.
+        only_casts: Leave alone what is not the saved value in another dtype: the optimizer's own code has decided it.
     """
+    if not (isinstance(saved, Mapping) and isinstance(saved.get("param_groups"), list)):
+        return  # it has saved in a way of its own
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     if len(parameters) != len(numbers):
@@ -84,7 +88,7 @@ def uncast(optimizer: torch.optim.Optimizer, saved: Any) -> None:
     for parameter, number in zip(parameters, numbers, strict=True):
         if number in saved["state"] and parameter in optimizer.state:
             loaded = optimizer.state[parameter]
-            restored = _restored(loaded, saved["state"][number], parameter.device)
+            restored = _restored(loaded, saved["state"][number], parameter.device, only_casts=only_casts)
             if restored is not loaded:
                 optimizer.state[parameter] = restored
 
@@ -99,29 +103,40 @@ def _shielded(value: Any) -> Any:
     return with_changes(value, changed) if changed else value
 
 
-def _restored(loaded: Any, saved: Any, device: torch.device) -> Any:
+def _restored(loaded: Any, saved: Any, device: torch.device, *, only_casts: bool) -> Any:
     """`loaded` with the dtypes of `saved`, wherever both have the same form; itself where it has them already."""
+    again = functools.partial(_restored, device=device, only_casts=only_casts)
     if isinstance(loaded, Shielded):
         return _moved(loaded.value, device)
     if isinstance(saved, torch.Tensor):
         if isinstance(loaded, torch.Tensor) and loaded.dtype != saved.dtype:
-            return saved.to(loaded.device)
+            return saved.to(loaded.device) if not only_casts or _is_cast(loaded, saved) else loaded
         return loaded
     if isinstance(saved, str):
         return saved if isinstance(loaded, str) and loaded.startswith(_SPOILT) else loaded
     if isinstance(saved, Mapping):
         if not isinstance(loaded, dict) or loaded.keys() != saved.keys():
             # Keys that the optimizer has added or taken away are its own business.
-            return _common(loaded, saved, device) if isinstance(loaded, dict) else loaded
-        return _like(saved, loaded, {key: _restored(loaded[key], saved[key], device) for key in saved})
+            return loaded if not isinstance(loaded, dict) else _common(loaded, saved, again)
+        return _like(saved, loaded, {key: again(loaded[key], saved[key]) for key in saved})
     if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple) and len(loaded) == len(saved):
-        return _like(saved, loaded, {n: _restored(loaded[n], saved[n], device) for n in range(len(saved))})
+        return _like(saved, loaded, {n: again(loaded[n], saved[n]) for n in range(len(saved))})
     return loaded
 
 
-def _common(loaded: dict[Any, Any], saved: Mapping[Any, Any], device: torch.device) -> dict[Any, Any]:
+def _is_cast(loaded: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Whether torch has made the one of the other, and nothing else."""
+    cast = saved.to(loaded.device, loaded.dtype)
+    return cast.shape == loaded.shape and torch.equal(
+        *(one.contiguous().reshape(-1).view(torch.uint8) for one in (cast, loaded))
+    )
+
+
+def _common(
+    loaded: dict[Any, Any], saved: Mapping[Any, Any], again: Callable[[Any, Any], Any]
+) -> dict[Any, Any]:
     for key in loaded.keys() & saved.keys():
-        loaded[key] = _restored(loaded[key], saved[key], device)
+        loaded[key] = again(loaded[key], saved[key])
     return loaded
 
 

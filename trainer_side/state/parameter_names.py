@@ -76,6 +76,16 @@ def by_name(
     return {at: _named(value, names[at], united[at]) if at in names else value for at, value in tree.items()}
 
 
+def has_groups(saved: Any) -> bool:
+    """Whether what was saved has the form of an optimizer's state."""
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    return (
+        isinstance(groups, list)
+        and isinstance(saved.get("state"), dict)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    )
+
+
 def settings(tree: Mapping[str, Any], at: str) -> list[str]:
     """What else each group of an optimizer says, as a text; tensors are compared as such, objects not at all."""
     return [

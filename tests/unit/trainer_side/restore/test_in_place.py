@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.errors import StateError
 from tests.support.restoring import publish
 from tests.unit.trainer_side.restore.test_restore import bring_back
 from trainer_side.restore.in_place import refill
@@ -72,39 +71,3 @@ def test_a_resume_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         bring_back({"losses": []}, tmp_path)
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("resumed from step 39, attempt 1, in ")
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
-def test_a_model_that_was_saved_inside_a_wrapper_is_named(tmp_path: Path, prefix: str) -> None:
-    model = torch.nn.Linear(2, 2)
-    publish(tmp_path, 3, {"model": {prefix + key: value for key, value in model.state_dict().items()}})
-    with pytest.raises(
-        StateError, match=rf"saved from inside .*names begin with '{prefix}'.*nothing was loaded"
-    ):
-        bring_back({"model": model}, tmp_path)
-
-
-def test_a_model_that_is_wrapped_now_is_named(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    publish(tmp_path, 3, {"model": model.state_dict()})
-    wrapped = torch.nn.Module()
-    wrapped.module = model
-    with pytest.raises(StateError, match="saved without DistributedDataParallel"):
-        bring_back({"model": wrapped}, tmp_path)
-
-
-def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    publish(tmp_path, 3, {"optimizer": torch.optim.SGD([weight], lr=0.1, momentum=0.9).state_dict()})
-    with pytest.raises(StateError, match=r"another optimizer, with .*momentum.*; this AdamW has .*betas"):
-        bring_back({"optimizer": torch.optim.AdamW([weight])}, tmp_path)
-
-
-def test_a_scheduler_s_marks_are_no_other_optimizer(tmp_path: Path) -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    saved = torch.optim.AdamW([weight])
-    torch.optim.lr_scheduler.OneCycleLR(saved, max_lr=1.0, total_steps=10)
-    document = saved.state_dict()
-    document["param_groups"][0].pop("maximize")  # an older torch that did not know it
-    publish(tmp_path, 3, {"optimizer": document})
-    bring_back({"optimizer": torch.optim.AdamW([weight])}, tmp_path)

@@ -214,6 +214,63 @@ def test_moments_keep_the_dtype_in_which_they_were_saved(tmp_path: Path) -> None
         assert torch.equal(up.to_local(), net.up.weight[4:8].to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "tp"])
+def test_nothing_of_a_split_model_that_refuses_has_changed(tmp_path: Path, kind: str) -> None:
+    shard, even = MESHES[kind]
+    net, optimizer = trained(even=even)
+    publish(tmp_path, 5, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("not this one")
+
+    with as_rank(1):
+        live = Net(even=even)
+        shard(live)
+        moments = torch.optim.AdamW(live.parameters())
+        for parameter in live.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        moments.step()
+        up: Any = live.up
+        handles = [up.register_load_state_dict_post_hook(refuse)]
+        handles.append(moments.register_load_state_dict_post_hook(refuse))
+        before = {name: tensor.clone() for name, tensor in _locals(live).items()}
+        averages = [moments.state[one]["exp_avg"].clone() for one in live.parameters()]
+        for state in ({"model": live}, {"optimizer": moments}):
+            with pytest.raises(StateError, match="not this one"):
+                restore(state, CountingStore(tmp_path), LonePeers(), events=None)
+        _assert_locals(_locals(live), before)
+        for kept, parameter in zip(averages, live.parameters(), strict=True):
+            held = moments.state[parameter]["exp_avg"]
+            assert torch.equal(*(one.to_local() if isinstance(one, DTensor) else one for one in (held, kept)))
+        for handle in handles:
+            handle.remove()
+        hooked = up.register_load_state_dict_post_hook(lambda *_: None)
+        restore({"model": live, "optimizer": moments}, CountingStore(tmp_path), LonePeers(), events=None)
+        hooked.remove()
+        same = Net(even=even)
+        same.load_state_dict(net.state_dict())
+        shard(same)
+        _assert_locals(_locals(live), _locals(same))
+        _assert_moments(moments, optimizer, "exp_avg", net, shard, even=even)
+
+
+def test_a_split_model_takes_a_file_of_another_wrapper_in_place(tmp_path: Path) -> None:
+    net, _ = trained(even=True)
+    names = {f"module._orig_mod.{name}": tensor for name, tensor in net.state_dict().items()}
+    publish(tmp_path, 5, {"model": names})
+    with as_rank(1):
+        live = Net(even=True)
+        _fsdp(live)
+        live.load_state_dict(live.state_dict())
+        before = _addresses(live)
+        restore({"model": live}, CountingStore(tmp_path), LonePeers(), events=None)
+        same = Net(even=True)
+        same.load_state_dict(net.state_dict())
+        _fsdp(same)
+        _assert_locals(_locals(live), _locals(same))
+        assert _addresses(live) == before
+
+
 def test_a_dtensor_anywhere_in_plain_values(tmp_path: Path) -> None:
     whole = torch.arange(40.0).reshape(8, 5)
     publish(tmp_path, 5, {"ema": {"w": whole, "n": 3}, "one": whole, "both": whole * 2})

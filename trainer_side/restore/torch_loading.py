@@ -1,0 +1,181 @@
+"""Tells which objects torch loads without asking them, and where torch then puts each tensor.
+
+    torch alone    a module or optimizer without overrides, hooks or extra state      its tensors are read in place
+    own code       it may rename, convert, keep or refuse                             read beside, then handed over
+
+An object is judged by the identity of its methods: one override, hook or tensor subclass in any submodule makes it one
+with own code. Torch's own overrides and hooks that put the bytes of a complete file where plain loading does are known.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
+
+from trainer_side.state.split_tensor import is_dtensor
+
+# They change nothing in a file that has all names of the module: they complete or refuse files of old versions.
+_NORMS = (_NormBase, _InstanceNorm)
+_CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_NAME_HOOKS = (
+    f"{_CHECKPOINT_WRAPPER}:ActivationWrapper."  # they keep the wrapper out of the names; see `places_of`
+)
+_SHARDING_HOOKS = "torch.distributed.fsdp._fully_shard."  # they bring the parameters of FSDP2 back into parts
+_OLD_NAME_HOOKS = "torch.nn.utils.parametrizations:weight_norm."  # they rename what an old weight_norm saved
+
+
+class Loading(enum.Enum):
+    """How an object of the state is loaded.
+
+    `ADAPTED`: by torch, which completes or renames what an older version of a layer has saved.
+    """
+
+    TORCH = enum.auto()
+    ADAPTED = enum.auto()
+    OWN = enum.auto()
+
+
+def loading_of(value: Any) -> Loading:
+    """How the value of a state is loaded."""
+    if isinstance(value, nn.Module):
+        return _of_module(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return Loading.TORCH if _is_plain_optimizer(value) else Loading.OWN
+    return Loading.TORCH if isinstance(value, torch.Tensor) else Loading.OWN
+
+
+def is_loaded_by_torch(value: Any, saved: Any) -> bool:
+    """Whether torch puts the bytes of `saved` into the value as they are, without code of others that may object.
+
+    Args:
+        value: Of the state.
+        saved: The checkpoint's; only its names count.
+    """
+    loading = loading_of(value)
+    if loading is Loading.ADAPTED:
+        return isinstance(saved, Mapping) and set(saved) == set(places_of(value))
+    return loading is Loading.TORCH
+
+
+def places_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Each parameter and buffer under the key at which torch's own `load_state_dict` looks for it in a checkpoint."""
+    places: dict[str, torch.Tensor] = {}
+
+    def visit(node: nn.Module, prefix: str) -> None:
+        for key, tensor in node._parameters.items():
+            if tensor is not None:
+                places[prefix + key] = tensor
+        for key, buffer in node._buffers.items():
+            if buffer is not None and key not in node._non_persistent_buffers_set:
+                places[prefix + key] = buffer
+        for key, child in node._modules.items():
+            if child is not None:
+                is_hidden = key == "_checkpoint_wrapped_module" and _is_activation_wrapper(node)
+                visit(child, prefix if is_hidden else f"{prefix}{key}.")
+
+    visit(module, "")
+    return places
+
+
+def read_in_place(
+    state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Names to the tensors that may be read over, as trees of the same paths as the checkpoint's.
+
+    Args:
+        state: As the script gave it.
+        live: What `live_trees` gave for it.
+        tree: What was saved.
+    """
+    return {
+        name: places_of(state[name]) if isinstance(state[name], nn.Module) else live[name]
+        for name in live
+        if name in tree and is_loaded_by_torch(state[name], tree[name])
+    }
+
+
+def _of_module(root: nn.Module) -> Loading:
+    if not _is_inherited(root, "load_state_dict", nn.Module):
+        return Loading.OWN
+    adapted = False
+    for module in root.modules():
+        bases = [
+            base for base in (nn.Module, *_NORMS) if _is_inherited(module, "_load_from_state_dict", base)
+        ]
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        if (
+            not bases
+            or isinstance(module, torch.jit.ScriptModule)
+            or not _is_inherited(module, "set_extra_state", nn.Module)
+            or not all(tensor is None or _takes_bytes(tensor) for tensor in tensors)
+        ):
+            return Loading.OWN
+        for hook in [
+            *module._load_state_dict_pre_hooks.values(),
+            *module._load_state_dict_post_hooks.values(),
+        ]:
+            if not _is_from(hook, _SHARDING_HOOKS, _NAME_HOOKS, _OLD_NAME_HOOKS):
+                return Loading.OWN
+            adapted = adapted or _is_from(hook, _OLD_NAME_HOOKS)
+        adapted = adapted or nn.Module not in bases
+    return Loading.ADAPTED if adapted else Loading.TORCH
+
+
+def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    base = torch.optim.Optimizer
+    owner = next(kind for kind in type(optimizer).__mro__ if "__setstate__" in vars(kind))
+    return (
+        _is_inherited(optimizer, "load_state_dict", base)
+        and _is_inherited(optimizer, "state_dict", base)
+        and owner.__module__.startswith("torch.optim.")
+        and not any(hooks for name, hooks in vars(optimizer).items() if name.endswith("state_dict_pre_hooks"))
+        and not any(
+            hooks for name, hooks in vars(optimizer).items() if name.endswith("state_dict_post_hooks")
+        )
+    )
+
+
+def _is_inherited(value: Any, method: str, base: type) -> bool:
+    """Whether the method is that of `base`, neither overridden by a class nor by an attribute of the object."""
+    return getattr(type(value), method) is getattr(base, method) and method not in vars(value)
+
+
+def _is_from(hook: Callable[..., Any], *places: str) -> bool:
+    function = getattr(hook, "hook", hook)  # torch wraps those that it calls before loading
+    where = f"{function.__module__}:{function.__qualname__}" if inspect.isfunction(function) else ""
+    return any(where.startswith(place) for place in places)
+
+
+def _is_activation_wrapper(module: nn.Module) -> bool:
+    file = sys.modules.get(_CHECKPOINT_WRAPPER)  # imported by whoever made one
+    return file is not None and isinstance(module, file.ActivationWrapper)
+
+
+def _takes_bytes(tensor: torch.Tensor) -> bool:
+    """Whether `copy_` into the tensor copies bytes, and no code of a subclass is asked."""
+    kind = type(tensor)
+    if is_lazy(tensor):  # a hook of torch gives it a shape
+        return False
+    if is_dtensor(tensor):
+        return True
+    own = torch.Tensor
+    return (
+        getattr(kind, "copy_", None) is own.copy_
+        and getattr(kind, "module_load", None) is own.module_load
+        and getattr(kind, "__torch_dispatch__", None) is own.__torch_dispatch__
+        and _function(kind) in (_function(own), _function(nn.Parameter))
+    )
+
+
+def _function(kind: type) -> Any:
+    method = getattr(kind, "__torch_function__", None)
+    return getattr(method, "__func__", method)
