@@ -98,10 +98,12 @@ def _runner() -> Callable[..., Any]:
     if "torch._dynamo" not in sys.modules:
         return _run
     # Compiled code calls them as frames of their own, which are compiled as well unless they are marked.
-    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
-    for code in _codes if skip_code is not None else ():
+    skip_code: Callable[[CodeType], object] = getattr(
+        sys.modules.get("torch._dynamo.eval_frame"), "skip_code", lambda _: None
+    )
+    for code in _codes:
         skip_code(code)
-    _uncompiled = torch.compiler.disable(_run)
+    _uncompiled = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
     return _uncompiled
 
 

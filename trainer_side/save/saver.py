@@ -33,6 +33,7 @@ import torch
 from holdfast.errors import HoldfastError, PeerLost, StateError
 from holdfast.faultpoint import Point, reach
 from holdfast.telemetry.causes import OTHER, DeclineCause, Reason
+from trainer_side.opaque import only_shapes
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.device_lane import in_order_with, lane_of
 from trainer_side.save.fingerprint import Fingerprints
@@ -238,6 +239,10 @@ class Saver:
         if accelerator.is_capturing():
             return DeclineCause.COPY_FAILED.because(
                 "save() was called while a graph is being recorded; call it between replays"
+            )
+        if only_shapes():
+            return DeclineCause.COPY_FAILED.because(
+                "save() was called where torch only traces (fake tensors are active); call it outside of that"
             )
         return None
 

@@ -1,27 +1,29 @@
-"""Steps that `torch.compile` has compiled: saves are exact, training ends as without, nothing of holdfast is traced."""
+"""Steps that `torch.compile` has compiled: saves are exact, training ends as without, nothing of holdfast is traced.
+
+The backend `inductor` and compiled backward passes take more CPU: tests/integration/test_compiled_steps.py.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
+from torch._subclasses import FakeTensorMode
 
-from holdfast.config import TrainerConfig
-from tests.support.compiled_training import PATTERNS, CompiledTraining, traced_code
-from tests.unit.trainer_side.test_checkpointer import FakeLink
-from trainer_side import joining
-from trainer_side.checkpointer import Checkpointer
-from trainer_side.save.copier import Copier, CopyJob
-from trainer_side.save.gate import Gate
+from tests.support.compiled_training import PATTERNS, traced_code
+from tests.unit.trainer_side.save.saving_training import (
+    STEPS,
+    SavingTraining,
+    assert_same,
+    by_backend,
+    ends_without,
+)
+from trainer_side.save import gate, split_step
 
 # torch's own, where a loss crosses from one compiled part into the next.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-STEPS = 4
-SECONDS_MAX = 60
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -31,106 +33,101 @@ def _no_compiled_code() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class SavingTraining:
-    """A compiled training that saves after each step; the copy begins when somebody waits for it."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, pattern: str, compiled: Compile, **options: Any
-    ) -> None:
-        self.link = FakeLink()
-        monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: self.link)
-        self.may_copy = _late_copies(monkeypatch)
-        self.training = CompiledTraining(pattern, compiled, inside=self.save, **options)
-        self.checkpointer: Checkpointer | None = None
-        self._saves_inside = pattern == "save inside"
-        self._wanted: dict[str, torch.Tensor] = {}
-        self.returned_before_copy: list[bool] = []
-
-    def begin(self) -> None:
-        self.checkpointer = Checkpointer(
-            self.training.state, config=TrainerConfig(events=None, in_flight_max=2, copy_seconds_max=60)
-        )
-
-    def run(self, steps: range) -> None:
-        for number in steps:
-            self.training.step(number)
-            if number > steps[0]:
-                self._land(number - 1)
-            if not self._saves_inside:
-                self.save(number)
-            self._wanted = self.training.tensors()
-            self.returned_before_copy.append(not self.may_copy.is_set())
-        self.may_copy.set()
-        self._land(steps[-1])
-
-    def save(self, step: int) -> None:
-        self.may_copy.clear()
-        if self.checkpointer is not None:
-            assert self.checkpointer.save(step)
-
-    def _land(self, step: int) -> None:
-        """See that the image has the state of `save()`."""
-        image = self.link.bytes_of(step)
-        assert step not in self.link.declined
-        layout = self.link.layouts[-1]
-        places = {tensor.path: layout.entries[tensor.entry] for tensor in layout.tensors}
-        for name, wanted in self._wanted.items():
-            entry = places[name]
-            got = image[entry.offset : entry.offset + wanted.nbytes]
-            assert got == wanted.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), (
-                f"{name} at {step}"
-            )
-        self.link.stage(step)
-
-
-def _late_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """A copy begins when this event is set, or when an update or `save()` waits for it."""
-    may_copy, copy, wait = threading.Event(), Copier._copy, Gate._wait
-
-    def late_copy(copier: Copier, job: CopyJob) -> None:
-        assert may_copy.wait(SECONDS_MAX)
-        copy(copier, job)
-
-    def waited_for(gate: Gate, until: Callable[[], bool]) -> None:
-        may_copy.set()
-        wait(gate, until)
-
-    monkeypatch.setattr(Copier, "_copy", late_copy)
-    monkeypatch.setattr(Gate, "_wait", waited_for)
-    return may_copy
-
-
-def _with(backend: str, **options: Any) -> Compile:
-    return lambda call: torch.compile(call, backend=backend, **options)
-
-
-def _plain(pattern: str, compiled: Compile, steps: int = STEPS, **options: Any) -> dict[str, torch.Tensor]:
-    training = CompiledTraining(pattern, compiled, **options)
-    for number in range(steps):
-        training.step(number)
-    torch._dynamo.reset()
-    return training.tensors()
-
-
-def _assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == wanted.keys()
-    assert [name for name, one in wanted.items() if not torch.equal(got[name], one)] == []
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("backend", "pattern"),
+    [
+        *(("eager", pattern) for pattern in PATTERNS),
+        ("aot_eager", "whole"),
+        ("aot_eager", "without the hooks"),
+    ],
+)
 def test_each_save_is_exact_and_training_ends_as_without(
     backend: str, pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = _plain(pattern, _with(backend))
-    saving = SavingTraining(monkeypatch, pattern, _with(backend))
+    wanted = ends_without(pattern, by_backend(backend))
+    saving = SavingTraining(monkeypatch, pattern, by_backend(backend))
     saving.begin()
     with traced_code() as traced:
         saving.run(range(STEPS))
-    _assert_same(saving.training.tensors(), wanted)
+    assert_same(saving.training.tensors(), wanted)
     assert traced == set()
     # Behind the gate as soon as the hooks are shown to be called; where they never are, no save is left to it.
     behind = [pattern != "without the hooks"] * 2
     assert saving.returned_before_copy[2:] == behind, saving.returned_before_copy
     assert saving.checkpointer is not None
+    saving.checkpointer.close()
+
+
+def test_an_update_in_compiled_code_waits_for_the_whole_copy_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eager pieces may round otherwise than the compiled step."""
+    monkeypatch.setattr(gate, "split_step", lambda *_, **__: pytest.fail("the step was taken in pieces"))
+    saving = SavingTraining(monkeypatch, "backward and step", by_backend("eager"))
+    saving.begin()
+    saving.run(range(STEPS))
+    said = [record.getMessage() for record in caplog.records if record.name == "holdfast.trainer.gate"]
+    assert said == [split_step.COMPILED]
+    assert saving.checkpointer is not None
+    saving.checkpointer.close()
+
+
+def test_hooks_of_a_step_that_was_compiled_before_are_called_and_saves_compile_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saving = SavingTraining(monkeypatch, "whole", by_backend("eager"))
+    for number in range(2):
+        saving.training.step(number)
+    saving.begin()
+    saving.run(range(3))
+    graphs = dict(torch._dynamo.utils.counters["stats"])
+    saving.run(range(3, 10))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs["unique_graphs"]
+    assert saving.returned_before_copy[2:] == [True] * 8
+    assert saving.checkpointer is not None
+    saving.checkpointer.close()
+
+
+def test_a_step_whose_class_compiles_it_is_not_taken_in_pieces() -> None:
+    class Compiled(torch.optim.SGD):
+        pass
+
+    parameter = torch.nn.Parameter(torch.ones(4))
+    assert split_step.why_not_split(Compiled([parameter], lr=0.1)) == ""
+    Compiled.step = torch.compile(torch.optim.SGD.step, backend="eager")  # type: ignore[method-assign]
+    assert split_step.why_not_split(Compiled([parameter], lr=0.1)) == split_step.COMPILED
+    Compiled.step = torch.compiler.disable(torch.optim.SGD.step)  # type: ignore[method-assign]
+    assert split_step.why_not_split(Compiled([parameter], lr=0.1)) == ""
+
+
+def test_a_whole_graph_is_refused_by_torch_in_words_that_name_holdfast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without holdfast it is refused as well: the step of each of torch's optimizers breaks the graph."""
+    saving = SavingTraining(monkeypatch, "step of the optimizer", by_backend("eager", fullgraph=True))
+    with pytest.raises(Unsupported, match=r"graph_break"):
+        saving.training.step(0)
+    torch._dynamo.reset()
+    saving.begin()
+    with pytest.raises(Unsupported, match=r"(?s)holdfast runs between compiled graphs.*graph break"):
+        saving.training.step(0)
+    assert saving.checkpointer is not None
+    checkpointer = saving.checkpointer
+    with pytest.raises(Unsupported, match=r"(?s)holdfast runs between compiled graphs.*graph break"):
+        torch.compile(lambda: checkpointer.step(0), backend="eager", fullgraph=True)()
+    checkpointer.close()
+
+
+def test_what_is_only_traced_is_neither_noted_nor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = SavingTraining(monkeypatch, "step", by_backend("eager"))
+    saving.begin()
+    saving.run(range(1))
+    assert saving.checkpointer is not None
+    proof = saving.checkpointer._copier._proof
+    monkeypatch.setattr(proof, "hooked", lambda _: pytest.fail("a traced step was taken for one"))
+    optimizer = saving.training.optimizers[0]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        saving.checkpointer._copier.gate._hook(optimizer, (optimizer,), {}, compiled=False)
+        assert not saving.checkpointer.save(1)
+    assert "fake tensors" in saving.link.declined[1].text
     saving.checkpointer.close()

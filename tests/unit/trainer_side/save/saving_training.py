@@ -1,0 +1,112 @@
+"""A compiled training that saves after each step through a `Checkpointer`, with a link that the test plays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.config import TrainerConfig
+from tests.support.compiled_training import CompiledTraining
+from tests.unit.trainer_side.test_checkpointer import FakeLink
+from trainer_side import joining
+from trainer_side.checkpointer import Checkpointer
+from trainer_side.save.copier import Copier, CopyJob
+from trainer_side.save.gate import Gate
+
+__all__ = ["STEPS", "Compile", "SavingTraining", "assert_same", "by_backend", "ends_without"]
+
+STEPS = 4
+SECONDS_MAX = 60
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class SavingTraining:
+    """A compiled training that saves after each step; the copy begins when somebody waits for it."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, pattern: str, compiled: Compile, **options: Any
+    ) -> None:
+        self.link = FakeLink()
+        monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: self.link)
+        self.may_copy = _late_copies(monkeypatch)
+        self.training = CompiledTraining(pattern, compiled, inside=self.save, **options)
+        self.checkpointer: Checkpointer | None = None
+        self._saves_inside = pattern == "save inside"
+        self._wanted: dict[str, torch.Tensor] = {}
+        self.returned_before_copy: list[bool] = []
+
+    def begin(self) -> None:
+        self.checkpointer = Checkpointer(
+            self.training.state, config=TrainerConfig(events=None, in_flight_max=2, copy_seconds_max=60)
+        )
+
+    def run(self, steps: range) -> None:
+        for number in steps:
+            self.training.step(number)
+            if number > steps[0]:
+                self._land(number - 1)
+            if not self._saves_inside:
+                self.save(number)
+            self._wanted = self.training.tensors()
+            self.returned_before_copy.append(not self.may_copy.is_set())
+        self.may_copy.set()
+        self._land(steps[-1])
+
+    def save(self, step: int) -> None:
+        self.may_copy.clear()
+        if self.checkpointer is not None:
+            assert self.checkpointer.save(step)
+
+    def _land(self, step: int) -> None:
+        """See that the image has the state of `save()`."""
+        image = self.link.bytes_of(step)
+        assert step not in self.link.declined
+        layout = self.link.layouts[-1]
+        places = {tensor.path: layout.entries[tensor.entry] for tensor in layout.tensors}
+        for name, wanted in self._wanted.items():
+            entry = places[name]
+            got = image[entry.offset : entry.offset + wanted.nbytes]
+            assert got == wanted.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), (
+                f"{name} at {step}"
+            )
+        self.link.stage(step)
+
+
+def _late_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A copy begins when this event is set, or when an update or `save()` waits for it."""
+    may_copy, copy, wait = threading.Event(), Copier._copy, Gate._wait
+
+    def late_copy(copier: Copier, job: CopyJob) -> None:
+        assert may_copy.wait(SECONDS_MAX)
+        copy(copier, job)
+
+    def waited_for(closed: Gate, until: Callable[[], bool]) -> None:
+        may_copy.set()
+        wait(closed, until)
+
+    monkeypatch.setattr(Copier, "_copy", late_copy)
+    monkeypatch.setattr(Gate, "_wait", waited_for)
+    return may_copy
+
+
+def by_backend(backend: str, **options: Any) -> Compile:
+    return lambda call: torch.compile(call, backend=backend, **options)
+
+
+def ends_without(
+    pattern: str, compiled: Compile, steps: int = STEPS, **options: Any
+) -> dict[str, torch.Tensor]:
+    training = CompiledTraining(pattern, compiled, **options)
+    for number in range(steps):
+        training.step(number)
+    torch._dynamo.reset()
+    return training.tensors()
+
+
+def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    assert [name for name, one in wanted.items() if not torch.equal(got[name], one)] == []
