@@ -22,15 +22,15 @@ class TimedPhase:
         module: Has `measure`.
         seconds_max: It should end so long after the phases before it should have; what they leave is added to it.
         alone: It runs in a process of its own.
-        beside: It begins together with the phase before it, where that is not the first one. Nothing that is timed, or
-            looks at the device's free memory, may run so.
+        together: Phases that follow each other and have the same word here run at the same time. Nothing that is timed,
+            or looks at the device's free memory, may have one.
     """
 
     name: str
     module: str
     seconds_max: float
     alone: bool = False
-    beside: bool = False
+    together: str = ""
 
 
 # The most valuable phases come first: a machine may be taken away at any moment.
@@ -40,9 +40,9 @@ PHASES = (
     TimedPhase("waits", "benchmarks.gpu.host_waits", 6),
     TimedPhase("bandwidths", "benchmarks.gpu.bandwidths", 10),
     TimedPhase("steps", "benchmarks.gpu.step_times", 15),
-    TimedPhase("exact", "benchmarks.gpu.exact", 33, alone=True),
-    TimedPhase("jobs", "benchmarks.gpu.jobs", 33, alone=True, beside=True),
-    TimedPhase("peers-opened", "benchmarks.gpu.peers_opened", 33, beside=True),
+    TimedPhase("exact", "benchmarks.gpu.exact", 33, alone=True, together="untimed"),
+    TimedPhase("jobs", "benchmarks.gpu.jobs", 33, alone=True, together="untimed"),
+    TimedPhase("peers-opened", "benchmarks.gpu.peers_opened", 33, together="untimed"),
     TimedPhase("peers-lm_resiliency", "benchmarks.gpu.peers", 14),
     TimedPhase("peers-dcp", "benchmarks.gpu.peers", 10),
     TimedPhase("peers-torch_checkpointing", "benchmarks.gpu.peers", 11),
@@ -55,10 +55,10 @@ PHASES = (
 
 
 def groups(phases: Sequence[TimedPhase]) -> list[list[TimedPhase]]:
-    """Those that run at the same time. The first phase has a group of its own."""
+    """Those that run at the same time."""
     found: list[list[TimedPhase]] = []
     for phase in phases:
-        if phase.beside and len(found) > 1:
+        if phase.together and found and found[-1][0].together == phase.together:
             found[-1].append(phase)
         else:
             found.append([phase])

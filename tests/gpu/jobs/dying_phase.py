@@ -46,9 +46,9 @@ def main() -> int:
         TimedPhase("late", _HERE, 0.001),
         *(TimedPhase(name, _HERE, 120) for name in ("first", "raises", "second", "killed", "third")),
         *(TimedPhase(name, _HERE, 120) for name in ("lacks", "fourth")),
-        TimedPhase("killed-alone", _HERE, 120, alone=True),
-        TimedPhase("beside", _HERE, 120, alone=True, beside=True),
-        TimedPhase("fifth", _HERE, 120, beside=True),
+        TimedPhase("killed-alone", _HERE, 120, alone=True, together="three"),
+        TimedPhase("beside", _HERE, 120, alone=True, together="three"),
+        TimedPhase("fifth", _HERE, 120, together="three"),
     ]
     return run_phases(phases, Path(sys.argv[1]), seconds=seconds_of(phases), quick=True)
 
