@@ -24,7 +24,7 @@ def _run(directory: Path, way: str, order: str, steps: int, store: str) -> dict[
         env=environment(directory / f"runtime-{store}"),
         log=directory / f"{store}-{order}.log",
     ) as job:
-        job.succeed(120)
+        job.succeed(240)
     found: dict[str, Any] = torch.load(out, weights_only=True)
     return found
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from trainer_side.doors.dcp_parts import StoredTensor
 from trainer_side.doors.publishing import StateImage, plan_state
 from trainer_side.doors.safetensors_in import read_safetensors
 from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle, refuse_packed
+from trainer_side.state.position_names import Position, Positions, from_record, to_trailer
 from trainer_side.state.tree import tensor_paths
 
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -35,14 +37,22 @@ class Import:
         kind: What it was read from.
         tree: The state.
         stored: What has the bytes of tensors that are not in memory.
+        names: Of what has numbers in it.
 
     Raises:
         StateError: It cannot be saved; names the path.
     """
 
-    def __init__(self, kind: str, tree: Mapping[str, Any], stored: Sequence[StoredTensor] = ()) -> None:
+    def __init__(
+        self,
+        kind: str,
+        tree: Mapping[str, Any],
+        stored: Sequence[StoredTensor] = (),
+        names: Positions = MappingProxyType({}),
+    ) -> None:
         self.kind, self._tree, self._stored = kind, tree, stored
-        self._skeleton = plan_state(tree)
+        self._trailer = to_trailer(names)
+        self._skeleton = plan_state(tree, self._trailer)
 
     @property
     def names(self) -> Sequence[str]:
@@ -58,7 +68,7 @@ class Import:
         return self._skeleton.layout.image_bytes
 
     def image(self, key: Key) -> StateImage:
-        return StateImage(key, self._tree, self._skeleton, self._stored)
+        return StateImage(key, self._tree, self._skeleton, self._stored, self._trailer)
 
 
 def open_foreign(
@@ -79,12 +89,29 @@ def open_foreign(
     """
     try:
         kind, tree, name, stored = _read(path)
+        names = _names(path) if kind == "torch" else {}
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     under = name if under is None else under
     if under is not None:
         tree = {under: tree}
-    return Import(kind, _named(tree, str(path), renamed, dropped), stored)
+    named = _named(tree, str(path), renamed, dropped)
+    return Import(kind, named, stored, _moved(names, under, renamed))
+
+
+def _moved(
+    names: Positions, under: str | None, renamed: Mapping[str, str]
+) -> dict[str, list[list[Position]]]:
+    """The names, where what they name lies elsewhere now."""
+
+    def moved(path: str) -> str:
+        top, slash, rest = (path if under is None else f"{under}/{path}").partition("/")
+        return f"{renamed.get(top, top)}{slash}{rest}"
+
+    return {
+        moved(at): [[Position(tuple(map(moved, one.names)), one.shape) for one in group] for group in groups]
+        for at, groups in names.items()
+    }
 
 
 def _read(path: Path) -> tuple[str, Any, str | None, Sequence[StoredTensor]]:
@@ -102,6 +129,17 @@ def _read(path: Path) -> tuple[str, Any, str | None, Sequence[StoredTensor]]:
         f"{path}: the file begins with {magic[:4]!r}, so it is neither a torch file in zip format nor a safetensors "
         "file; if it is an older torch file, load it with torch.load and save it with torch.save"
     )
+
+
+def _names(path: Path) -> dict[str, list[list[Position]]]:
+    """The names that holdfast has put into a torch file; none in a file of another program.
+
+    Raises:
+        DamageError: They are not as holdfast writes them.
+    """
+    with path.open("rb") as file:
+        record = torch._C.PyTorchFileReader(file).get_record("data.pkl")
+    return from_record(record, source=str(path))
 
 
 def _read_torch(path: Path) -> Any:

@@ -28,19 +28,21 @@ from trainer_side.state.tree import classify
 _RANK = 0  # the one that has it all
 
 
-def plan_state(tree: Mapping[str, Any]) -> Skeleton:
-    """Lay out a state that one rank holds.
+def plan_state(tree: Mapping[str, Any], trailer: bytes = b"") -> Skeleton:
+    """Lay out a state that one rank holds; `trailer`: see `capture`.
 
     Raises:
         StateError: Something in it cannot be saved, or not be loaded with `weights_only=True`; names its path.
     """
+    proposed = table(tree, tree, rank=_RANK, ranks=1, beside_bytes=len(trailer))
     return plan(
         tree,
         classify(tree, tree),
         rank=_RANK,
         ranks=1,
         chunk_bytes=CHUNK_BYTES,
-        agreed=Agreement(table(tree, tree, rank=_RANK, ranks=1).pickle_bytes, {}),
+        agreed=Agreement(proposed.pickle_bytes, {}),
+        trailer=trailer,
     )
 
 
@@ -52,12 +54,18 @@ class StateImage:
         tree: The state; its tensors must stay as they are.
         skeleton: What `plan_state` gave for it.
         stored: What has the bytes of tensors whose memory does not have them.
+        trailer: As for `plan_state`.
     """
 
     def __init__(
-        self, key: Key, tree: Mapping[str, Any], skeleton: Skeleton, stored: Sequence[StoredTensor] = ()
+        self,
+        key: Key,
+        tree: Mapping[str, Any],
+        skeleton: Skeleton,
+        stored: Sequence[StoredTensor] = (),
+        trailer: bytes = b"",
     ) -> None:
-        taken = capture(tree, skeleton)
+        taken = capture(tree, skeleton, trailer=trailer)
         assert taken is not None, "the plan is of this tree"
         self._tree, self._skeleton, self._taken = tree, skeleton, taken
         self._stored = {one.tensor.data_ptr(): one for one in stored}

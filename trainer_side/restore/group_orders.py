@@ -5,6 +5,7 @@ groups of the checkpoint [a, b], of the script [b, a]:   base_lrs [0.1, 0.2] ─
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -85,6 +86,41 @@ def reorder_schedulers(
                     f"{path}/{key}: the groups of {order.path} are in another order than in the checkpoint, and it "
                     f"cannot be told whether this list is of that optimizer; {_ADVICE}"
                 )
+
+
+def see_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
+    """Refuse a list of dictionaries of several kinds, such as a SequentialLR has of its schedulers, in another order.
+
+    Args:
+        live: What the objects of the state gave.
+        tree: What was saved.
+
+    Raises:
+        StateError: The same kinds, by their keys, were saved in another order; names the first.
+    """
+    for path, key, values in _lists(live):
+        if key == "param_groups" or len(values) < 2 or not all(isinstance(one, dict) for one in values):
+            continue
+        place = f"{path}/{key}" if path else str(key)
+        saved = at(tree, place)
+        if not isinstance(saved, list | tuple) or not all(isinstance(one, dict) for one in saved):
+            continue
+        own, there = [*map(_kind, values)], [*map(_kind, saved)]
+        if own != there and Counter(own) == Counter(there):
+            number = next(number for number, kind in enumerate(own) if kind != there[number])
+            raise StateError(
+                f"{place}/{number}: expected what the checkpoint has there ({_some(there[number] - own[number])}), "
+                f"got another kind ({_some(own[number] - there[number])}): all kinds were saved, in another "
+                "order; make the list in the order in which it was saved; nothing was loaded"
+            )
+
+
+def _kind(value: Mapping[Any, Any]) -> frozenset[str]:
+    return frozenset(str(key) for key in value if not str(key).startswith("_"))
+
+
+def _some(keys: frozenset[str]) -> str:
+    return ", ".join(sorted(keys)[:3]) or "less"
 
 
 def _reorder(path: str, saved: Any, order: GroupOrder, scheduler: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from trainer_side.restore.group_orders import GroupOrder, reorder_schedulers
+from trainer_side.restore.group_orders import GroupOrder, reorder_schedulers, see_kinds
 from trainer_side.restore.wrappers import WRAPPERS
 from trainer_side.state.optimizer_places import at, is_form, sizes
 from trainer_side.state.position_names import Position, Positions, positions, tensor_lists
@@ -51,13 +51,14 @@ class _Side(NamedTuple):
 def join_by_name(
     state: Mapping[str, Any],
     live: Mapping[str, Any],
-    tree: Mapping[str, Any],
+    tree: Any,
     names: Positions,
     optimizers: Mapping[str, torch.optim.Optimizer],
 ) -> None:
     """Put the parameters and groups of all optimizers of the tree into the order of the script.
 
-    Optimizers with other numbers of parameters are left as they are: they are refused elsewhere.
+    Optimizers with other numbers of parameters are left as they are, and so is a file without names: both are refused
+    elsewhere.
 
     Args:
         state: As the script gave it.
@@ -69,6 +70,8 @@ def join_by_name(
     Raises:
         StateError: Parameters, or groups, of the script have no counterpart; names both.
     """
+    if not isinstance(tree, dict):
+        return
     here = positions(state, live, optimizers)
     shapes = {path: tuple(tensor.shape) for path, tensor in tensor_paths(tree)}
     paths_here = _bare(path for path, _ in tensor_paths(live)) | _bare(_names_of(here))
@@ -114,6 +117,7 @@ def join_by_name(
             saved[:] = [saved[number] for number in _Join(path, *sides, names).order()]
     _see_lists(state, live, tree)
     reorder_schedulers(state, live, tree, orders)
+    see_kinds(live, tree)
 
 
 def _see_lists(state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:

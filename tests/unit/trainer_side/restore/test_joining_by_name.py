@@ -22,6 +22,7 @@ from tests.unit.trainer_side.restore.test_restore import bring_back
 from tests.unit.trainer_side.restore.test_restore_dtensors import MESHES, RANKS, as_rank, trained
 from tests.unit.trainer_side.restore.test_restore_dtensors import Net as Split
 from trainer_side.ranks.peers import LonePeers
+from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.restore import restore
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.tree import collect
@@ -521,6 +522,22 @@ def test_a_scheduler_that_is_not_there_yet_is_refused_by_name(tmp_path: Path) ->
     publish_named(tmp_path, 3, {"model": net, "optimizer": optimizer, "later": StepLR(optimizer, 2)})
     with pytest.raises(StateError, match=r"later/.*groups of optimizer"):
         bring_back({"model": fresh, "optimizer": _grouped(fresh, "ba"), "later": Later()}, tmp_path)
+
+
+def test_schedulers_in_another_order_are_refused(tmp_path: Path) -> None:
+    def chained(*, backwards: bool) -> State:
+        optimizer = torch.optim.SGD(Net().parameters())
+        inner = [StepLR(optimizer, 2), torch.optim.lr_scheduler.LinearLR(optimizer)]
+        return {"scheduler": ChainedScheduler(inner[::-1] if backwards else inner)}
+
+    publish_named(tmp_path, 3, chained(backwards=False))
+    bring_back(chained(backwards=False), tmp_path)
+    with pytest.raises(StateError, match=r"scheduler/_schedulers/0: expected .*gamma.*start_factor"):
+        bring_back(chained(backwards=True), tmp_path)
+
+
+def test_a_file_of_something_else_than_a_state_is_left_to_be_refused() -> None:
+    join_by_name({"model": Net()}, {"model": Net().state_dict()}, [7], {}, {})
 
 
 def test_an_average_joins_by_its_own_names(tmp_path: Path) -> None:
