@@ -39,7 +39,7 @@ from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
 from trainer_side.restore.parcels import Parcels
 from trainer_side.restore.reading import Reading, Use, read
 from trainer_side.restore.rounds import Rounds
-from trainer_side.restore.split_parts import Placed, beside, place, split_moments, split_parts
+from trainer_side.restore.split_parts import Placed, beside_live, place, split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
 from trainer_side.restore.torch_loading import read_in_place
 from trainer_side.restore.two_values import Suspects, suspects
@@ -399,6 +399,6 @@ class Trial:
         in_place = {} if is_open else read_in_place(job.state, self._live, structure.tree)
         self._in_place = frozenset(name for name, one in in_place.items() if tensor_paths([one]))
         own = {name: tree for name, tree in self._live.items() if name not in in_place}
-        parts = {**beside(parts, own, structure.tree), **split_moments(job.state, structure.tree)}
+        parts = {**beside_live(parts, own, structure.tree), **split_moments(job.state, structure.tree)}
         self._placed = place(structure, parts, job.state, left_out)
         self._adopted_bytes = structure.adopt(in_place) + self._placed.nbytes

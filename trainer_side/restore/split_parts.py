@@ -77,7 +77,7 @@ def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, 
     return parts
 
 
-def beside(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: Any) -> dict[str, SplitPart]:
+def beside_live(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: Any) -> dict[str, SplitPart]:
     """The parts, with new memory for the DTensors of objects whose own code decides what becomes of what was saved.
 
     Such an object gets the whole tensor where the checkpoint has another shape. A `Split` is filled where it lies: its
