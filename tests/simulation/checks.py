@@ -11,6 +11,7 @@ grown                    the stager has no slot that the journal lacks, and soon
 in flight                at most two checkpoints are being received
 torn ⇒ withdrawn         a step of which a rank has copied other bytes than were saved is never staged, and every rank
                          that lives hears that it is none
+doubted ⇒ marked         a step of which a rank has heard that it is doubtful has the mark in its manifest in the end
 one writer               nothing becomes visible without a look at the claim right before it, in each try
 replaced ⇒ harmless      a writer that stands still, is replaced and wakes changes nothing of what was published since
 every wait ends          when faults stop, every step has its verdict, every process ends, all staged is durable
@@ -374,6 +375,7 @@ class Checks:
     def node_lost(self) -> None:
         """The ring is gone, and what was only staged with it."""
         self.promised.clear()
+        self._world.doubted.clear()  # what was written beside it
 
     def flusher_ended(self, process: Process) -> None:
         self.ring_changed = True
@@ -404,7 +406,15 @@ class Checks:
             self._check_held(key)
         if not held and not self._intruded:
             self._nothing_is_left()
+            self._doubted_is_marked()
         self._newest_is_restored()
+
+    def _doubted_is_marked(self) -> None:
+        for item in Catalog(pristine(self._world.store)).list():
+            if item.order in self._world.doubted and item.is_good and not item.doubt:
+                self.broken(
+                    f"{item.order} is doubtful, as a rank has heard, and its manifest does not say so"
+                )
 
     def _check_offer(self, offer: Any) -> None:
         if offer.process.notes.get("struck"):

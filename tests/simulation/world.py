@@ -41,6 +41,7 @@ from holdfast.store.base import SMALL_BYTES_MAX
 from holdfast.store.retrying import RetryBudget, Retrying
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
+from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import VERSION, Kind, decode, encode, to_json
 from holdfast.wire.welcome import Welcome
 from stager.flusher_process import attach
@@ -82,6 +83,12 @@ POINTS = {
     ],
 }
 
+_DOUBT_POINTS = (
+    ("stager", "doubt_heard"),
+    ("stager", "doubt_written"),
+    ("flusher", "doubt_marked"),
+    ("flusher", "manifest_written"),
+)
 _GROWTH_POINTS = (
     ("flusher", "ring_taken"),
     ("flusher", "ring_added"),
@@ -133,6 +140,7 @@ class Plan:
     slowest_message_seconds: float
     full: str  # "", "window" or "ever"
     areas: int  # of each rank: how many checkpoints it sends at once
+    doubt_share: float = 0.0  # of the steps after which a rank doubts what it has offered
     torn_share: float = 0.0  # of the copies that ranks make; above 0 the real copy thread makes them
     mesh: int = 0  # how tensors are split among the ranks; 0: every rank has all of them
     growth_chunks: int = (
@@ -190,6 +198,15 @@ class Plan:
         chance = random.Random(f"tear {seed}")
         if chance.random() < 0.12:
             self.torn_share = chance.choice([0.1, 0.3, 0.6])
+
+    def may_doubt(self, seed: int) -> None:
+        """In some worlds ranks doubt steps that they have offered. From dice of their own, as in `may_freeze`."""
+        chance = random.Random(f"doubt {seed}")
+        if chance.random() < 0.15:
+            self.doubt_share = chance.choice([0.1, 0.4])
+            if chance.random() < 0.7:
+                kind, point = chance.choice(_DOUBT_POINTS)
+                self.faults.append(Fault("kill", kind=kind, point=point, number=chance.choice([1, 1, 2])))
 
     def may_split(self, seed: int) -> None:
         """In some worlds tensors are split among the ranks. From dice of their own, as in `may_freeze`."""
@@ -320,6 +337,9 @@ class World:
         self.torn: set[tuple[int, int]] = (
             set()
         )  # (job, step) of which a rank has copied other bytes than were saved
+        self.doubted: set[tuple[int, int]] = (
+            set()
+        )  # (attempt, step) of which a rank has heard that it is doubtful
         self.points: dict[tuple[str, str], int] = {}
         self.over = False
         self.calm = False  # no more faults
@@ -338,6 +358,7 @@ class World:
         plan = Plan.of(self.scheduler)
         plan.may_freeze(self.seed)
         plan.may_tear(self.seed)
+        plan.may_doubt(self.seed)
         plan.may_split(self.seed)
         plan.may_grow(self.seed)
         plan.may_read_slowly(self.seed)
@@ -490,6 +511,8 @@ class World:
         ring, kept = restored_from_ring(self, job, link)
         self.checks.ring_is_remembered()
         link.announce(layout)
+        doubts = random.Random(f"doubt {self.seed} {job.number} {rank}")
+        link.on_doubt = lambda doubt: self._heard_doubt(welcome.attempt, doubt)
         copier = start_copier(link, self.trainer_config.copy_seconds_max) if plan.torn_share else None
         sources = [_Source(port) for _ in range(plan.areas)]
         sending: dict[_Source, Any] = {}  # the transfer that was made of each last
@@ -523,6 +546,7 @@ class World:
             transfer = sending[source] = link.offer(step, source, record)
             if copier is not None and source.copy is not None:
                 begin_copy(copier, transfer, source.copy)
+            self._doubt(link, doubts, first, step)
             self.offered.append(Offered(job.number, rank, step, transfer, sim.here, sim.now))
             if sim.chance.random() < 0.03:
                 sim.wait(None, sim.chance.random() * 0.05, "decline late")
@@ -532,6 +556,16 @@ class World:
         sim.here.notes["left_staged"] = wait_for is TransferState.STAGED
         link.close(wait_for=wait_for, seconds_max=self.trainer_config.close_seconds_max)
         sim.here.notes["problem"] = link.problem
+
+    def _doubt(self, link: Link, chance: random.Random, first: int, step: int) -> None:
+        if chance.random() < self.plan.doubt_share:
+            steps = chance.randrange(first, step + 1), step
+            link.doubt(Doubt(link.rank, steps, "it was changed by hand"))
+
+    def _heard_doubt(self, attempt: int, doubt: Doubt) -> None:
+        if doubt.steps is not None:
+            self.scheduler.note(f"{self.scheduler.here.name} hears that {doubt.sentence()}")
+            self.doubted.update((attempt, step) for step in range(doubt.steps[0], doubt.steps[1] + 1))
 
     def _rank_port(self, job: Job, rank: int) -> Any:
         """The way of a rank to its stager; None if there is none."""
