@@ -14,6 +14,7 @@ After start-up and restore the training thread takes part in no collective opera
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -111,6 +112,9 @@ class Checkpointer:
         fresh: bool = False,
     ) -> None:
         end_by_exit_codes()
+        self._handled_before = sys.exc_info()[
+            1
+        ]  # made where the script handles one: that does not end the training
         if not isinstance(state, Mapping):
             raise StateError(f"state: expected a mapping of names to objects, got {shown(state)}")
         if not isinstance(config, TrainerConfig | None):
@@ -155,7 +159,7 @@ class Checkpointer:
         self._tiers.council.when_doubted(self._hear_doubt)
         self._not_at_exit = at_exit(self._tiers.close, EXIT_SECONDS_MAX)
         seconds_max = self._config.close_seconds_max
-        self._leaving = Leaving(self._copier, self._tiers, self._link, seconds_max=seconds_max)
+        self._leaving = Leaving(self._copier, self._tiers, self._link, self._ledger, seconds_max=seconds_max)
         if not self._tiers.takes_steps:
             limit = self._config.host_bytes_max
             self._link.appointments.ability = Ability(area_bytes_max=NO_LIMIT if limit is None else limit)
@@ -375,22 +379,25 @@ class Checkpointer:
         """Wait until every step that was begun is durable (at most `close_seconds_max`), then leave the job.
 
         A second call does nothing, and neither does one in a forked child. Leaving the `with` block calls it. Where an
-        exception ends the block, it is logged first, and what was begun is only waited for until it is staged, at most
-        10 s.
+        exception ends the block, or this is called in a `finally` or `except` clause because of one, the exception is
+        logged first, and what was begun is only waited for until it is staged, at most 10 s.
 
         Raises:
             PeerLost: A thread of this rank had died, so that checkpoints are missing.
         """
-        self._leave(None, None)
+        error = sys.exc_info()[1]
+        self._leave(None if error is self._handled_before else error)
 
-    def _leave(self, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Leave the job, once. `error`: what has ended the block."""
+    def _leave(self, error: BaseException | None) -> None:
+        """Leave the job, once. `error`: what has ended the training."""
         if self._closed or self._seat.is_inherited:
             return
+        if isinstance(error, SystemExit) and not error.code:
+            error = None  # sys.exit() and sys.exit(0) are how scripts end that have done their work
         self._closed = True
         self._seat.give_up()
         if error is not None:
-            self._leaving.say(error, trace)
+            self._leaving.say(error)
             notice = None if isinstance(error, GeneratorExit) else self._pending_notice()
             if notice is not None and self._finished is not None:
                 self._leaving.save_last(self._finished, self._saver.save, notice)
@@ -458,6 +465,4 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # sys.exit() and sys.exit(0) are how scripts end that have done their work.
-        is_done = isinstance(error, SystemExit) and not error.code
-        self._leave(None if is_done else error, trace)
+        self._leave(error)

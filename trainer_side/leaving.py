@@ -17,13 +17,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 
 from holdfast.errors import HoldfastError
 from holdfast.notices.notice import Notice
 from holdfast.telemetry.causes import DeclineCause
 from trainer_side.background_thread import ThreadDied
 from trainer_side.finished_step import FinishedStep
+from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
 from trainer_side.save.copier import Copier
 from trainer_side.tiers.tier_set import TierSet
@@ -45,14 +45,18 @@ class Leaving:
         copier: Ends first.
         tiers: End before the link.
         link: To the stager.
+        ledger: Knows which steps were given up.
         seconds_max: How long the last steps may take to become durable.
 
     Attributes:
         newest_step: The newest step of which a save was begun; -1: none.
     """
 
-    def __init__(self, copier: Copier, tiers: TierSet, link: ToStager, *, seconds_max: float) -> None:
-        self._copier, self._tiers, self._link, self._seconds_max = copier, tiers, link, seconds_max
+    def __init__(
+        self, copier: Copier, tiers: TierSet, link: ToStager, ledger: Ledger, *, seconds_max: float
+    ) -> None:
+        self._copier, self._tiers, self._link, self._ledger = copier, tiers, link, ledger
+        self._seconds_max = seconds_max
         self.newest_step = -1
 
     @property
@@ -69,10 +73,14 @@ class Leaving:
         Raises:
             ThreadDied: A thread of this rank has died; checkpoints are missing.
         """
-        if self.died is None:
-            self._leave(TransferState.DURABLE, self._seconds_max)
-        else:
-            self._leave(TransferState.STAGED, EXIT_SECONDS_MAX, together=True)
+        try:
+            if self.died is None:
+                self._leave(TransferState.DURABLE, self._seconds_max)
+            else:
+                self._leave(TransferState.STAGED, EXIT_SECONDS_MAX, together=True)
+        except KeyboardInterrupt:
+            self.say_what_is_safe()
+            raise
         if self.died is not None:
             raise self.died
 
@@ -97,11 +105,12 @@ class Leaving:
         deadline = time.monotonic() + (_NO_DEADLINE_SECONDS if left is None else left - _SAFETY_SECONDS)
         try:
             why = self._try_last(finished, save, deadline)
-        except Exception as error:  # noqa: BLE001 - the script's own exception must not be replaced by this one
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the script's own goes on its way
             why = f"{type(error).__name__}: {error}"
         if why:
             reason = DeclineCause.LATE.because(f"it was to be saved after the notice, but {why}")
             self._link.decline(step, reason)
+            self._tiers.skip(step, reason)
             _log.error(
                 "rank %d: step %d, the last finished one, is not saved after the notice: %s", rank, step, why
             )
@@ -114,7 +123,7 @@ class Leaving:
             )
 
     def _try_last(self, finished: FinishedStep, save: Callable[[int], bool], deadline: float) -> str:
-        step, seconds = finished.step, deadline - time.monotonic()
+        step, seconds, before = finished.step, deadline - time.monotonic(), self._causes()
         if self._is_safe(step):
             return ""
         if seconds <= 0:
@@ -135,12 +144,16 @@ class Leaving:
             seconds,
         )
         while not self._is_safe(step):
-            if self.died is not None or self._link.answer(step) is not None:
-                return "it was given up, see above"
+            if self.died is not None or (causes := self._causes()) != before:
+                return f"it was given up ({', '.join(causes) if self.died is None else self.died})"
             if time.monotonic() > deadline:
                 return f"the other ranks did not save the same step within {seconds:.1f} s"
             time.sleep(_LOOK_SECONDS)
         return ""
+
+    def _causes(self) -> dict[str, int]:
+        """Why steps were not taken so far."""
+        return dict(self._ledger.stats.causes)
 
     def _is_safe(self, step: int) -> bool:
         return max(self._link.staged_step, self._tiers.complete_step) >= step
@@ -155,10 +168,10 @@ class Leaving:
         finally:
             self.say_what_is_safe()
 
-    def say(self, error: BaseException, trace: TracebackType | None) -> None:
+    def say(self, error: BaseException) -> None:
         """Say the exception that ends the block, before anything is waited for."""
         said = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
-        called = traceback.extract_tb(trace)[-1:]
+        called = traceback.extract_tb(error.__traceback__)[-1:]
         place = f" (at {called[0].filename}:{called[0].lineno})" if called else ""
         _log.error(
             "rank %d: %s%s ends the training; checkpoints on their way are waited for until they are staged, at most "

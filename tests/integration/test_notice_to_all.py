@@ -33,12 +33,14 @@ class Place:
         env = {"HOLDFAST_WATCH": "sigterm", "HOLDFAST_EVENTS": str(directory / "events")}
         if address:
             env["HOLDFAST_STAGER"] = address
+        if launcher == "tiers":
+            env |= {"HOLDFAST_TIERS": "store", "HOLDFAST_STORE": str(directory / "store")}
         self.cluster = Cluster(directory, str(directory / "store"), env, script=grouped.__file__)
         self._launcher = launcher
 
     def start(self, how: str) -> Job:
-        if self._launcher == "mpirun":
-            return self.cluster.start(2, how)
+        if self._launcher in ("mpirun", "tiers"):
+            return self.cluster.start(2, how, stager=self._launcher == "mpirun")
         return self.cluster.start(2, how, stager=False, rewrite=by_torchrun(2))
 
     def end_all(self, job: Job) -> None:
@@ -57,7 +59,7 @@ class Place:
 
 @contextlib.contextmanager
 def place(directory: Path, launcher: str) -> Iterator[Place]:
-    if launcher == "mpirun":
+    if launcher in ("mpirun", "tiers"):
         yield Place(directory, launcher, "")
         return
     (directory / "store").mkdir()
@@ -67,10 +69,11 @@ def place(directory: Path, launcher: str) -> Iterator[Place]:
         yield Place(directory, launcher, stager.address)
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun", "tiers"])
 def test_the_last_finished_step_is_saved_with_the_sampler_and_random_numbers_of_that_step(
     tmp_path: Path, launcher: str
 ) -> None:
+    safe = "kept in local tiers" if launcher == "tiers" else "staged"
     (tmp_path / "plain").mkdir()
     with place(tmp_path, launcher) as here:
         with here.start("early") as job:
@@ -80,10 +83,11 @@ def test_the_last_finished_step_is_saved_with_the_sampler_and_random_numbers_of_
         for rank in range(2):
             assert f"rank {rank}: RuntimeError: DataLoader worker" in said, said
             assert (
-                f"rank {rank}: step {LAST}, the last finished one, is staged: it was saved because of the notice"
+                f"rank {rank}: step {LAST}, the last finished one, is {safe}: it was saved because of the notice"
                 in said
             )
-        wait_until(lambda: here.steps() == [LAST], SECONDS_MAX, f"it is not durable:\n{said}")
+        if launcher != "tiers":
+            wait_until(lambda: here.steps() == [LAST], SECONDS_MAX, f"it is not durable:\n{said}")
         with here.start("plain") as job:
             job.succeed(SECONDS_MAX)
         resumed = [load(here.cluster.out(2) / f"final-{rank}.pt") for rank in range(2)]

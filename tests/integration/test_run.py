@@ -295,6 +295,23 @@ def test_sigterm_leaves_nothing(run: Run) -> None:
     assert {item.step for item in Catalog(open_store(run.store)).list()} == {3, 7}
 
 
+def test_sigusr1_reaches_every_rank_and_ends_nobody(run: Run) -> None:
+    run.main_job(env={"HOLDFAST_WATCH": "sigusr1"})
+    run.pause()
+    assert run.process is not None
+    run.process.send_signal(signal.SIGUSR1)
+
+    def noticed() -> set[int]:
+        said = [line for line in read_events(run.logs / "events.jsonl") if line["event"] == "notice"]
+        return {line["told_rank"] for line in said if line["source"] == "sigusr1"}
+
+    wait_until(lambda: noticed() == {0, 1}, SECONDS_MAX, f"{noticed()} heard it:\n{run.said()}")
+    assert run.process.poll() is None
+    assert all(psutil.pid_exists(run.pid(rank)) for rank in range(2))
+    run.process.terminate()
+    assert run.wait() == 130, run.said()
+
+
 def test_a_second_supervisor_is_refused(run: Run) -> None:
     run.main_job()
     run.pause()
