@@ -142,12 +142,11 @@ class TrainerConfig(RoleConfig):
             yet. Each takes a staging area as large as this rank's slice, allocated when it is first needed; with a
             device all of them at the first save, in the background.
         host_bytes_max: Largest amount of host memory for the staging areas of one rank. As many areas as fit are used,
-            at most `in_flight_max`. Where tensors are on a device, 16 MiB of it are set aside, through which small ones
-            come. None: only `in_flight_max` limits the areas.
+            at most `in_flight_max`. None: only `in_flight_max` limits the areas.
         device_bytes_max: Largest amount of a device's memory for a copy of this rank's slice; the copy goes to host
             memory while training goes on, and updates wait for nothing. 0: no such copy. None: from the second save
             on, what the device has free beside the most that torch has held for training, less a tenth of the device's
-            memory; on XPU there is no such copy then.
+            memory.
         on_full: What `save()` does while every staging area is in use: `skip` declines the step at once; `wait` waits
             until the oldest step in flight is staged.
         full_seconds_max: With `on_full="wait"`: seconds to wait for a staging area before the step is declined. Must be

@@ -19,7 +19,7 @@ from benchmarks.gpu.shared import Shared, gb_per_second
 from holdfast.wire.state_messages import Agreement
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Router, SlicePlan
-from trainer_side.save.device_lane import lane_of
+from trainer_side.save.device_lane import empty, lane_of
 from trainer_side.save.host_memory import huge_buffer, locked_buffer
 from trainer_side.save.staging import Staging
 from trainer_side.state.proposal import table
@@ -74,8 +74,7 @@ def _mirror_memory(sizes: Sizes) -> dict[str, float]:
         memory = lane.on_device(sizes.copy_bytes)
         taken.append(time.perf_counter() - begun)
         begun = time.perf_counter()
-        del memory
-        lane.drain()
+        empty(memory)
         given_back.append(time.perf_counter() - begun)
     return {
         f"{name}_ms_per_gb": round(1e3 * statistics.median(seconds[_WARM_UP:]) / (sizes.copy_bytes / 1e9), 4)

@@ -61,7 +61,8 @@ class LateMachine:
 
     def count(self, what: str, *, of_this_thread: bool = False) -> int:
         """How often a call of the runtime was made, by its name; or `host_waits`, `spinning_waits` (of an event made
-        without blocking synchronisation), `pageable_copies`."""
+        without blocking synchronisation), `pageable_copies`, `mapped_bytes` (memory that a device had to map, which
+        waits for all that is queued there), `locked_bytes` (host memory that was locked)."""
         return int(self._library.late_count(what.encode(), int(of_this_thread)))
 
     def host_waits(self) -> int:
@@ -87,6 +88,13 @@ class LateMachine:
     def violations(self) -> list[str]:
         """Rules that were broken since this was asked last, though no call fails for it."""
         return str(self._library.late_violations().decode()).splitlines()
+
+    @contextmanager
+    def no_mapping(self) -> Iterator[None]:
+        """No device maps memory in this block, for whichever thread."""
+        before = self.count("mapped_bytes")
+        yield
+        assert self.count("mapped_bytes") == before
 
     @contextmanager
     def no_host_waits(self) -> Iterator[None]:

@@ -50,7 +50,7 @@ cudaError_t say(cudaError_t error) {
 void violate(const std::string& what) { violations += what + "\n"; }
 void broke(cudaError_t error) { broken = error; }
 cudaError_t outcome() { return broken; }
-void count(const char* what) { ++counts[what]; ++own_counts[what]; }
+void count(const char* what, uint64_t more) { counts[what] += more; own_counts[what] += more; }
 
 cudaError_t enter(const char* call) {
   roll();

@@ -116,7 +116,7 @@ cudaError_t enter(const char* call);   // counts it; the error that a test has o
 void violate(const std::string& what);
 void broke(cudaError_t error);         // the device, for good
 cudaError_t outcome();                 // of the work that was waited for
-void count(const char* what);
+void count(const char* what, uint64_t more = 1);
 void roll();                           // by dice: some stream that can goes on by one
 
 }  // namespace late

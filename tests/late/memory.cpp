@@ -62,9 +62,13 @@ int device_of(const void* pointer) {
   return -1;
 }
 
+// Memory that nobody has mapped yet: a driver maps it only when the device has come to the end of all that is queued.
 cudaError_t take(int device, void** pointer, size_t bytes) {
   auto& from = arena(device);
   bytes = (bytes + UNIT - 1) / UNIT * UNIT;
+  count("host_waits");
+  count("mapped_bytes", bytes);
+  finish_device(device);
   for (auto one = from.free.begin(); one != from.free.end(); ++one) {
     if (one->second < bytes) continue;
     auto [at, room] = *one;
@@ -247,6 +251,7 @@ cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
   if (given == MAP_FAILED) return say(cudaErrorMemoryAllocation);
   memset(given, FRESH, mapped);
   pinned[(char*)given] = allocated[(char*)given] = mapped;
+  count("locked_bytes", mapped);
   *pointer = given;
   return cudaSuccess;
 }
@@ -268,6 +273,7 @@ cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
     if ((char*)pointer < from + other && from < (char*)pointer + bytes) return say(cudaErrorHostMemoryAlreadyRegistered);
   if (on_disk((char*)pointer, bytes)) return say(cudaErrorInvalidValue);
   pinned[(char*)pointer] = bytes;
+  count("locked_bytes", bytes);
   return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* pointer) {

@@ -15,6 +15,7 @@ from tests.unit.trainer_side.tiers.ranks import until
 
 pytestmark = pytest.mark.late("lazy", "side_lazy")
 BASE_BYTES = 4 << 20
+HOLES_BYTES = 1 << 18  # what lies between small tensors crosses with them
 
 
 @MIRROR
@@ -33,7 +34,14 @@ def test_frozen_parameters_are_copied_while_they_are_not_known_and_when_they_hav
             rank.update()
             rank.land(step)
         copied.append(sum(one.to_host for one in streams))
-    assert [before - copied[2] >= BASE_BYTES for before in copied] == [True, True, False, False, True, True]
+    assert [before - copied[2] >= BASE_BYTES - HOLES_BYTES for before in copied] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
     rank.checkpointer.close()
 
 
@@ -110,7 +118,9 @@ def test_each_slot_of_a_tier_that_is_the_area_has_what_does_not_change(
         for place, step in enumerate(part)
     }
     least = min(copied)
-    assert [nbytes - least >= BASE_BYTES for nbytes in copied] == [wanted[step] for step in range(saves)]
+    assert [nbytes - least >= BASE_BYTES - HOLES_BYTES for nbytes in copied] == [
+        wanted[step] for step in range(saves)
+    ]
     assert len(at) > 1
     assert not all(wanted.values())
     rank.checkpointer.close()

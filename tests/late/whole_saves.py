@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from holdfast.config import TrainerConfig
+from holdfast.image.layout import Layout
 from tests.late.control import Copied, LateMachine
 from tests.unit.trainer_side.test_checkpointer import FakeLink
 from trainer_side import joining
@@ -80,8 +81,18 @@ class DeviceRank:
 
     def land(self, step: int) -> None:
         """Wait for the copy, and see that it is of the moment of `save()`; then the area is free."""
-        image = self.link.bytes_of(step)
-        layout = self.link.layouts[-1]
+        self.compare(self.link.bytes_of(step), self.link.layouts[-1], step)
+        self.link.stage(step)
+
+    def compare(self, image: bytes | memoryview, layout: Layout, step: int) -> None:
+        """See that the image holds what was noted, and all that lies between the tensors."""
+        plan = self.checkpointer._saver._planner._plan
+        assert plan is not None
+        between, wanted_between = bytearray(image[: layout.image_bytes]), bytearray(layout.image_bytes)
+        plan.skeleton.literals.write(0, memoryview(wanted_between))
+        for entry in layout.entries:
+            between[entry.offset : entry.end] = wanted_between[entry.offset : entry.end] = bytes(entry.nbytes)
+        assert between == wanted_between, f"zip headers of step {step}"
         looked = 0
         for tensor in layout.tensors:
             name = tensor.path.replace("/", ".")
@@ -91,7 +102,6 @@ class DeviceRank:
                 assert image[entry.offset : entry.offset + entry.nbytes] == wanted, f"{name} of step {step}"
                 looked += 1
         assert looked == len(self._noted)
-        self.link.stage(step)
 
     def own_stream(self) -> int:
         """The project's stream."""

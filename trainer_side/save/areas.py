@@ -28,16 +28,13 @@ from trainer_side.transfer import Transfer
 _log = logging.getLogger("holdfast.trainer")
 
 
-def areas_max(
-    layout: Layout, *, in_flight_max: int, host_bytes_max: int | None, beside_bytes: int = 0
-) -> int:
+def areas_max(layout: Layout, *, in_flight_max: int, host_bytes_max: int | None) -> int:
     """How many areas each rank may have: the same number on every rank, so that they decline alike.
 
     Args:
         layout: What they are for.
         in_flight_max: How many checkpoints may be in flight.
         host_bytes_max: Most host memory for one rank; None: no limit.
-        beside_bytes: So much of it is not for areas.
 
     Raises:
         ConfigError: Not even one fits.
@@ -46,14 +43,13 @@ def areas_max(
         return in_flight_max
     areas = areas_of(layout)
     rank = areas.index(max(areas))
-    if areas[rank] > host_bytes_max - beside_bytes:
-        beside = f" beside {beside_bytes} for copies from a device" if beside_bytes else ""
+    if areas[rank] > host_bytes_max:
         raise ConfigError(
-            f"trainer setting host_bytes_max: expected at least {areas[rank] + beside_bytes} bytes, which one staging "
-            f"area takes{beside} for the slice of rank {rank} of an image of {layout.image_bytes} bytes, got "
+            f"trainer setting host_bytes_max: expected at least {areas[rank]} bytes, which one staging "
+            f"area takes for the slice of rank {rank} of an image of {layout.image_bytes} bytes, got "
             f"{host_bytes_max}; raise it, or train on more than {layout.ranks} ranks, so that each slice is smaller"
         )
-    return min(in_flight_max, (host_bytes_max - beside_bytes) // areas[rank])
+    return min(in_flight_max, host_bytes_max // areas[rank])
 
 
 class _All:

@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from trainer_side.save.copy_plan import Batch, Route
-from trainer_side.save.device_copy import DeviceCopy, Mirror
+from trainer_side.save.copy_plan import Batch, NowBatches, Route, SlicePlan, SliceSources
+from trainer_side.save.device_copy import DeviceCopy
 from trainer_side.save.device_lane import lane_of
+from trainer_side.save.mirror import Mirror
 from trainer_side.save.mirror_room import MirrorRoom
 from trainer_side.save.unchanged import Steadiness
 from trainer_side.state.accelerator import StreamEvent
-from trainer_side.state.survey import StorageSource
 
 Move = Callable[
     [int, int, int], object
@@ -45,6 +45,13 @@ class CopyEngine:
         self.seen: dict[tuple[str, int, int], Steadiness] = {}
         self._device_bytes_max = device_bytes_max
         self._on_device: DeviceCopy | None = None
+        self._now: NowBatches | None = None
+
+    def now_batches(self, plan: SlicePlan) -> NowBatches:
+        """What `save()` takes of a slice; the areas of the slice share it."""
+        if self._now is None or self._now.plan is not plan:
+            self._now = NowBatches(plan)
+        return self._now
 
     @staticmethod
     def copy_host(batch: Batch, area: torch.Tensor, move: Move = ctypes.memmove) -> None:
@@ -54,20 +61,18 @@ class CopyEngine:
         places = map(area.data_ptr().__add__, batch.offsets)
         deque(map(move, places, batch.addresses, batch.sizes), maxlen=0)
 
-    def mirror(
-        self, now: Sequence[Batch], behind: Sequence[Batch], sources: Sequence[StorageSource | None]
-    ) -> Mirror | None:
+    def mirror(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> Mirror | None:
         """Take batches on a device as they are at this point of the current stream: all, or else those of `now`.
 
         Returns:
             None: there is no room there.
         """
-        return self._device(sources).mirror(now, behind, sources) if now or behind else None
+        return self._device(slice_).mirror(now, behind, slice_) if now or behind else None
 
     def capture(
         self,
         batches: Sequence[Batch],
-        sources: Sequence[StorageSource | None],
+        slice_: SliceSources,
         area: torch.Tensor,
         *,
         behind: Sequence[Batch] = (),
@@ -76,7 +81,7 @@ class CopyEngine:
 
         Args:
             batches: What is taken.
-            sources: Per entry its storage.
+            slice_: What it is of.
             area: A staging area's memory.
             behind: What is going to be copied behind the gate: what that takes of memory is taken now.
 
@@ -85,7 +90,7 @@ class CopyEngine:
         """
         if not batches and not behind:
             return None
-        return self._device(sources).capture(batches, sources, area, behind=behind)
+        return self._device(slice_).capture(batches, slice_, area, behind=behind)
 
     def bring(
         self,
@@ -101,7 +106,7 @@ class CopyEngine:
     def copy(
         self,
         route: Route,
-        sources: Sequence[StorageSource | None],
+        slice_: SliceSources,
         area: torch.Tensor,
         after: StreamEvent | None,
         cancelled: Callable[[], bool],
@@ -114,7 +119,7 @@ class CopyEngine:
 
         Args:
             route: What is copied.
-            sources: Per entry its storage.
+            slice_: What it is of.
             area: A staging area's memory.
             after: Recorded on the compute stream when the state was right.
             cancelled: Asked between batches; when it says True the rest is left out.
@@ -130,17 +135,19 @@ class CopyEngine:
             read(batch)
             arrived(batch)
         if route.device:
-            self._device(sources).copy(route.device, sources, area, after, cancelled, read, arrived)
+            self._device(slice_).copy(route.device, slice_, area, after, cancelled, read, arrived)
 
     def give_back(self) -> None:
         """No copy is under way, and none follows on the last `capture`: its memory on a device goes back."""
         if self._on_device is not None:
             self._on_device.give_back()
 
-    def _device(self, sources: Sequence[StorageSource | None]) -> DeviceCopy:
+    def _device(self, slice_: SliceSources) -> DeviceCopy:
         if self._on_device is None:
             device = next(
-                source.device for source in sources if source is not None and source.device.type != "cpu"
+                source.device
+                for source in slice_.sources
+                if source is not None and source.device.type != "cpu"
             )
             self._on_device = DeviceCopy(lane_of(device), MirrorRoom(self._device_bytes_max))
         return self._on_device

@@ -15,8 +15,9 @@ Pieces are never joined: between two entries of an image lies a zip header.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -27,7 +28,11 @@ from trainer_side.state.survey import StorageSource
 # A layer is given free, and a frame to the sender, at most so much later than it could be.
 BATCH_BYTES_MAX = 1 << 20
 _BATCH_PIECES_MAX = 256
+# The same of tensors on a device. Each batch takes a few calls, in whose time the device would copy megabytes.
+DEVICE_BATCH_BYTES_MAX = 16 << 20
+_DEVICE_BATCH_PIECES_MAX = 4096
 _BATCHES_MIN = 8  # a small state goes layer by layer, too
+_SPARED_SETS_MAX = 8  # each area may leave out other tensors
 _place = attrgetter("data_ptr", "start_bytes")  # of a source: what is gated lies in a tensor
 
 
@@ -77,6 +82,41 @@ class SlicePlan:
             tuple(frame.offset for frame in frames),
             sum(frame.nbytes for frame in frames),
             area_bytes(layout, rank),
+        )
+
+    def entries_between(self, before: CopyPiece, after: CopyPiece) -> Sequence[int]:
+        """Entries of the pieces that lie between two pieces of the slice, in the order of the area."""
+        first, last = self._numbers[before.offset], self._numbers[after.offset]
+        return [piece.entry for piece in self._ordered[first + 1 : last]] if last - first > 1 else ()
+
+    @cached_property
+    def _ordered(self) -> list[CopyPiece]:
+        return sorted((*self.now, *self.gated))
+
+    @cached_property
+    def _numbers(self) -> dict[int, int]:
+        return {piece.offset: number for number, piece in enumerate(self._ordered)}
+
+
+@dataclass(frozen=True)
+class SliceSources:
+    """A slice, and where its bytes lie at one save.
+
+    Attributes:
+        plan: The slice.
+        sources: Per entry its storage; None where the bytes are made, or another rank has them.
+    """
+
+    plan: SlicePlan
+    sources: Sequence[StorageSource | None]
+
+    @cached_property
+    def host_entries(self) -> frozenset[int]:
+        """Entries that lie in host memory."""
+        return frozenset(
+            entry
+            for entry, source in enumerate(self.sources)
+            if source is not None and source.device.type == "cpu"
         )
 
 
@@ -160,11 +200,59 @@ class Router:
         return self._route
 
 
+class NowBatches:
+    """The batches of what `save()` takes from tensors, kept for all areas of one slice. Training thread.
+
+    Args:
+        plan: The slice.
+    """
+
+    def __init__(self, plan: SlicePlan) -> None:
+        self.plan = plan
+        self._entries = sorted({piece.entry for piece in plan.now})
+        # All that a batch depends on, beside the plan. It holds addresses, never memory.
+        self._places: list[tuple[int, int, Any] | None] = []
+        self._found: dict[frozenset[int], tuple[tuple[Batch, ...], tuple[Batch, ...]]] = {}
+
+    def of(
+        self, sources: Sequence[StorageSource | None], contents: Collection[int], spared: frozenset[int]
+    ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
+        """In host memory, and on a device; the same objects as long as nothing has moved.
+
+        Args:
+            sources: Per entry its storage.
+            contents: Entries whose bytes are made.
+            spared: Entries that are not copied.
+        """
+        places = [
+            None
+            if source is None or entry in contents
+            else (source.data_ptr, source.start_bytes, source.device)
+            for entry, source in zip(self._entries, map(sources.__getitem__, self._entries), strict=True)
+        ]
+        if places != self._places:
+            self._places = places
+            self._found.clear()
+        if spared not in self._found:
+            if len(self._found) == _SPARED_SETS_MAX:
+                self._found.clear()
+            host: list[CopyPiece] = []
+            device: list[CopyPiece] = []
+            place_of = dict(zip(self._entries, places, strict=True))
+            for piece in self.plan.now:
+                place = place_of[piece.entry]
+                if place is not None and piece.entry not in spared:
+                    (host if place[2].type == "cpu" else device).append(piece)
+            self._found[spared] = batches(host, sources), batches(device, sources)
+        return self._found[spared]
+
+
 def batches(
     pieces: Iterable[CopyPiece],
     sources: Sequence[StorageSource | None],
     *,
     pieces_max: int = _BATCH_PIECES_MAX,
+    bytes_max: int = BATCH_BYTES_MAX,
 ) -> tuple[Batch, ...]:
     """Cut pieces into batches, in their order. A batch ends before its bytes get too many; a large piece is one.
 
@@ -172,11 +260,12 @@ def batches(
         pieces: All in host memory, or all on a device.
         sources: Per entry its storage.
         pieces_max: How many a batch may have.
+        bytes_max: How many bytes, unless it is a single piece.
     """
     groups: list[list[CopyPiece]] = []
     nbytes = 0
     for piece in pieces:
-        if not groups or len(groups[-1]) >= pieces_max or nbytes + piece.nbytes > BATCH_BYTES_MAX:
+        if not groups or len(groups[-1]) >= pieces_max or nbytes + piece.nbytes > bytes_max:
             groups.append([])
             nbytes = 0
         groups[-1].append(piece)
@@ -212,14 +301,19 @@ def _route(
     host = [piece for piece in ordered if _source(sources, piece).device.type == "cpu"]
     device = [piece for piece in ordered if _source(sources, piece).device.type != "cpu"]
     return Route(
-        host=batches(host, sources, pieces_max=_pieces_max(len(host))),
-        device=batches(device, sources, pieces_max=_pieces_max(len(device))),
+        host=batches(host, sources, pieces_max=_pieces_max(len(host), _BATCH_PIECES_MAX)),
+        device=batches(
+            device,
+            sources,
+            pieces_max=_pieces_max(len(device), _DEVICE_BATCH_PIECES_MAX),
+            bytes_max=DEVICE_BATCH_BYTES_MAX,
+        ),
         storages=frozenset(_storage(sources, piece) for piece in ordered),
     )
 
 
-def _pieces_max(pieces: int) -> int:
-    return min(_BATCH_PIECES_MAX, max(1, pieces // _BATCHES_MIN))
+def _pieces_max(pieces: int, most: int) -> int:
+    return min(most, max(1, pieces // _BATCHES_MIN))
 
 
 def _source(sources: Sequence[StorageSource | None], piece: CopyPiece) -> StorageSource:

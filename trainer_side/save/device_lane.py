@@ -6,22 +6,22 @@
 The own stream is made by the runtime itself and kept as long as the process. `torch.cuda.Stream()` deals 32 streams to
 all who ask, so one of those would be the user's as well. XPU has no other: there it is one of torch's.
 
-Memory is taken from the device itself, in the order of the own stream. torch's allocator would cut a block that
-training has freed a moment ago and wants again in one piece, and would keep the memory afterwards.
+Memory for copies comes from torch's allocator, on the own stream: what is freed there serves this stream alone, so it
+is neither cut from a block that training has freed a moment ago nor given to training in pieces. A copy finds it again
+at the next save, and nothing is mapped. Where the device has no more for training, torch itself gives all of it back
+before it gives up, as it does with whatever it keeps.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from trainer_side.save.device_runtime import device_runtime
-from trainer_side.save.host_memory import locked_buffer
 from trainer_side.state.accelerator import StreamEvent, module_of, record
 
 
@@ -29,10 +29,11 @@ class DeviceMemory(NamedTuple):
     """The memory of a device, in bytes.
 
     Attributes:
-        free: What nobody holds. What torch keeps for training is not among it.
+        free: What nobody holds, as far as torch may take it.
         total: Of the device.
-        reserved: What torch holds for tensors of this process, in use or not. `peak`: the most so far.
+        reserved: What torch holds for tensors of this process, in use or not, and for copies. `peak`: the most so far.
         retries: So many times torch had to give memory back to the device before there was enough.
+        returned: Bytes that torch has given back to the device so far, for whatever reason.
     """
 
     free: int
@@ -40,6 +41,7 @@ class DeviceMemory(NamedTuple):
     reserved: int
     peak: int
     retries: int
+    returned: int = 0
 
 
 class DeviceLane(Protocol):
@@ -57,27 +59,37 @@ class DeviceLane(Protocol):
         """What is queued on the own stream from now on comes behind all that is queued on the current one."""
         ...
 
-    def drain(self) -> None:
-        """Wait for the own stream: what it gave back belongs to the device again."""
-        ...
-
     def on_device(self, nbytes: int) -> torch.Tensor:
-        """Memory for the own stream, and for the current one from this point on.
-
-        It is given back in the order of the own stream, as soon as no tensor is over it: what else is still going to
-        touch it by then must be in that order, too (`go_on`).
+        """Memory in the order of the own stream, as bytes. What was queued there before must be done by now, if another
+        stream is to touch it.
 
         Raises:
             OutOfMemoryError: There is none.
         """
         ...
 
-    def on_host(self, nbytes: int) -> torch.Tensor:
-        """Host memory that the device can copy into without stopping the CPU."""
+    def fill(self, emptied: Sequence[torch.Tensor]) -> None:
+        """As `on_device`, for tensors whose memory was given back by `empty`: they and their views are as before.
+
+        Raises:
+            OutOfMemoryError: There is none; those that have some by now keep it.
+        """
+        ...
+
+    def on_current_stream(self, nbytes: int) -> torch.Tensor:
+        """As `on_device`, for the current stream alone."""
+        ...
+
+    def span(self, address: int, nbytes: int) -> torch.Tensor | None:
+        """Bytes of the device from an address on, whoever has memory there; nothing is kept alive by it.
+
+        Returns:
+            None: torch has no such tensors for this kind of device.
+        """
         ...
 
     def memory(self) -> DeviceMemory | None:
-        """None: it cannot be measured, or none can be taken beside torch."""
+        """None: it cannot be measured."""
         ...
 
 
@@ -91,9 +103,6 @@ class AcceleratorLane:
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, module_of(device)
         self._stream = _own_stream(device)
-        runtime, stream = device_runtime(), getattr(self._stream, "cuda_stream", None)
-        # What takes memory beside torch, and in the order of which stream. XPU has no such call.
-        self._beside_torch = None if runtime is None or stream is None else (runtime, int(stream))
 
     @contextmanager
     def beside(self, after: StreamEvent | None) -> Iterator[None]:
@@ -111,44 +120,67 @@ class AcceleratorLane:
         """As `DeviceLane`."""
         self._stream.wait_event(self.record())
 
-    def drain(self) -> None:
-        """As `DeviceLane`."""
-        with self.beside(None):
-            self.record().synchronize()
-
     def on_device(self, nbytes: int) -> torch.Tensor:
         """As `DeviceLane`."""
-        if self._beside_torch is None:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            memory.record_stream(self._stream)
-            return memory
-        runtime, stream = self._beside_torch
-        address = runtime.allocate(nbytes, stream)
-        if address is None:
-            raise torch.OutOfMemoryError(f"{self._device} has no {nbytes} bytes beside what torch holds")
-        taken = _DeviceBytes(address, nbytes)
-        weakref.finalize(taken, runtime.free, address, stream).atexit = False
-        with self.beside(None):
-            there = self.record()
-        self._module.current_stream(self._device).wait_event(there)
-        return torch.as_tensor(taken, device=self._device)
+        with self.beside(None), torch.inference_mode(mode=False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def on_host(self, nbytes: int) -> torch.Tensor:
+    def fill(self, emptied: Sequence[torch.Tensor]) -> None:
         """As `DeviceLane`."""
-        return locked_buffer(max(1, nbytes))
+        with self.beside(None):
+            refill_all(emptied)
+
+    def on_current_stream(self, nbytes: int) -> torch.Tensor:
+        """As `DeviceLane`."""
+        with torch.inference_mode(mode=False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def span(self, address: int, nbytes: int) -> torch.Tensor | None:
+        """As `DeviceLane`."""
+        if self._device.type != "cuda":
+            return None
+        return torch.as_tensor(_DeviceBytes(address, nbytes), device=self._device)
 
     def memory(self) -> DeviceMemory | None:
         """As `DeviceLane`."""
-        if self._beside_torch is None or not hasattr(self._module, "mem_get_info"):
+        if not hasattr(self._module, "mem_get_info"):
             return None
-        free, total = self._module.mem_get_info(self._device)
+        try:
+            free, total = map(int, self._module.mem_get_info(self._device))
+        except RuntimeError:  # some drivers of XPU do not tell
+            return None
         stats = self._module.memory_stats(self._device)
-        reserved, peak = (int(stats.get(f"reserved_bytes.all.{when}", 0)) for when in ("current", "peak"))
-        return DeviceMemory(int(free), int(total), reserved, peak, int(stats.get("num_alloc_retries", 0)))
+        reserved, peak, returned = (
+            int(stats.get(f"reserved_bytes.all.{what}", 0)) for what in ("current", "peak", "freed")
+        )
+        if hasattr(self._module, "get_per_process_memory_fraction"):
+            limit = int(total * self._module.get_per_process_memory_fraction(self._device))
+            free = max(0, min(free, limit - reserved))
+        retries = int(stats.get("num_alloc_retries", 0))
+        return DeviceMemory(free, total, reserved, peak, retries, returned)
+
+
+def empty(memory: torch.Tensor) -> None:
+    """Give the memory of a tensor back to torch, of which `on_device` was; views of it stay. Any thread.
+
+    On the own stream it may be taken again at once: what else is still going to touch it must come before that in the
+    stream's order (`go_on`).
+    """
+    memory.untyped_storage().resize_(0)
+
+
+def refill_all(emptied: Iterable[torch.Tensor]) -> None:
+    """Take memory again for tensors that `empty` has emptied, for the current stream.
+
+    Raises:
+        OutOfMemoryError: There is none.
+    """
+    for memory in emptied:
+        memory.untyped_storage().resize_(memory.numel())
 
 
 class _DeviceBytes:
-    """Memory of a device as torch takes it over from others, by CUDA's array interface; kept by each tensor over it."""
+    """Memory of a device as torch takes it over from others, by CUDA's array interface."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -2,12 +2,10 @@
 
     lock, unlock          host memory that the device reads and writes without stopping the CPU
     new_stream            a stream that is nobody else's: `torch.cuda.Stream()` deals 32 of them to all who ask
-    allocate, free        device memory beside all that torch keeps, in the order of a stream
     spare_captures        this thread's calls do not end a graph that another thread records
 
 It is the library that torch itself calls: another one in the same process has other streams, and may have no device.
-Without it (torch for CPUs or XPU, or one that has the runtime inside) nothing is locked, streams are torch's, and no
-memory is taken beside torch.
+Without it (torch for CPUs or XPU, or one that has the runtime inside) nothing is locked, and streams are torch's.
 """
 
 from __future__ import annotations
@@ -53,22 +51,6 @@ class DeviceRuntime:
         if self._call("StreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, lowest):
             return None
         return stream.value
-
-    def allocate(self, nbytes: int, stream: int) -> int | None:
-        """Memory of the stream's device, from this point of the stream on: its address; None where there is none."""
-        address = ctypes.c_void_p()
-        refused = self._call(
-            "MallocAsync", ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
-        )
-        return None if refused else address.value
-
-    def free(self, address: int, stream: int) -> None:
-        """Undo `allocate` at this point of the stream.
-
-        The device has it back when the stream has come there and then somebody waits for a stream, an event or the
-        device: until then the runtime keeps it.
-        """
-        self._call("FreeAsync", ctypes.c_void_p(address), ctypes.c_void_p(stream))
 
     def spare_captures(self) -> None:
         """From now on calls of this thread do not end the recording of a graph in another thread."""

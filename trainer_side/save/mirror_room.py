@@ -1,11 +1,13 @@
 """Whether the device has room for a mirror: a second copy of this rank's slice, for the time of one copy to the host.
 
-    room = what nobody holds − (the most that torch ever held for training − what it holds now) − a tenth of the device
+    room = what torch may have − the most that torch ever held for training − a tenth of the device
 
-What torch keeps for training, in use or not, is training's: also the private memory of graphs. What a step takes is
-known only after one, so the first save has no room. Where torch had to give memory back to the device while there was a
-mirror, memory is short, and no mirror is made any more. What else a save takes of the device has to fit into the same
-room: a mirror of what anything may change, where there is none of all, and what small tensors are gathered in.
+torch may have what nobody holds and what it holds itself. What it keeps for training, in use or not, is training's,
+also the private memory of graphs. What copies have taken is kept by torch, too, and is not training's; it is told apart
+by when the peak was reached. What a step takes is known only after one, so the first save has no room. Where torch had
+to give memory back to the device while a copy was under way, memory is short, and no mirror is made any more. What else
+a save takes of the device has to fit into the same room: a mirror of what anything may change, where there is none of
+all, and the memory that small tensors are packed in.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ class MirrorRoom:
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
         self._training_bytes = 0  # that torch held for training at most
-        self._retries = 0
-        self._has_lent = False  # since the save before
-        self._spare_bytes = 0  # at this save
+        self._peak_bytes = self._returned_bytes = self._retries = 0  # at the save before
+        self._lent_bytes = 0  # since then
+        self._is_crowded = False  # torch had to give memory back while that copy was under way
+        self._spare_bytes = self._free_bytes = 0  # at this save
         self._saves = 0
         self._is_short = False
         self._said: bool | None = None
@@ -40,7 +43,8 @@ class MirrorRoom:
         if memory is not None:
             self._measure(memory)
         if self._limit_bytes is not None:
-            return self._say(nbytes <= self._limit_bytes, nbytes, self._limit_bytes)
+            room = self._limit_bytes if memory is None else min(self._limit_bytes, self._free_bytes)
+            return self._say(nbytes <= room, nbytes, room)
         if self._saves < 2:
             return False
         return self._say(nbytes <= self._spare_bytes, nbytes, self._spare_bytes)
@@ -53,12 +57,17 @@ class MirrorRoom:
         """Whether so much may be taken where there is no mirror of all, whatever the limit is; it counts as taken."""
         fits = nbytes <= self._spare_bytes
         if fits:
-            self._has_lent, self._spare_bytes = True, self._spare_bytes - nbytes
+            self.lent(nbytes)
+            self._spare_bytes -= nbytes
         return fits
 
-    def made(self) -> None:
-        """There is a mirror now."""
-        self._has_lent = True
+    def lent(self, nbytes: int) -> None:
+        """So much is taken for this copy."""
+        self._lent_bytes += nbytes
+
+    def over(self, memory: DeviceMemory | None) -> None:
+        """The copy has ended, and has given back what it took. Copy thread; the next save comes after it."""
+        self._is_crowded = memory is not None and memory.retries > self._retries
 
     def refused(self) -> None:
         """The device had no memory for it after all."""
@@ -68,13 +77,17 @@ class MirrorRoom:
 
     def _measure(self, memory: DeviceMemory) -> None:
         self._saves += 1
-        self._training_bytes = max(self._training_bytes, memory.peak)
-        if self._has_lent and memory.retries > self._retries:
-            self._is_short = True
-        self._has_lent, self._retries = False, memory.retries
-        to_come = max(0, self._training_bytes - memory.reserved)
-        room = max(0, memory.free - to_come - memory.total // _SPARE_SHARE)
-        self._spare_bytes = 0 if self._is_short or self._saves == 1 else room
+        # Where torch has given nothing back, it holds what was lent: that is not training's.
+        kept_bytes = self._lent_bytes if memory.returned == self._returned_bytes else 0
+        if memory.peak != self._peak_bytes:
+            self._training_bytes = max(self._training_bytes, memory.peak - kept_bytes)
+        self._is_short = self._is_short or self._is_crowded
+        self._peak_bytes, self._returned_bytes = memory.peak, memory.returned
+        self._retries, self._lent_bytes, self._is_crowded = memory.retries, 0, False
+        self._free_bytes = memory.free + kept_bytes
+        spare = memory.total // _SPARE_SHARE
+        room = max(0, memory.free + memory.reserved - self._training_bytes - spare)
+        self._spare_bytes = 0 if self._is_short or self._saves == 1 else min(room, self._free_bytes)
 
     def _say(self, fits: bool, nbytes: int, room: int) -> bool:
         """Once, and again when it is otherwise."""

@@ -25,12 +25,10 @@ from holdfast.wire.state_messages import Agreement
 from trainer_side.save.agreeing import RanksAgreeing
 from trainer_side.save.areas import areas_max
 from trainer_side.save.copy_plan import Router, SlicePlan
-from trainer_side.save.device_copy import HOST_BYTES
 from trainer_side.save.left_out import LeftOut
 from trainer_side.save.places import NoRoom, Room
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.tearing import TearCheck
-from trainer_side.state import accelerator
 from trainer_side.state.arriving import settle
 from trainer_side.state.given_state import GivenState
 from trainer_side.state.position_names import SavedNames
@@ -210,19 +208,17 @@ class Planner:
         """Make the areas for this rank's slice. The room is clear."""
         layout = skeleton.layout
         slice_plan = SlicePlan.of(layout, skeleton.rank, skeleton.gated)
-        beside_bytes = 0 if accelerator.kind() is None else HOST_BYTES
         count_max = areas_max(
             layout,
             in_flight_max=self._config.in_flight_max,
             host_bytes_max=self._config.host_bytes_max,
-            beside_bytes=beside_bytes,
         )
         self._room.furnish(skeleton, slice_plan, count_max)
         self._link.announce(layout)
         seconds = time.monotonic() - begun
         ability = replace(self._link.appointments.ability, plan_seconds=seconds)
         if (limit := self._config.host_bytes_max) is not None and ability.area_bytes_max is not None:
-            ability = replace(ability, area_bytes_max=limit - beside_bytes)
+            ability = replace(ability, area_bytes_max=limit)
         self._link.appointments.ability = ability
         self._events.emit(
             "plan",

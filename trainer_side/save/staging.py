@@ -20,9 +20,9 @@ import torch
 from holdfast.faultpoint import Point, reach
 from holdfast.image.slices import frames_of
 from trainer_side.save.copy_engine import CopyEngine, Move
-from trainer_side.save.copy_plan import Batch, CopyPiece, Route, SlicePlan, batches
-from trainer_side.save.device_copy import Mirror
+from trainer_side.save.copy_plan import Batch, Route, SlicePlan, SliceSources
 from trainer_side.save.host_memory import huge_buffer, in_slot, locked_buffer
+from trainer_side.save.mirror import Mirror
 from trainer_side.save.unchanged import Unchanged
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Skeleton
@@ -74,16 +74,12 @@ class Staging:
         self._copies_at_first = [1] * len(plan.frames)
         for piece in plan.gated:
             self._copies_at_first[piece.frame] += 1
-        self._now_entries = sorted({piece.entry for piece in plan.now})
+        self._now_batches = engine.now_batches(plan)
         self._unchanged = Unchanged(plan.now, skeleton.layout, engine.seen)
-        self._spared: frozenset[int] = frozenset()  # entries whose bytes are here from a save before
-        self._places: list[tuple[int, int, torch.device] | None] = []
-        self._now: tuple[tuple[Batch, ...], tuple[Batch, ...]] = (), ()
         self._landing: Callable[[], None] | None = None
         self._mirror: Mirror | None = None
         self._took_host = False  # beside the mirror, all that is in host memory
         self._told: Callable[[], None] = lambda: None
-        self._mirrored_now = 0  # so many batches of the mirror are what is captured at once
         for frame in frames_of(skeleton.layout, skeleton.rank):
             offset = frame.offset
             for extent in frame.extents:
@@ -137,16 +133,19 @@ class Staging:
         self._mirror = self._landing = None
         self.fill(contents)
         spared = self._unchanged.look(sources, versions or {})
-        host, device = self._batches_now(sources, contents, spared)
+        host, device = self._now_batches.of(sources, contents, spared)
+        slice_ = SliceSources(self._plan, sources)
         for batch in host:
             self._engine.copy_host(batch, self.memory, self._move)
         behind = () if route is None else route.device
         if route is not None:
-            self._mirror = self._engine.mirror(device, behind, sources)
-            self._mirrored_now = len(device)
+            self._mirror = self._engine.mirror(device, behind, slice_)
+        if self._mirror is not None:
+            for batch in device:
+                self._count(batch, -1)
         if self._mirror is None or not self._mirror.is_whole:
             now = device if self._mirror is None else ()
-            self._landing = self._engine.capture(now, sources, self.memory, behind=behind)
+            self._landing = self._engine.capture(now, slice_, self.memory, behind=behind)
         elif route is not None and sum(batch.nbytes for batch in route.host) <= _HOST_BYTES_AT_ONCE:
             self._took_host = True
             for batch in route.host:
@@ -167,7 +166,9 @@ class Staging:
         """No `copy_gated` follows on `copy_now`, or it has failed. Waits for what is on its way into the area, which is
         going to be used again.
         """
-        self._mirror = None
+        if self._mirror is not None:
+            self._mirror.drop()
+            self._mirror = None
         self._unchanged.forget()
         if self._landing is not None:
             self._landing()
@@ -192,31 +193,6 @@ class Staging:
                 self._view[piece.offset : piece.offset + piece.nbytes] = memoryview(content)[
                     piece.entry_offset : piece.entry_offset + piece.nbytes
                 ]
-
-    def _batches_now(
-        self, sources: Sequence[StorageSource | None], contents: Collection[int], spared: frozenset[int]
-    ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
-        """What `copy_now` copies from tensors in host memory and on a device; made anew only where one has moved."""
-        # All that a batch depends on, beside the plan. It holds addresses, never memory.
-        places = [
-            None
-            if source is None or entry in contents
-            else (source.data_ptr, source.start_bytes, source.device)
-            for entry, source in zip(
-                self._now_entries, map(sources.__getitem__, self._now_entries), strict=True
-            )
-        ]
-        if places != self._places or spared != self._spared:
-            host: list[CopyPiece] = []
-            device: list[CopyPiece] = []
-            place_of = dict(zip(self._now_entries, places, strict=True))
-            for piece in self._plan.now:
-                place = place_of[piece.entry]
-                if place is not None and piece.entry not in spared:
-                    (host if place[2].type == "cpu" else device).append(piece)
-            self._now = batches(host, sources), batches(device, sources)
-            self._places, self._spared = places, spared
-        return self._now
 
     def copy_gated(
         self,
@@ -246,7 +222,7 @@ class Staging:
             Outdated: What `copy_now` has left out has changed, uncounted by torch. Nothing was given to the sender.
         """
         route = self.live(route)
-        mirror, self._mirror = self._mirror, None
+        mirror = self._mirror
         unread = len(route.host) + len(route.device)
 
         def read(batch: Batch) -> None:
@@ -266,35 +242,33 @@ class Staging:
 
         if mirror is None:
             self._land()
-        self._engine.copy(route, sources, self.memory, after, cancelled, read, arrived, move=self._move)
+        slice_ = SliceSources(self._plan, sources)
+        self._engine.copy(route, slice_, self.memory, after, cancelled, read, arrived, move=self._move)
         if unread or not (route.host or route.device):
             copied()
         if mirror is not None:
             self._bring(mirror, cancelled, arrived)
+        self._mirror = None
         if not self._plan.gated and not cancelled():
             self._copies_left = [0] * len(self._copies_left)
             self._told()
 
     def _bring(self, mirror: Mirror, cancelled: Callable[[], bool], arrived: Callable[..., None]) -> None:
-        left = self._mirrored_now
-        if not left:
-            self._land()
+        has_landed = False
 
         def here(batch: Batch) -> None:
-            nonlocal left
+            nonlocal has_landed
             reach(Point.TENSOR_COPIED, len(batch.pieces))
-            if left > 0:
-                left -= 1
-                if not left:
-                    self._land()
-            else:
-                arrived(batch, look=lambda _: None)  # nothing could change it on the way
+            if not has_landed:
+                self._land()  # hashes of what is not in the mirror were queued before it
+                has_landed = True
+            arrived(batch, look=lambda _: None)  # nothing could change it on the way
 
         self._engine.bring(mirror, self.memory, cancelled, here)
 
-    def _count(self, batch: Batch) -> None:
+    def _count(self, batch: Batch, here: int = 1) -> None:
         for frame, count in batch.frames.items():
-            self._copies_left[frame] -= count
+            self._copies_left[frame] -= here * count
         if not all(map(self._copies_left.__getitem__, batch.frames)):
             self._told()
 

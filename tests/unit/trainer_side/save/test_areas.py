@@ -141,11 +141,6 @@ def test_the_limit_of_memory_is_kept_and_the_same_on_every_rank() -> None:
     assert areas_max(layout, in_flight_max=4, host_bytes_max=3 * largest - 1) == 2
     assert areas_max(layout, in_flight_max=2, host_bytes_max=3 * largest) == 2
     assert areas_max(layout, in_flight_max=8, host_bytes_max=largest) == 1
-    assert areas_max(layout, in_flight_max=8, host_bytes_max=3 * largest, beside_bytes=1) == 2
-    with pytest.raises(
-        ConfigError, match=rf"at least {largest + 1} bytes.*beside 1 for copies from a device"
-    ):
-        areas_max(layout, in_flight_max=8, host_bytes_max=largest, beside_bytes=1)
 
 
 def test_a_limit_below_one_slice_is_refused_by_name_with_what_to_do() -> None:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
 from tests.unit.trainer_side.slices import laid_out, source_of, tensors_of
-from trainer_side.save import device_copy
-from trainer_side.save.copy_plan import BATCH_BYTES_MAX, Batch, Router, SlicePlan, batches
+from trainer_side.save import mirror as mirrors
+from trainer_side.save.copy_plan import BATCH_BYTES_MAX, Batch, Router, SlicePlan, SliceSources, batches
 from trainer_side.save.device_copy import DeviceCopy
 from trainer_side.save.device_lane import DeviceMemory
 from trainer_side.save.mirror_room import MirrorRoom
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.survey import StorageSource
 
-SLOTS_BYTES = 8 * BATCH_BYTES_MAX
 PLENTY = 1 << 30
 
 
@@ -37,11 +36,9 @@ class Moment:
 class FakeLane:
     """A stream whose work is done at once; counts what was asked of it. It has memory for `room_bytes`, at most."""
 
-    def __init__(self, room_bytes: int = PLENTY) -> None:
-        self._room_bytes = room_bytes
-        self.device_bytes: list[int] = []
-        self.kept_bytes = self.held_bytes = 0  # of those; by tensors, and till somebody waits
-        self.host_bytes: list[int] = []
+    def __init__(self, room_bytes: int = PLENTY, *, by_address: bool = True) -> None:
+        self._room_bytes, self._by_address = room_bytes, by_address
+        self.made: list[torch.Tensor] = []
         self.events = self.waits = self.reached = self.goes_on = 0
 
     @contextlib.contextmanager
@@ -55,28 +52,41 @@ class FakeLane:
     def go_on(self) -> None:
         self.goes_on += 1
 
-    def drain(self) -> None:
-        self.reached, self.held_bytes = self.events, self.kept_bytes
-
     def on_device(self, nbytes: int) -> torch.Tensor:
-        if nbytes + self.kept_bytes > self._room_bytes:
+        if nbytes + self.held_bytes() > self._room_bytes:
             raise torch.OutOfMemoryError("full")
-        self.device_bytes.append(nbytes)
-        self.kept_bytes += nbytes
-        self.held_bytes += nbytes
-        memory = torch.full((nbytes,), 0xEE, dtype=torch.uint8)
-        weakref.finalize(memory, self._let_go, nbytes)
-        return memory
+        self.made.append(torch.full((nbytes,), 0xEE, dtype=torch.uint8))
+        return self.made[-1]
 
-    def _let_go(self, nbytes: int) -> None:
-        self.kept_bytes -= nbytes
+    def fill(self, emptied: Sequence[torch.Tensor]) -> None:
+        for memory in emptied:
+            memory.untyped_storage().resize_(memory.numel())
+            memory.fill_(0xEE)
 
-    def on_host(self, nbytes: int) -> torch.Tensor:
-        self.host_bytes.append(nbytes)
+    def on_current_stream(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self._room_bytes:
+            raise torch.OutOfMemoryError("full")
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
 
+    def span(self, address: int, nbytes: int) -> torch.Tensor | None:
+        if not self._by_address:
+            return None
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+    def held_bytes(self) -> int:
+        """Of what was made, what is not given back."""
+        return sum(memory.untyped_storage().nbytes() for memory in self.made)
+
     def memory(self) -> DeviceMemory | None:
-        return DeviceMemory(2 * self._room_bytes, self._room_bytes, 0, 0, 0)
+        return DeviceMemory(2 * PLENTY, PLENTY, 0, 0, 0)
+
+
+class SourcesOnDevice(SliceSources):
+    """Nothing is in host memory, whatever the tensors say."""
+
+    @property
+    def host_entries(self) -> frozenset[int]:  # type: ignore[override]
+        return frozenset()
 
 
 class State:
@@ -90,8 +100,11 @@ class State:
         self.sources: list[StorageSource | None] = [
             source_of(entry, tensor) for entry, tensor in enumerate(self.tensors)
         ]
-        self.batches = Router(self.plan).route(self.sources, dict, order_changed=True).host
-        self.area = torch.zeros(self.plan.nbytes, dtype=torch.uint8)
+        self.slice = SourcesOnDevice(self.plan, self.sources)
+        route = Router(self.plan).route(self.sources, dict, order_changed=True).host
+        pieces = [piece for batch in route for piece in batch.pieces]
+        self.batches = batches(pieces, self.sources, pieces_max=min(256, max(1, len(pieces) // 8)))
+        self.area = torch.zeros(self.plan.area_bytes, dtype=torch.uint8)
         self.told: list[tuple[str, Batch]] = []
 
     def copy(
@@ -110,21 +123,19 @@ class State:
         def arrived(batch: Batch) -> None:
             self.told.append(("arrived", batch))
 
-        mirror = engine.mirror((), self.batches, self.sources)
+        mirror = engine.mirror((), self.batches, self.slice)
         if mirror is not None:
             on_mirrored()
             engine.bring(mirror, self.area, cancelled, arrived)
             return
-        engine.capture((), self.sources, self.area, behind=self.batches)
-        engine.copy(self.batches, self.sources, self.area, None, cancelled, read, arrived)
+        engine.capture((), self.slice, self.area, behind=self.batches)
+        engine.copy(self.batches, self.slice, self.area, None, cancelled, read, arrived)
 
     def check(self, expected: list[torch.Tensor] | None = None) -> None:
-        between = torch.ones(len(self.area), dtype=torch.bool)
         for entry, tensor in zip(self.entries, expected or self.tensors, strict=True):
             place = slice(entry.offset, entry.offset + entry.nbytes)
             assert self.area[place].equal(tensor), entry.name
-            between[place] = False
-        assert not self.area[between].any(), "a byte between the tensors, where literals lie, was written"
+        assert not _between(self).any(), "a byte between the tensors, where literals lie, was lost"
 
 
 def _state() -> State:
@@ -133,6 +144,14 @@ def _state() -> State:
     sizes = [draw.choice([4, 4, 64, 4096, 5000]) for _ in range(700)] + [2 * BATCH_BYTES_MAX + 77]
     draw.shuffle(sizes)
     return State(sizes)
+
+
+def _between(state: State) -> torch.Tensor:
+    """What lies in the area between the tensors."""
+    between = state.area.clone()
+    for entry in state.entries:
+        between[entry.offset : entry.offset + entry.nbytes] = 0
+    return between
 
 
 def _engine(lane: FakeLane, mirror_bytes_max: int) -> DeviceCopy:
@@ -152,7 +171,10 @@ def test_each_byte_arrives(mirror_bytes_max: int) -> None:
         state.told.clear()
         state.copy(engine)
         state.check()
-        assert [batch for told, batch in state.told if told == "arrived"] == list(state.batches)
+        arrived = [batch for told, batch in state.told if told == "arrived"]
+        if not mirror_bytes_max:
+            assert arrived == [*state.batches]
+        assert sum(len(batch.pieces) for batch in arrived) == len(state.plan.gated)
         read = [batch for told, batch in state.told if told == "read"]
         assert read == ([] if mirror_bytes_max else list(state.batches))
         for batch in read:
@@ -170,65 +192,77 @@ def test_small_tensors_cross_together(mirror_bytes_max: int) -> None:
     assert lane.events <= len(state.batches) + 1 <= 100
 
 
-def test_without_a_mirror_memory_is_taken_in_save_and_that_of_the_device_goes_back() -> None:
-    """Once of the host; of the device at each save but the first, when nobody knows what a step takes."""
+def test_without_a_mirror_memory_is_taken_in_save_and_goes_back() -> None:
+    """Once, but at the first save, when nobody knows what a step takes; and no more than four batches need."""
     state, lane = _state(), FakeLane()
     engine = _engine(lane, 0)
     for save in range(4):
-        assert engine.mirror((), state.batches, state.sources) is None
-        engine.capture((), state.sources, state.area, behind=state.batches)
-        taken = lane.host_bytes, lane.device_bytes
-        assert taken == ([SLOTS_BYTES], save * [SLOTS_BYTES])
-        assert lane.held_bytes == (SLOTS_BYTES if save else 0)
+        assert engine.mirror((), state.batches, state.slice) is None
+        engine.capture((), state.slice, state.area, behind=state.batches)
+        made = len(lane.made)
+        assert bool(made) is bool(save)
+        assert bool(lane.held_bytes()) is bool(save)
+        assert lane.held_bytes() <= 4 * 2 * BATCH_BYTES_MAX
         state.area.zero_()
         engine.copy(
-            *(state.batches, state.sources, state.area, None),
+            *(state.batches, state.slice, state.area, None),
             *(lambda: False, lambda _: None, lambda _: None),
         )
         state.check()
-        assert (lane.host_bytes, lane.device_bytes) == taken
-        assert lane.held_bytes == 0
+        assert len(lane.made) == made
+        assert lane.held_bytes() == 0
 
 
 def test_where_no_copy_follows_the_memory_of_the_device_goes_back_all_the_same() -> None:
     state, lane = _state(), FakeLane()
     engine = _engine(lane, 0)
     for _ in range(2):
-        engine.mirror((), state.batches, state.sources)
-        engine.capture((), state.sources, state.area, behind=state.batches)()
-    assert lane.held_bytes == SLOTS_BYTES
+        engine.mirror((), state.batches, state.slice)
+        engine.capture((), state.slice, state.area, behind=state.batches)()
+    assert lane.held_bytes() > 0
     engine.give_back()
-    assert lane.held_bytes == 0
+    assert lane.held_bytes() == 0
 
 
-@pytest.mark.parametrize(("smallest", "calls"), [(32 << 20, 4), (1 << 20, 16)])
-def test_a_mirror_is_given_back_piece_by_piece(
-    smallest: int, calls: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("smallest", "sections"), [(4 << 20, 4), (1 << 16, 64)])
+def test_a_mirror_crosses_and_is_given_back_section_by_section(
+    smallest: int, sections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_copy, "_SECTION_BYTES", smallest)
-    state, lane = State([1 << 20] * 128), FakeLane()
+    monkeypatch.setattr(mirrors, "_SECTION_BYTES", smallest)
+    state, lane = State([1 << 18] * 64), FakeLane()
     engine = _engine(lane, PLENTY)
-    mirror = engine.mirror((), state.batches, state.sources)
+    mirror = engine.mirror((), state.batches, state.slice)
     assert mirror is not None
     assert lane.goes_on == 1
-    assert lane.kept_bytes == sum(lane.device_bytes) == 128 << 20
-    assert len(lane.device_bytes) == calls
+    assert lane.held_bytes() == mirror.nbytes >= 16 << 20
+    assert len(lane.made) == sections
     kept: list[int] = []
-    engine.bring(mirror, state.area, lambda: False, lambda _: kept.append(lane.kept_bytes))
+    engine.bring(mirror, state.area, lambda: False, lambda _: kept.append(lane.held_bytes()))
     state.check()
-    assert kept[0] >= (128 << 20) - lane.device_bytes[0]
-    assert kept[-1] == lane.device_bytes[-1], "all of it was kept until the end"
+    assert len(kept) == sections
     assert sorted(kept, reverse=True) == kept
-    assert lane.held_bytes == 0
+    assert kept[-1] == 0
+    assert kept[0] == mirror.nbytes - lane.made[0].numel()
+
+
+def test_a_mirror_is_made_again_in_the_same_memory() -> None:
+    state, lane = _state(), FakeLane()
+    engine = _engine(lane, PLENTY)
+    for _ in range(3):
+        state.copy(engine)
+        state.check()
+        assert len(lane.made) == 1
+        for tensor in state.tensors:
+            tensor.add_(1)
 
 
 def test_what_a_cancelled_copy_has_left_of_a_mirror_goes_back() -> None:
-    state, lane = State([1 << 20] * 128), FakeLane()
+    state, lane = State([1 << 20] * 8), FakeLane()
     engine = _engine(lane, PLENTY)
-    mirror = engine.mirror((), state.batches, state.sources)
+    mirror = engine.mirror((), state.batches, state.slice)
     assert mirror is not None
     engine.bring(mirror, state.area, lambda: True, lambda _: None)
-    assert lane.held_bytes == 0
+    assert lane.held_bytes() == 0
 
 
 def test_without_room_for_all_there_is_a_mirror_of_what_anything_may_change() -> None:
@@ -237,17 +271,19 @@ def test_without_room_for_all_there_is_a_mirror_of_what_anything_may_change() ->
     half = len(state.batches) // 2
     now, behind = state.batches[:half], state.batches[half:]
     now_bytes = sum(batch.nbytes for batch in now)
-    engine = _engine(lane, now_bytes)
-    assert engine.mirror(now, behind, state.sources) is None
-    mirror = engine.mirror(now, behind, state.sources)
+    engine = _engine(lane, now_bytes + (1 << 20))
+    assert engine.mirror(now, behind, state.slice) is None
+    mirror = engine.mirror(now, behind, state.slice)
     assert mirror is not None
     assert not mirror.is_whole
-    assert lane.device_bytes == [now_bytes]
+    assert lane.held_bytes() == mirror.nbytes >= now_bytes
     arrived: list[Batch] = []
     engine.bring(mirror, state.area, lambda: False, arrived.append)
-    assert arrived == [*now]
-    less = _engine(lane, now_bytes - 1)
-    assert [less.mirror(now, behind, state.sources) for _ in range(2)] == [None, None]
+    assert {piece for batch in arrived for piece in batch.pieces} == {
+        piece for batch in now for piece in batch.pieces
+    }
+    less = _engine(lane, mirror.nbytes - 1)
+    assert [less.mirror(now, behind, state.slice) for _ in range(2)] == [None, None]
 
 
 def test_with_a_mirror_anything_may_change_as_soon_as_it_is_queued() -> None:
@@ -259,7 +295,7 @@ def test_with_a_mirror_anything_may_change_as_soon_as_it_is_queued() -> None:
             tensor.fill_(255)
 
     state.copy(_engine(FakeLane(), PLENTY), on_mirrored=update)
-    assert [what for what, _ in state.told] == ["arrived"] * len(state.batches)
+    assert {what for what, _ in state.told} == {"arrived"}
     state.check(expected)
 
 
@@ -268,7 +304,7 @@ def test_no_mirror_is_made_above_the_limit(limit: int) -> None:
     state, lane = _state(), FakeLane()
     state.copy(_engine(lane, limit))
     state.check()
-    assert lane.device_bytes == []
+    assert lane.made == []
 
 
 def test_a_device_that_is_full_after_all_is_copied_without_a_mirror(caplog: pytest.LogCaptureFixture) -> None:
@@ -280,11 +316,14 @@ def test_a_device_that_is_full_after_all_is_copied_without_a_mirror(caplog: pyte
         state.copy(engine)
         state.check()
     assert caplog.text.count("no memory on the device") == 2
-    assert lane.device_bytes == []
+    assert lane.made == []
 
 
 @STRATEGIES
-def test_when_a_cancelled_copy_returns_nothing_is_under_way(mirror_bytes_max: int) -> None:
+def test_when_a_cancelled_copy_returns_nothing_is_under_way(
+    mirror_bytes_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "_SECTION_BYTES", 1 << 20)
     state, lane = _state(), FakeLane()
     state.copy(_engine(lane, mirror_bytes_max), stop_after=1)
     assert lane.reached == lane.events, "something that was queued is still under way"
@@ -292,18 +331,23 @@ def test_when_a_cancelled_copy_returns_nothing_is_under_way(mirror_bytes_max: in
 
 
 @STRATEGIES
-def test_after_an_error_nothing_writes_to_the_host_any_more(mirror_bytes_max: int) -> None:
+def test_after_an_error_nothing_writes_to_the_host_any_more(
+    mirror_bytes_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Failing(FakeLane):
         def record(self) -> StreamEvent:
-            if self.events == 5:
+            if self.events == 2:
                 self.events += 1
                 raise RuntimeError("the device says no")
             return super().record()
 
+    monkeypatch.setattr(mirrors, "_SECTION_BYTES", 1 << 20)
     state, lane = _state(), Failing()
     with pytest.raises(RuntimeError, match="the device says no"):
         state.copy(_engine(lane, mirror_bytes_max))
-    assert lane.reached == lane.events > 6
+    assert lane.reached == lane.events > 3
+    between = _between(state)
+    assert not between.any(), "what lies between the tensors was lost"
 
 
 def test_what_is_captured_is_of_that_moment_in_the_stream() -> None:
@@ -312,7 +356,7 @@ def test_what_is_captured_is_of_that_moment_in_the_stream() -> None:
     captured = batches(state.plan.gated, state.sources)
     for _ in range(2):
         lane.waits = 0
-        land = engine.capture(captured, state.sources, state.area)
+        land = engine.capture(captured, state.slice, state.area)
         assert lane.waits == 0, "save() has waited for the device"
         expected = [tensor.clone() for tensor in state.tensors]
         for tensor in state.tensors:
@@ -320,15 +364,19 @@ def test_what_is_captured_is_of_that_moment_in_the_stream() -> None:
         land()
         assert lane.reached == lane.events
         state.check(expected)
-    assert len(lane.host_bytes) == 1
 
 
-def test_what_is_captured_on_a_full_device_crosses_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("full")
-
+def test_what_is_captured_on_a_full_device_crosses_one_by_one() -> None:
     state = _state()
     captured = batches(state.plan.gated, state.sources)
-    monkeypatch.setattr(torch, "cat", full)
-    _engine(FakeLane(0), 0).capture(captured, state.sources, state.area)()
+    _engine(FakeLane(0), 0).capture(captured, state.slice, state.area)()
     state.check()
+
+
+@STRATEGIES
+def test_without_views_by_address_each_byte_arrives(mirror_bytes_max: int) -> None:
+    """They are made at each save; tests/late looks whether any is kept."""
+    state, engine = _state(), _engine(FakeLane(by_address=False), mirror_bytes_max)
+    for _ in range(2):
+        state.copy(engine)
+        state.check()

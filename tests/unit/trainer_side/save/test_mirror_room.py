@@ -10,8 +10,10 @@ from trainer_side.save.mirror_room import MirrorRoom
 TOTAL = 100
 
 
-def _memory(*, reserved: int, peak: int, retries: int = 0, others: int = 0) -> DeviceMemory:
-    return DeviceMemory(TOTAL - reserved - others, TOTAL, reserved, peak, retries)
+def _memory(
+    *, reserved: int, peak: int, retries: int = 0, others: int = 0, returned: int = 0
+) -> DeviceMemory:
+    return DeviceMemory(TOTAL - reserved - others, TOTAL, reserved, peak, retries, returned)
 
 
 def _after_one_save(memory: DeviceMemory) -> MirrorRoom:
@@ -48,13 +50,55 @@ def test_a_peak_that_was_reset_is_remembered() -> None:
     assert not room.has(30, _memory(reserved=30, peak=30))
 
 
-def test_where_torch_had_to_give_memory_back_no_mirror_is_made_any_more() -> None:
+def test_where_torch_had_to_give_memory_back_during_a_copy_no_mirror_is_made_any_more() -> None:
     memory = _memory(reserved=30, peak=50)
     room = _after_one_save(memory)
     assert room.has(30, memory)
-    room.made()
-    assert not room.has(30, _memory(reserved=30, peak=50, retries=1))
-    assert not room.has(30, _memory(reserved=30, peak=50, retries=1))
+    room.lent(30)
+    room.over(_memory(reserved=30, peak=50, retries=1))
+    for _ in range(2):
+        assert not room.has(30, _memory(reserved=30, peak=50, retries=1))
+
+
+def test_memory_that_torch_gives_back_between_two_copies_is_no_reason_to_make_none() -> None:
+    memory = _memory(reserved=30, peak=30)
+    room = _after_one_save(memory)
+    assert room.has(20, memory)
+    room.lent(20)
+    room.over(memory)
+    assert room.has(20, _memory(reserved=30, peak=70, retries=1, returned=20))
+
+
+def test_what_is_kept_for_copies_is_not_taken_for_trainings() -> None:
+    """Training holds 30 throughout; the mirror of 50 stays with torch, and is found there again."""
+    room = _after_one_save(_memory(reserved=30, peak=30))
+    assert room.has(50, _memory(reserved=30, peak=30))
+    room.lent(50)
+    for _ in range(3):
+        assert room.has(50, _memory(reserved=80, peak=80))
+        room.lent(50)
+    assert not room.has(50, _memory(reserved=91, peak=91)), "training has grown by 11"
+
+
+def test_a_peak_without_the_memory_of_copies_counts_in_full() -> None:
+    """Torch has given that back, and training has grown into it."""
+    room = _after_one_save(_memory(reserved=30, peak=30))
+    assert room.has(50, _memory(reserved=30, peak=30))
+    room.lent(50)
+    grown = _memory(reserved=45, peak=85, retries=1, returned=50)
+    assert not room.has(50, grown)
+    assert not room.has(6, grown)
+    assert room.has(5, grown)
+
+
+def test_a_limit_is_no_reason_to_ask_torch_for_what_the_device_has_not() -> None:
+    """It would give back all that it keeps for training before it says no."""
+    room = MirrorRoom(30)
+    assert room.has(30, _memory(reserved=70, peak=70))
+    room.lent(30)
+    assert room.has(30, _memory(reserved=100, peak=100)), "it is kept"
+    room.lent(30)
+    assert not room.has(30, _memory(reserved=100, peak=100, returned=30))
 
 
 @pytest.mark.parametrize("limit", [None, 0])
@@ -68,6 +112,7 @@ def test_what_a_copy_without_a_mirror_takes_has_to_fit_into_the_same_room(limit:
     assert room.has_in_part(15) is (limit is None)
     assert room.has_beside(25)
     assert room.has_beside(15) is (limit is not None), "what is taken is not there a second time"
+    room.over(_memory(reserved=30, peak=50, retries=1))
     room.has(100, _memory(reserved=30, peak=50, retries=1))
     assert not room.has_beside(1), "torch had to give memory back while there was less of it"
 

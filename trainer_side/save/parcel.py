@@ -1,0 +1,196 @@
+"""A parcel: pieces of tensors that cross from a device together, packed there as they lie in the staging area.
+
+    live tensors         ─w─   ──m──  ─v─           one launch for all small ones, a copy for each large one
+                          │      │     │
+    parcel's memory      ─w─ · ──m── · ─v─ │ ─x─    in the order of the area, with its holes
+                         └───── run ─────┘ └run┘    each run crosses in one transfer, straight into the area
+    staging area      lit─w─lit──m──lit─v─ ▓▓▓ ─x─
+
+A hole is what lies between two pieces of a run: zip headers, padding, small tensors of the host such as a counter of
+steps. A transfer overwrites the holes, so their bytes are put aside before it is queued and put back when it has
+arrived. A run ends where the area has bytes that must not be overwritten: those of other parcels, large tensors of the
+host, tensors that are left out because they did not change, and frames that the sender may read already.
+
+Views of the parcel's memory and of the live tensors are made once, and hold as long as no tensor moves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+
+from trainer_side.save.copy_plan import CopyPiece, SliceSources
+from trainer_side.save.live_tensors import LiveTensors
+from trainer_side.state.survey import StorageSource
+
+_HOLE_BYTES_MAX = (
+    64 << 10
+)  # about as many bytes cross in the time that a transfer of its own would take to begin
+_ALIGNMENT_BYTES = 512
+# The kernel behind `_foreach_copy_` moves elements, so they are as wide as place and size allow.
+_WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+# A copy takes the host some microseconds to queue: the device needs as long for this much.
+LARGE_BYTES = 8 << 20
+_by_offset = attrgetter("offset")
+
+
+class Run(NamedTuple):
+    """A part of the area that crosses in one transfer.
+
+    Attributes:
+        begin: In the area. `start`: in the parcel's memory. `nbytes`: of it, holes included.
+        pieces: What it brings, in order.
+    """
+
+    begin: int
+    start: int
+    nbytes: int
+    pieces: tuple[CopyPiece, ...]
+
+
+def runs_of(pieces: Iterable[CopyPiece], slice_: SliceSources) -> tuple[Run, ...]:
+    """The runs of pieces on a device, in the order of the area."""
+    groups: list[list[CopyPiece]] = []
+    for piece in sorted(pieces, key=_by_offset):
+        if groups and _is_bridged(groups[-1][-1], piece, slice_):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    runs: list[Run] = []
+    end = 0
+    for group in groups:
+        begin, nbytes = group[0].offset, group[-1].offset + group[-1].nbytes - group[0].offset
+        # What is aligned in the area is aligned here.
+        start = _aligned(end) + begin % _ALIGNMENT_BYTES
+        runs.append(Run(begin, start, nbytes, tuple(group)))
+        end = start + nbytes
+    return tuple(runs)
+
+
+def packed_bytes(runs: Sequence[Run]) -> int:
+    """Memory that a parcel of these runs takes; each may be followed by another one."""
+    return _aligned(runs[-1].start + runs[-1].nbytes) if runs else 0
+
+
+def spans(runs: Iterable[Run]) -> Iterator[tuple[Run, CopyPiece, int]]:
+    """The pieces, joined where they lie side by side in the tensor and in the area: run, first piece, bytes.
+
+    A large tensor has a piece for each chunk of the image.
+    """
+    for run in runs:
+        first, nbytes = run.pieces[0], 0
+        for piece in run.pieces:
+            is_next = piece.entry == first.entry and piece.offset == first.offset + nbytes
+            if not is_next or piece.entry_offset != first.entry_offset + nbytes:
+                yield run, first, nbytes
+                first, nbytes = piece, 0
+            nbytes += piece.nbytes
+        yield run, first, nbytes
+
+
+def address_of(piece: CopyPiece, sources: Sequence[StorageSource | None]) -> int:
+    """Of the piece's first byte."""
+    source = sources[piece.entry]
+    assert source is not None, "what is on a device lies in a tensor"
+    return source.data_ptr + piece.entry_offset
+
+
+def _is_bridged(before: CopyPiece, after: CopyPiece, slice_: SliceSources) -> bool:
+    return (
+        after.offset - before.offset - before.nbytes <= _HOLE_BYTES_MAX
+        and after.frame - before.frame <= 1
+        and all(entry in slice_.host_entries for entry in slice_.plan.entries_between(before, after))
+    )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+class Packing:
+    """The copies of pieces into parcels' memory, ready to be queued again and again."""
+
+    def __init__(self) -> None:
+        self._small: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._large: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add(
+        self,
+        runs: Iterable[Run],
+        memory: torch.Tensor,
+        live: LiveTensors,
+        sources: Sequence[StorageSource | None],
+    ) -> None:
+        """The pieces of one parcel, too.
+
+        Args:
+            runs: Its runs.
+            memory: Its memory, bytes; it is there. Later its storage may be emptied and filled again.
+            live: The tensors.
+            sources: Per entry its storage.
+        """
+        wide = {width: memory.view(dtype) for width, dtype in _WIDTHS.items()}
+        for run, first, nbytes in spans(runs):
+            at, address = run.start + first.offset - run.begin, address_of(first, sources)
+            width = next(one for one in _WIDTHS if not (at | address | nbytes) % one)
+            packed = wide[width][at // width : (at + nbytes) // width]
+            view = live.view(address, first, nbytes, _WIDTHS[width])
+            if nbytes >= LARGE_BYTES:
+                self._large.append((packed, view))
+            else:
+                to, of = self._small.setdefault(width, ([], []))
+                to.append(packed)
+                of.append(view)
+
+    def queue(self) -> None:
+        """Queue the copies on the current stream."""
+        for packed, view in self._large:
+            packed.copy_(view, non_blocking=True)
+        for to, of in self._small.values():
+            torch._foreach_copy_(to, of, non_blocking=True)
+
+
+class Parcel:
+    """The way of one parcel from its memory into an area.
+
+    Args:
+        runs: Its runs.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = runs
+        begins: list[int] = []
+        self._sizes: list[int] = []
+        for run in runs:
+            for before, after in zip(run.pieces, run.pieces[1:], strict=False):
+                end = before.offset + before.nbytes
+                if end < after.offset:
+                    begins.append(end)
+                    self._sizes.append(after.offset - end)
+        self._holes = begins
+        self._aside = ctypes.create_string_buffer(max(1, sum(self._sizes)))
+        start = ctypes.addressof(self._aside)
+        self._places = [*accumulate(self._sizes, initial=start)][: len(begins)]
+
+    def put_aside(self, area: torch.Tensor) -> None:
+        """Keep what lies in the holes. Before `send`; nobody else writes there until `put_back`."""
+        _move(self._places, map(area.data_ptr().__add__, self._holes), self._sizes)
+
+    def send(self, memory: torch.Tensor, area: torch.Tensor) -> None:
+        """Queue the transfers on the current stream: one for each run."""
+        for begin, start, nbytes, _ in self._runs:
+            area[begin : begin + nbytes].copy_(memory[start : start + nbytes], non_blocking=True)
+
+    def put_back(self, area: torch.Tensor) -> None:
+        """The transfers have arrived: lay what was put aside into the holes again."""
+        _move(map(area.data_ptr().__add__, self._holes), self._places, self._sizes)
+
+
+def _move(to: Iterable[int], of: Iterable[int], sizes: Collection[int]) -> None:
+    deque(map(ctypes.memmove, to, of, sizes), maxlen=0)
