@@ -85,7 +85,7 @@ class SourcesOnDevice(SliceSources):
     """Nothing is in host memory, whatever the tensors say."""
 
     @property
-    def host_entries(self) -> frozenset[int]:  # type: ignore[override]
+    def host_entries(self) -> frozenset[int]:
         return frozenset()
 
 
