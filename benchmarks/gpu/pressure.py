@@ -1,4 +1,4 @@
-"""Memory of the device: none is kept after a save, and a training that takes all of it gets it and goes on saving."""
+"""Memory of the device: none is in use after a save, and a training that takes all of it gets it and goes on saving."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def measure(measured: Measured, sizes: Sizes) -> None:
         for number in range(_SAVES):
             saver.save(number)
             # A save may have given back a part of its mirror by now, so this is a lower bound.
-            mirror_bytes = max(mirror_bytes, _beside_torch() - beside_before)
+            mirror_bytes = max(mirror_bytes, torch.cuda.memory_allocated() - before)
             saver.wait_done()
         measured.put(
             state_bytes=training.state_bytes,
