@@ -1,4 +1,4 @@
-"""Memory of the device: a training that takes all of it gets it, goes on saving, and none of torch's is kept."""
+"""Memory of the device: none is in use after a save, and a training that takes all of it gets it and goes on saving."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: 
     for _ in range(_SAVES):
         windows.save()
         # A save may have given back a part of its mirror by now, so this is a lower bound.
-        mirror_bytes = max(mirror_bytes, beside_torch() - shared.beside_before)
+        mirror_bytes = max(mirror_bytes, torch.cuda.memory_allocated() - before)
         windows.saver.wait_done()
     measured.put(
         state_bytes=windows.training.state_bytes,
