@@ -136,7 +136,7 @@ MUTATIONS = {
         _one(
             "doubt_unwritten",
             "ranks and flusher hear of a doubt before it is written beside the ring",
-            "stager.doubts",
+            "stager.doubt_desk",
             "            self._write()\n            reach(Point.DOUBT_WRITTEN)\n",
             "",
         ),
