@@ -141,20 +141,11 @@ MUTATIONS = {
             "",
         ),
         _one(
-            "doubt_not_taken_over",
-            "a flusher that takes a ring over does not look for doubts of the one before",
-            "flusher.service",
-            "            self._engine.doubt()  # of a job before, whose marks may be missing\n",
-            "",
-            3000,
-        ),
-        _one(
             "doubt_of_the_published_only",
             "what becomes durable after the doubt is not marked",
             "flusher.upkeep",
             "            if manifest is not None and (marked := self._marked(manifest)) is not manifest:\n",
             "            if False:\n",
-            3000,
         ),
         # -- the ring grows
         _one(
