@@ -325,8 +325,7 @@ class Upkeep:
     def _marked(self, manifest: Manifest) -> Manifest:
         """The manifest with the doubt that there is about its checkpoint; itself, where there is none or it says so."""
         key = Key(manifest.attempt, manifest.step)
-        reason = "" if manifest.doubt else doubt_about(self._doubts, key)
-        if not reason:
+        if manifest.doubt or not (reason := doubt_about(self._doubts, key)):
             return manifest
         _log.error("%s is doubtful, and restore prefers others: %s", key, reason)
         self._events.emit(
@@ -393,8 +392,7 @@ class Upkeep:
         self._tenure.keep_whole(manifest)
         if name in self._known:
             self._known[name] = StoredStep.of(manifest)
-        newest = self._newest
-        if newest is not None and newest.write_id == manifest.write_id:
+        if self._newest is not None and self._newest.write_id == manifest.write_id:
             self._newest = manifest
         if manifest.doubt:
             reach(Point.DOUBT_MARKED)

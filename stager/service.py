@@ -21,7 +21,7 @@ from holdfast.ring.wanted import is_kept
 from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.status_document import RankSaid
 from stager.actions import Actions
-from stager.doubts import Doubts
+from stager.doubt_desk import DoubtDesk
 from stager.flusher_desk import FlusherDesk, slot_owners
 from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher, reap
@@ -89,7 +89,7 @@ class StagerService:
             attempt=lambda: self._line.flusher.attempt,
             clock=clock,
         )
-        doubts = Doubts(self._line, self._trainers, events)
+        doubts = DoubtDesk(self._line, self._trainers, events)
         context = StagerContext(self._line, self._trainers, self._payloads, notices, doubts, events)
         self._actions = Actions(self._session, context, clock=clock)
         self._trainer_desk = TrainerDesk(config, port, context, self._actions, clock=clock)

@@ -2,7 +2,7 @@
 
     HELLO ─► WELCOME, when restore would see all that earlier jobs have staged
     OFFER, DECLINE, SENT, RETURN, DONE, payloads ─► events of the session        PROPOSE ─► Round
-    NOTICE, AT ─► Notices      WISH, HERE ─► IntervalDesk      FETCH ─► Fetches      DOUBT ─► Doubts
+    NOTICE, AT ─► Notices      WISH, HERE ─► IntervalDesk      FETCH ─► Fetches      DOUBT ─► DoubtDesk
     BEAT: it was heard
     BYE, dead, broke the protocol ─► it has left: everybody here hears of it
 

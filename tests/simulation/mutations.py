@@ -136,17 +136,9 @@ MUTATIONS = {
         _one(
             "doubt_unwritten",
             "ranks and flusher hear of a doubt before it is written beside the ring",
-            "stager.doubts",
+            "stager.doubt_desk",
             "            self._write()\n            reach(Point.DOUBT_WRITTEN)\n",
             "",
-        ),
-        _one(
-            "doubt_not_taken_over",
-            "a flusher that takes a ring over does not look for doubts of the one before",
-            "flusher.service",
-            "            self._engine.doubt()  # of a job before, whose marks may be missing\n",
-            "",
-            3000,
         ),
         _one(
             "doubt_of_the_published_only",
@@ -154,7 +146,6 @@ MUTATIONS = {
             "flusher.upkeep",
             "            if manifest is not None and (marked := self._marked(manifest)) is not manifest:\n",
             "            if False:\n",
-            3000,
         ),
         # -- the ring grows
         _one(

@@ -33,7 +33,7 @@ _COMPARED_EVERY = 50  # saves, on average
 _RATES_KEPT = 8
 
 
-class _Awaited(NamedTuple):
+class _ExpectedCopy(NamedTuple):
     """A save whose copy was finished inside `save()`, and is compared before anything may change it."""
 
     instant: SavedInstant
@@ -71,7 +71,7 @@ class Quietness:
             None  # first and last step since the last comparison that was good
         )
         self._rates: deque[float] = deque(maxlen=_RATES_KEPT)  # seconds for each byte of the slice
-        self._awaited: _Awaited | None = None
+        self._awaited: _ExpectedCopy | None = None
 
     @staticmethod
     def is_drawn(step: int) -> bool:
@@ -99,7 +99,7 @@ class Quietness:
 
     def expect(self, instant: SavedInstant, area: Staging, is_whole: Callable[[], bool]) -> None:
         """The copy of this instant is going to be compared, if all of it came into the area."""
-        self._awaited = _Awaited(instant, area, is_whole)
+        self._awaited = _ExpectedCopy(instant, area, is_whole)
 
     @property
     def expects(self) -> bool:
