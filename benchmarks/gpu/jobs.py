@@ -33,12 +33,16 @@ KINDS = ("alone", "ddp", "fsdp2")
 _STEPS, _KILLED_AT = 14, 8
 _RANKS = 2
 _END_SECONDS = 2.0
+_RECONNECT_SECONDS = "3"
 _THREADS = 8  # one for each kind, for what goes through beside it, and for NCCL
 _TAIL = 600
 _OF_NCCL = ("NCCL WARN", "NCCL error", "ncclInvalidUsage", "Duplicate GPU", "DistBackendError")
 
 
 def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: ARG001 - the same for all phases
+    if sizes != QUICK:
+        # A job may join the stager when the ranks of the killed one are given up: not after the usual 10 s.
+        os.environ["HOLDFAST_RECONNECT_SECONDS_MAX"] = _RECONNECT_SECONDS
     devices = torch.cuda.device_count()
     jobs = {
         "alone": _Job(measured, "alone", 1, "gloo", quick=sizes == QUICK),
