@@ -19,6 +19,7 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.image_map import Described
 from trainer_side.restore.structure import entry_at, once
+from trainer_side.state.optimizer_places import reachable
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.tree import tensor_paths, view_of
 
@@ -113,8 +114,10 @@ def _sharing(
 ) -> Iterator[list[_Live]]:
     """Groups of tensors at several paths whose bytes overlap on this rank, and into which values are copied."""
     pools: dict[str, list[_Live]] = {}
+    views: dict[str, set[Any]] = {}
     for path, tensor in tensor_paths({name: live.get(name, value) for name, value in state.items()}):
-        value = state.get(path.partition("/")[0])
+        name = path.partition("/")[0]
+        value = state.get(name)
         if isinstance(value, torch.optim.Optimizer) or path not in saved:
             continue  # an optimizer takes the tensors that it is given
         local = local_of(tensor)
@@ -123,8 +126,10 @@ def _sharing(
         if any(size > 1 and not step for size, step in zip(local.shape, local.stride(), strict=True)):
             continue  # an expanded tensor, into which nothing can be copied
         # An object of the script may put what it loads in the place of its tensors, such as the best weights so far.
-        # Those that it has in one dictionary are taken for a module's.
+        # What it has in one dictionary, of a module that it holds, is taken for the state of that module.
         is_filled = isinstance(value, torch.nn.Module | torch.Tensor | dict | list | tuple)
+        if not is_filled and view_of(local) not in _module_views(name, value, views):
+            continue
         pool = "" if is_filled else path.rpartition("/")[0]
         last = sum((size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True))
         begin = local.data_ptr()
@@ -133,6 +138,15 @@ def _sharing(
         )
     for pool_of in pools.values():
         yield from _overlapping(pool_of)
+
+
+def _module_views(name: str, value: Any, known: dict[str, set[Any]]) -> set[Any]:
+    """Where the tensors of the modules that an object holds lie in memory; `known`: by name, what was found before."""
+    if name not in known:
+        modules = [one for one in reachable({name: value}) if isinstance(one, torch.nn.Module)]
+        tensors = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
+        known[name] = {view_of(local_of(tensor)) for tensor in tensors}
+    return known[name]
 
 
 def _overlapping(pool: list[_Live]) -> Iterator[list[_Live]]:
