@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.integration.jobs import compiled
+from tests.support.cluster import Cluster, losses, same, wait_until
 from tests.support.compiled_training import traced_code
+from tests.support.job import Job
+from tests.support.torchrun import by_torchrun
 from tests.unit.trainer_side.save.saving_training import (
     STEPS,
     Compile,
@@ -18,6 +26,7 @@ from tests.unit.trainer_side.save.saving_training import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+SECONDS_MAX = 240
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +36,10 @@ def _no_compiled_code() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def _check(monkeypatch: pytest.MonkeyPatch, pattern: str, compiled: Compile, **options: object) -> None:
+def _check(monkeypatch: pytest.MonkeyPatch, pattern: str, compile_by: Compile, **options: Any) -> None:
     with traced_code() as traced:
-        wanted = ends_without(pattern, compiled, **options)
-        saving = SavingTraining(monkeypatch, pattern, compiled, **options)
+        wanted = ends_without(pattern, compile_by, **options)
+        saving = SavingTraining(monkeypatch, pattern, compile_by, **options)
         saving.begin()
         saving.run(range(STEPS))
     assert_same(saving.training.tensors(), wanted)
@@ -70,3 +79,52 @@ def test_a_compiled_backward_pass(backend: str, pattern: str, monkeypatch: pytes
 def test_a_backward_pass_in_the_graph_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         _check(monkeypatch, "whole", by_backend("aot_eager"))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_a_compiled_training_is_killed_and_goes_on_exactly(launcher: str, tmp_path: Path) -> None:
+    """Under mpirun with a stager, under torchrun with local tiers and without one."""
+    ranks, steps, pause, saved = 2, 14, 8, 5
+    under_torchrun = launcher == "torchrun"
+    undisturbed, killed = (_cluster(tmp_path / name, under_torchrun) for name in ("undisturbed", "killed"))
+
+    def start(cluster: Cluster, *arguments: str) -> Job:
+        rewrite = by_torchrun(ranks) if under_torchrun else list
+        return cluster.start(
+            ranks, str(steps), "aot_eager", *arguments, stager=not under_torchrun, rewrite=rewrite
+        )
+
+    with start(undisturbed) as job:
+        job.succeed(SECONDS_MAX)
+    with start(killed, str(pause)) as job:
+        out = killed.out(1)
+        wait_until(
+            lambda: all((out / f"paused-{rank}").exists() for rank in range(ranks)),
+            SECONDS_MAX,
+            f"no pause:\n{job.output()}",
+        )
+        for rank in range(ranks):
+            os.kill(int((out / f"pid-{rank}").read_text()), signal.SIGKILL)
+        job.kill()
+    with start(killed) as job:
+        job.succeed(SECONDS_MAX)
+    for rank in range(ranks):
+        wanted, end = (torch.load(one.out(one.started) / f"final-{rank}.pt") for one in (undisturbed, killed))
+        assert end["begin"] == saved + 1
+        assert same({**end, "begin": 0}, wanted)
+        before, after = (losses(killed.out(number) / f"losses-{rank}") for number in (1, 2))
+        assert set(after) == set(range(saved + 1, steps))
+        assert {**before, **after} == losses(undisturbed.out(1) / f"losses-{rank}")
+
+
+def _cluster(directory: Path, under_torchrun: bool) -> Cluster:
+    (directory / "disk").mkdir(parents=True)
+    env = {"HOLDFAST_ON_FULL": "wait", "TORCHINDUCTOR_CACHE_DIR": str(directory.parent / "inductor")}
+    if under_torchrun:
+        env |= {
+            "HOLDFAST_TIERS": f"file:{directory / 'disk'}",
+            "HOLDFAST_STORE": str(directory / "store"),
+            "HOLDFAST_CHUNK_BYTES": "65536",
+        }
+    return Cluster(directory, str(directory / "store"), env, script=compiled.__file__)

@@ -60,7 +60,7 @@ def test_a_compiled_loop_takes_the_samples_of_a_plain_one() -> None:
         batches = sampler.batches(BATCH)
         first = [next(batches) for _ in range(3)]
         rest = []
-        loader = DataLoader(data, batch_sampler=sampler.ahead(BATCH))  # type: ignore[arg-type]
+        loader: DataLoader[Any] = DataLoader(data, batch_sampler=sampler.ahead(BATCH))  # type: ignore[arg-type]
         for batch in sampler.follow(loader):
             rest.append((batch * 2).tolist())
             if len(rest) == 3:

@@ -28,8 +28,15 @@ class SavingTraining:
     """A compiled training that saves after each step; the copy begins when somebody waits for it."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, pattern: str, compiled: Compile, **options: Any
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        pattern: str,
+        compiled: Compile,
+        *,
+        device_bytes_max: str | None = None,
+        **options: Any,
     ) -> None:
+        self._device_bytes_max = device_bytes_max
         self.link = FakeLink()
         monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: self.link)
         self.may_copy = _late_copies(monkeypatch)
@@ -41,7 +48,13 @@ class SavingTraining:
 
     def begin(self) -> None:
         self.checkpointer = Checkpointer(
-            self.training.state, config=TrainerConfig(events=None, in_flight_max=2, copy_seconds_max=60)
+            self.training.state,
+            config=TrainerConfig(
+                events=None,
+                in_flight_max=2,
+                copy_seconds_max=60,
+                device_bytes_max=self._device_bytes_max,
+            ),
         )
 
     def run(self, steps: range) -> None:
@@ -52,17 +65,17 @@ class SavingTraining:
             if not self._saves_inside:
                 self.save(number)
             self._wanted = self.training.tensors()
-            self.returned_before_copy.append(not self.may_copy.is_set())
-        self.may_copy.set()
         self._land(steps[-1])
 
     def save(self, step: int) -> None:
         self.may_copy.clear()
         if self.checkpointer is not None:
             assert self.checkpointer.save(step)
+            self.returned_before_copy.append(not self.may_copy.is_set())
 
     def _land(self, step: int) -> None:
         """See that the image has the state of `save()`."""
+        self.may_copy.set()  # a mirror is waited for by no update
         image = self.link.bytes_of(step)
         assert step not in self.link.declined
         layout = self.link.layouts[-1]
@@ -70,7 +83,7 @@ class SavingTraining:
         for name, wanted in self._wanted.items():
             entry = places[name]
             got = image[entry.offset : entry.offset + wanted.nbytes]
-            assert got == wanted.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), (
+            assert got == wanted.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), (
                 f"{name} at {step}"
             )
         self.link.stage(step)

@@ -96,7 +96,7 @@ def test_a_step_whose_class_compiles_it_is_not_taken_in_pieces() -> None:
     assert split_step.why_not_split(Compiled([parameter], lr=0.1)) == ""
     Compiled.step = torch.compile(torch.optim.SGD.step, backend="eager")  # type: ignore[method-assign]
     assert split_step.why_not_split(Compiled([parameter], lr=0.1)) == split_step.COMPILED
-    Compiled.step = torch.compiler.disable(torch.optim.SGD.step)  # type: ignore[method-assign]
+    Compiled.step = torch.compiler.disable(torch.optim.SGD.step)  # type: ignore[method-assign, no-untyped-call]
     assert split_step.why_not_split(Compiled([parameter], lr=0.1)) == ""
 
 
