@@ -47,6 +47,7 @@ from trainer_side.save.areas import Areas
 from trainer_side.save.beginning import Beginning
 from trainer_side.save.copier import Copier
 from trainer_side.save.copy_engine import CopyEngine
+from trainer_side.save.host_memory import locked_buffer
 from trainer_side.save.left_out import LeftOut
 from trainer_side.save.places import Room
 from trainer_side.save.planner import Planner
@@ -254,6 +255,7 @@ class Checkpointer:
             without_store=self._config.restore_without_store,
             may_lack=lacking,
             set_aside=self._config.restore_set_aside,
+            locked=locked_buffer,
         )
         with no_collections():
             self.restored = restore(

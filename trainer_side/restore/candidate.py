@@ -28,6 +28,7 @@ from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.restore.choice import STORE, Candidate, store_units
+from trainer_side.restore.crossing import Crossing, Locked, take_to_device
 from trainer_side.restore.deal import Deal, deal
 from trainer_side.restore.exchange import check_received
 from trainer_side.restore.image_map import Described
@@ -41,6 +42,7 @@ from trainer_side.restore.reading import Reading, Use, read
 from trainer_side.restore.rounds import Rounds
 from trainer_side.restore.split_parts import Placed, beside_live, place, split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
+from trainer_side.restore.targets import EntryTaker
 from trainer_side.restore.torch_loading import read_in_place
 from trainer_side.restore.two_values import Suspects, suspects
 from trainer_side.restore.wrappers import rewrap
@@ -86,7 +88,7 @@ class Restored:
 class RestoreJob:
     """The parts of a restore that are the same for all candidates, and the tiers that `Rounds` found hanging.
 
-    `ring_is_near`: every rank reads the stager's ring itself.
+    `ring_is_near`: every rank reads the stager's ring itself. `locked` makes host memory that a device copies from.
     """
 
     state: Mapping[str, Any]
@@ -100,6 +102,7 @@ class RestoreJob:
     may_lack: frozenset[str] = frozenset()
     ring_is_near: bool = False
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
+    locked: Locked | None = None
 
     def tell(self, reasons: Sequence[str], instead: str, *, event: str = "skipped") -> None:
         """Name what is not used, once for all ranks in the log, and in each rank's events."""
@@ -129,6 +132,7 @@ class Trial:
         self._deal = Deal()
         self._adopted_bytes = 0
         self._in_place: frozenset[str] = frozenset()  # names of the state
+        self._crossing: Crossing | None = None
 
     def read(self) -> str | None:
         """Read all bytes; returns why this candidate is no good, or None. Collective."""
@@ -152,8 +156,12 @@ class Trial:
         if problem is not None:
             return problem
         assert self._structure is not None
-        self._deal = deal(self._structure, self._placed, self._peers)
-        problem = self._read_file() if self._rounds is None else self._rounds.read(self._deal.targets)
+        self._deal = deal(self._structure, self._placed, self._peers, self._crossing)
+        try:
+            problem = self._read_file() if self._rounds is None else self._rounds.read(self._deal.targets)
+        finally:
+            if self._crossing is not None:
+                self._crossing.finish()
         if self._rounds is not None:
             self._reading = self._rounds.reading
             self._seconds.update(self._reading.seconds)
@@ -221,7 +229,8 @@ class Trial:
         origins = {STORE: StoredFile(job.store, manifest)}
         units = store_units(manifest, self._peers.ranks, self._deal.unshared)
         fill = functools.partial(read, manifest, threads=job.threads)
-        self._reading = fill(units, origins, shared, self._peers, seconds_max=job.seconds_max)
+        whole: dict[int, EntryTaker] = {**shared, **self._deal.device}
+        self._reading = fill(units, origins, whole, self._peers, seconds_max=job.seconds_max)
         problem = agree(self._peers, self._reading.error)
         if problem is None and own:
             left = job.seconds_max - self._reading.seconds["read"]
@@ -402,3 +411,5 @@ class Trial:
         parts = {**beside_live(parts, own, structure.tree), **split_moments(job.state, structure.tree)}
         self._placed = place(structure, parts, job.state, left_out)
         self._adopted_bytes = structure.adopt(in_place) + self._placed.nbytes
+        if job.locked is not None and self._peers.ranks == 1 and not parts:
+            self._crossing = take_to_device(structure, job.state, self._live, job.locked)

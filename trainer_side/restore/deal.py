@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trainer_side.ranks.peers import Peers, gather
+from trainer_side.restore.crossing import Crossing, DeviceTarget
 from trainer_side.restore.region_targets import ScatterTarget, settle, whole_entry
 from trainer_side.restore.split_parts import Placed
 from trainer_side.restore.structure import Structure
@@ -28,18 +29,20 @@ class Deal:
 
     Attributes:
         unshared: Entries that are own, or that nobody takes.
+        device: Entries that go to a device. Only where this rank is alone.
         mixed: Entries that are shared, of which this rank also takes parts: from the shared memory.
     """
 
     shared: dict[int, EntryTarget] = field(default_factory=dict)
     own: dict[int, ScatterTarget] = field(default_factory=dict)
     unshared: frozenset[int] = frozenset()
+    device: dict[int, DeviceTarget] = field(default_factory=dict)
     mixed: dict[int, ScatterTarget] = field(default_factory=dict)
 
     @property
     def targets(self) -> Mapping[int, EntryTaker]:
         """Of all entries of which anybody takes something."""
-        return {**self.shared, **self.own}
+        return {**self.shared, **self.device, **self.own}
 
     def settle(self) -> None:
         """Put what could not be read into its place there. Training thread, when every rank has all its bytes."""
@@ -48,13 +51,14 @@ class Deal:
         settle([*self.own.values(), *self.mixed.values()])
 
 
-def deal(structure: Structure, placed: Placed, peers: Peers) -> Deal:
+def deal(structure: Structure, placed: Placed, peers: Peers, crossing: Crossing | None = None) -> Deal:
     """Agree on who takes what. Collective.
 
     Args:
         structure: After `adopt`: the memory of what is taken whole.
         placed: What this rank takes in parts.
         peers: The ranks.
+        crossing: The way to storages on a device.
     """
     free: list[set[int]] = []
     wanted: set[int] = set()
@@ -69,7 +73,12 @@ def deal(structure: Structure, placed: Placed, peers: Peers) -> Deal:
     shared = {
         index: EntryTarget.of(storage)
         for index, storage in structure.storages.items()
-        if index not in unshared
+        if index not in unshared and storage.device.type == "cpu"
+    }
+    device = {
+        index: DeviceTarget.of(storage, crossing)
+        for index, storage in structure.storages.items()
+        if crossing is not None and storage.device.type != "cpu"
     }
     own = {index: placed.regions.get(index, ScatterTarget()) for index in sorted(unshared & wanted)}
     for index, target in own.items():
@@ -88,4 +97,4 @@ def deal(structure: Structure, placed: Placed, peers: Peers) -> Deal:
             del shared[index]
         unshared |= frozenset(between)
     mixed = {index: target for index, target in placed.regions.items() if index in shared}
-    return Deal(shared, own, unshared, mixed)
+    return Deal(shared, own, unshared, device, mixed)

@@ -35,6 +35,7 @@ from holdfast.faultpoint import Point, reach
 from trainer_side.ranks.deadlines import Crew
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import STORE, Unit
+from trainer_side.restore.crossing import CrossingPart, CrossingWindow, DeviceTarget
 from trainer_side.restore.image_map import Mapped
 from trainer_side.restore.origins import Origin
 from trainer_side.restore.parcels import Parcels
@@ -138,7 +139,8 @@ def read(
         units: The same on every rank. Every rank gets all bytes of them; of those of `Parcels`, what it holds.
         origins: For every number in this rank's own units.
         targets: Entry index → memory of exactly the entry's size, or the parts of it that this rank keeps; the same
-            entries, with the same kind of target, on each rank; not overlapping.
+            entries, with the same kind of target, on each rank; not overlapping. What goes to a device may still be on
+            its way when this returns (`Crossing.finish`).
         peers: The ranks.
         threads: Requests in flight from this rank.
         seconds_max: For reading, and again for the exchange.
@@ -255,6 +257,8 @@ class _Crew:
         passing: Passing | Parcels | None,
         seconds_max: float,
     ) -> None:
+        on_device = (target for target in targets.values() if isinstance(target, DeviceTarget))
+        self._crossing = next((target.crossing for target in on_device), None)
         self._origins, self._targets, self._seconds_max = origins, targets, seconds_max
         self._windows, self._passing = windows, passing
         largest = max((origin.request_bytes for origin in origins.values()), default=_PAGE_BYTES)
@@ -393,6 +397,7 @@ class _Crew:
             raise self._broken[unit.number]
         reach(Point.RESTORE_READ)
         found: list[tuple[int, Sum]] = []
+        crossing: list[CrossingPart] = []
         position = 0
         for begin, part in zip(run.begins, run.parts, strict=True):
             if begin > position:
@@ -400,15 +405,23 @@ class _Crew:
             position = begin + part.nbytes
             sums.append(Sum.of(view[begin:position]))
             found.append((part.offset, sums[-1]))
-            self._targets[part.entry].put(part.inside, window.address + begin, view[begin:position])
+            target = self._targets[part.entry]
+            if isinstance(target, DeviceTarget) and isinstance(window, CrossingWindow):
+                crossing.append(CrossingPart(target, part.inside, begin, part.nbytes))
+            else:
+                target.put(part.inside, window.address + begin, view[begin:position])
             if self._passing is not None:
                 self._passing.keep(unit, part, window.address + begin, view[begin:position])
         if position < run.nbytes:
             sums.append(Sum.of(view[position:]))
+        if crossing and isinstance(window, CrossingWindow) and self._crossing is not None:
+            self._crossing.send(window, run.nbytes, crossing)
         return found
 
-    def _window(self) -> ReadWindow:
-        """This thread's window."""
+    def _window(self) -> ReadWindow | CrossingWindow:
+        """This thread's window; of those through which bytes go to a device the next one."""
+        if self._crossing is not None:
+            return self._crossing.window(self._window_bytes)
         window: ReadWindow | None = getattr(self._local, "window", None)
         if window is None:
             window = self._local.window = ReadWindow.of_size(self._window_bytes)

@@ -31,6 +31,7 @@ from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.candidate import Restored, RestoreJob, Trial
 from trainer_side.restore.choice import Candidate, Passed
+from trainer_side.restore.crossing import Locked
 from trainer_side.restore.in_turn import InTurn
 from trainer_side.restore.inventory import Shelf, find
 from trainer_side.restore.ring_slices import Fetch, look
@@ -52,6 +53,8 @@ class RestoreOptions:
         may_lack: Names of the state that the checkpoint need not have; they then stay as they are.
         threads: Requests in flight from this rank.
         set_aside: Checkpoints that are passed over, and with each what the same attempt saved after it.
+        locked: Makes locked host memory of so many bytes, through which bytes go to a device; None: loading brings them
+            there, tensor by tensor.
     """
 
     step: int | None = None
@@ -60,6 +63,7 @@ class RestoreOptions:
     may_lack: frozenset[str] = frozenset()
     threads: int = 4
     set_aside: Collection[Key] = ()
+    locked: Locked | None = None
 
 
 def restore(
@@ -111,6 +115,7 @@ def restore(
         seconds_max,
         options.may_lack,
         ring.near_all,
+        locked=options.locked,
     )
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
     wanted = [one for one in found.holders if step in (None, one.key.step)]
