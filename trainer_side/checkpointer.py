@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -143,7 +144,7 @@ class Checkpointer:
             self._link.rank,
             mode=self._config.copy,
             inside_ms_max=self._config.copy_inside_ms_max,
-            tell=self._tell_doubt,
+            tell=_weakly(self._tell_doubt),
             ledger=self._ledger,
             events=self._events,
         )
@@ -156,8 +157,8 @@ class Checkpointer:
             quietness=self._quietness,
         )
         self._tiers = open_tier_set(self._config, self._link, self._ledger, self._events)
-        self._link.on_doubt = self._hear_doubt
-        self._tiers.council.when_doubted(self._hear_doubt)
+        self._link.on_doubt = _weakly(self._hear_doubt)
+        self._tiers.council.when_doubted(_weakly(self._hear_doubt))
         self._not_at_exit = at_exit(self._tiers.close, EXIT_SECONDS_MAX)
         seconds_max = self._config.close_seconds_max
         self._leaving = Leaving(self._copier, self._tiers, self._link, self._ledger, seconds_max=seconds_max)
@@ -468,3 +469,14 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave(error)
+
+
+def _weakly(hear: Callable[[Doubt], None]) -> Callable[[Doubt], None]:
+    """The same method, for threads that must not keep a Checkpointer that the script has dropped."""
+    method = weakref.WeakMethod(hear)
+
+    def call(doubt: Doubt) -> None:
+        if (bound := method()) is not None:
+            bound(doubt)
+
+    return call

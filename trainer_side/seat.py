@@ -105,9 +105,14 @@ def meet_once(port: StagerPort) -> None:
 def _line_of_the_script() -> str:
     """Where the script has called: `train.py:45`."""
     frame = sys._getframe(1)
-    while Path(frame.f_code.co_filename).is_relative_to(_PACKAGE) and frame.f_back is not None:
+    while frame.f_back is not None and _is_between(Path(frame.f_code.co_filename)):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_between(file: Path) -> bool:
+    """Whether it belongs to holdfast, or to the compiler that is kept out of it (opaque.py)."""
+    return file.is_relative_to(_PACKAGE) or file.parent.name == "_dynamo"
 
 
 def _leave_children_alone() -> None:

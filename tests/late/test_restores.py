@@ -14,8 +14,8 @@ from holdfast.store.posix import PosixStore
 from tests.late.control import LateMachine
 from tests.support.slices import checkpoint, keep
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore import crossing
-from trainer_side.restore.crossing import Crossing, CrossingPart, CrossingWindow
+from trainer_side.restore import device_sections
+from trainer_side.restore.device_sections import DeviceSections, SectionPart, SectionWindow
 from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.save.host_memory import locked_buffer
 from trainer_side.state.tree import tensor_paths
@@ -156,18 +156,22 @@ class Sections:
         self.streams: set[int] = set()
         self.expected_bytes = 0
         self._late = late
-        self._send = Crossing.send
+        self._send = DeviceSections.send
 
-        def send(way: Crossing, window: CrossingWindow, nbytes: int, parts: Sequence[CrossingPart]) -> None:
+        def send(
+            way: DeviceSections, window: SectionWindow, nbytes: int, parts: Sequence[SectionPart]
+        ) -> None:
             self.send(way, window, nbytes, parts)
 
-        monkeypatch.setattr(Crossing, "send", send)
+        monkeypatch.setattr(DeviceSections, "send", send)
 
-    def send(self, way: Crossing, window: CrossingWindow, nbytes: int, parts: Sequence[CrossingPart]) -> None:
+    def send(
+        self, way: DeviceSections, window: SectionWindow, nbytes: int, parts: Sequence[SectionPart]
+    ) -> None:
         assert window.section.is_pinned()
         self.streams.add(way._stream.cuda_stream)
         self.parts.append(len(parts))
-        many = len(parts) >= crossing._WHOLE_FROM
+        many = len(parts) >= device_sections._WHOLE_FROM
         self.expected_bytes += nbytes if many else sum(part.nbytes for part in parts)
         self._send(way, window, nbytes, parts)
 
@@ -190,7 +194,7 @@ def test_sections_cross_through_locked_windows_and_nothing_from_pageable_memory(
     assert late.count("pageable_copies") == pageable
     assert late.host_waits() == waits + 1, "this thread waits once, at the end"
     assert sections.to_device_bytes() == sections.expected_bytes
-    assert max(sections.parts) >= crossing._WHOLE_FROM > min(sections.parts)
+    assert max(sections.parts) >= device_sections._WHOLE_FROM > min(sections.parts)
     assert len(sections.parts) <= 2 * kept.made.layout.chunks
     torch._C._host_emptyCache()
     assert late.pinned_bytes() == pinned, "the windows are given back"
@@ -214,7 +218,7 @@ def test_without_room_for_it_on_the_device_all_is_as_before(
     mine, full, reference = (state_of(99, "cuda", {}, steps=0) for _ in range(3))
     kept.bring_back(reference, locked=False)
     with monkeypatch.context() as patched:
-        patched.setattr(crossing, "_has_room", lambda *_: False)
+        patched.setattr(device_sections, "_has_room", lambda *_: False)
         kept.bring_back(mine)
     empty = torch.empty
 

@@ -26,6 +26,7 @@ TARGETS = {
     "demo",
     "test",
     "check",
+    "late",
     "rest",
     "chaos",
     "lint",

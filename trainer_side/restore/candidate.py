@@ -28,8 +28,8 @@ from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.restore.choice import STORE, Candidate, store_units
-from trainer_side.restore.crossing import Crossing, Locked, take_to_device
 from trainer_side.restore.deal import Deal, deal
+from trainer_side.restore.device_sections import DeviceSections, Locked, take_to_device
 from trainer_side.restore.exchange import check_received
 from trainer_side.restore.image_map import Described
 from trainer_side.restore.inventory import Found, Shelf
@@ -132,7 +132,7 @@ class Trial:
         self._deal = Deal()
         self._adopted_bytes = 0
         self._in_place: frozenset[str] = frozenset()  # names of the state
-        self._crossing: Crossing | None = None
+        self._crossing: DeviceSections | None = None
 
     def read(self) -> str | None:
         """Read all bytes; returns why this candidate is no good, or None. Collective."""

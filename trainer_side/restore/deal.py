@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trainer_side.ranks.peers import Peers, gather
-from trainer_side.restore.crossing import Crossing, DeviceTarget
+from trainer_side.restore.device_sections import DeviceSections, DeviceTarget
 from trainer_side.restore.region_targets import ScatterTarget, settle, whole_entry
 from trainer_side.restore.split_parts import Placed
 from trainer_side.restore.structure import Structure
@@ -51,7 +51,7 @@ class Deal:
         settle([*self.own.values(), *self.mixed.values()])
 
 
-def deal(structure: Structure, placed: Placed, peers: Peers, crossing: Crossing | None = None) -> Deal:
+def deal(structure: Structure, placed: Placed, peers: Peers, crossing: DeviceSections | None = None) -> Deal:
     """Agree on who takes what. Collective.
 
     Args:

@@ -35,7 +35,7 @@ from holdfast.faultpoint import Point, reach
 from trainer_side.ranks.deadlines import Crew
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import STORE, Unit
-from trainer_side.restore.crossing import CrossingPart, CrossingWindow, DeviceTarget
+from trainer_side.restore.device_sections import DeviceTarget, SectionPart, SectionWindow
 from trainer_side.restore.image_map import Mapped
 from trainer_side.restore.origins import Origin
 from trainer_side.restore.parcels import Parcels
@@ -140,7 +140,7 @@ def read(
         origins: For every number in this rank's own units.
         targets: Entry index → memory of exactly the entry's size, or the parts of it that this rank keeps; the same
             entries, with the same kind of target, on each rank; not overlapping. What goes to a device may still be on
-            its way when this returns (`Crossing.finish`).
+            its way when this returns (`DeviceSections.finish`).
         peers: The ranks.
         threads: Requests in flight from this rank.
         seconds_max: For reading, and again for the exchange.
@@ -397,7 +397,7 @@ class _Crew:
             raise self._broken[unit.number]
         reach(Point.RESTORE_READ)
         found: list[tuple[int, Sum]] = []
-        crossing: list[CrossingPart] = []
+        crossing: list[SectionPart] = []
         position = 0
         for begin, part in zip(run.begins, run.parts, strict=True):
             if begin > position:
@@ -406,19 +406,19 @@ class _Crew:
             sums.append(Sum.of(view[begin:position]))
             found.append((part.offset, sums[-1]))
             target = self._targets[part.entry]
-            if isinstance(target, DeviceTarget) and isinstance(window, CrossingWindow):
-                crossing.append(CrossingPart(target, part.inside, begin, part.nbytes))
+            if isinstance(target, DeviceTarget) and isinstance(window, SectionWindow):
+                crossing.append(SectionPart(target, part.inside, begin, part.nbytes))
             else:
                 target.put(part.inside, window.address + begin, view[begin:position])
             if self._passing is not None:
                 self._passing.keep(unit, part, window.address + begin, view[begin:position])
         if position < run.nbytes:
             sums.append(Sum.of(view[position:]))
-        if crossing and isinstance(window, CrossingWindow) and self._crossing is not None:
+        if crossing and isinstance(window, SectionWindow) and self._crossing is not None:
             self._crossing.send(window, run.nbytes, crossing)
         return found
 
-    def _window(self) -> ReadWindow | CrossingWindow:
+    def _window(self) -> ReadWindow | SectionWindow:
         """This thread's window; of those through which bytes go to a device the next one."""
         if self._crossing is not None:
             return self._crossing.window(self._window_bytes)

@@ -31,7 +31,7 @@ from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.candidate import Restored, RestoreJob, Trial
 from trainer_side.restore.choice import Candidate, Passed
-from trainer_side.restore.crossing import Locked
+from trainer_side.restore.device_sections import Locked
 from trainer_side.restore.in_turn import InTurn
 from trainer_side.restore.inventory import Shelf, find
 from trainer_side.restore.ring_slices import Fetch, look

@@ -26,7 +26,7 @@ from trainer_side.state.tree import tensor_paths, view_of
 _ALIGNED_BYTES = 16  # of the largest dtype
 
 
-class _Live(NamedTuple):
+class _LiveView(NamedTuple):
     """A tensor of the script: what of it is on this rank, and the bytes between its first and its last element."""
 
     path: str
@@ -42,7 +42,7 @@ class Suspects:
         groups: Those of which only the bytes can tell whether they agree.
     """
 
-    def __init__(self, groups: Sequence[Sequence[_Live]], step: int) -> None:
+    def __init__(self, groups: Sequence[Sequence[_LiveView]], step: int) -> None:
         self.groups = groups
         self._step = step
 
@@ -111,9 +111,9 @@ def _refusal(step: int, one: str, other: str) -> StateError:
 
 def _sharing(
     state: Mapping[str, Any], live: Mapping[str, Any], saved: Mapping[str, torch.Tensor]
-) -> Iterator[list[_Live]]:
+) -> Iterator[list[_LiveView]]:
     """Groups of tensors at several paths whose bytes overlap on this rank, and into which values are copied."""
-    pools: dict[str, list[_Live]] = {}
+    pools: dict[str, list[_LiveView]] = {}
     views: dict[str, set[Any]] = {}
     for path, tensor in tensor_paths({name: live.get(name, value) for name, value in state.items()}):
         name = path.partition("/")[0]
@@ -134,7 +134,7 @@ def _sharing(
         last = sum((size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True))
         begin = local.data_ptr()
         pools.setdefault(f"{local.device} {pool}", []).append(
-            _Live(path, local, begin, begin + (last + 1) * local.element_size())
+            _LiveView(path, local, begin, begin + (last + 1) * local.element_size())
         )
     for pool_of in pools.values():
         yield from _overlapping(pool_of)
@@ -149,8 +149,8 @@ def _module_views(name: str, value: Any, known: dict[str, set[Any]]) -> set[Any]
     return known[name]
 
 
-def _overlapping(pool: list[_Live]) -> Iterator[list[_Live]]:
-    group: list[_Live] = []
+def _overlapping(pool: list[_LiveView]) -> Iterator[list[_LiveView]]:
+    group: list[_LiveView] = []
     end = 0
     for one in sorted(pool, key=lambda one: (one.begin, one.end)):
         if group and one.begin >= end:
@@ -163,11 +163,11 @@ def _overlapping(pool: list[_Live]) -> Iterator[list[_Live]]:
         yield group
 
 
-def _place(one: _Live) -> tuple[Any, ...]:
+def _place(one: _LiveView) -> tuple[Any, ...]:
     return one.begin, one.local.dtype, tuple(one.local.shape), one.local.stride()
 
 
-def _shares_alike(group: Sequence[_Live], saved: Mapping[str, torch.Tensor]) -> bool:
+def _shares_alike(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor]) -> bool:
     """Whether the file has them in one storage, at the same distances, so that all get the same bytes."""
     places = set()
     for one in group:
@@ -188,7 +188,7 @@ def _shares_alike(group: Sequence[_Live], saved: Mapping[str, torch.Tensor]) -> 
 
 
 def _sum(
-    one: _Live, saved: torch.Tensor, image: Described, entry_of: Mapping[int, int]
+    one: _LiveView, saved: torch.Tensor, image: Described, entry_of: Mapping[int, int]
 ) -> tuple[Any, ...] | None:
     """What says whether two whole tensors of the file have the same bytes; None if nothing does."""
     entry = entry_at(saved, entry_of)
@@ -199,7 +199,7 @@ def _sum(
     return None if crc is None or nbytes != image.entries[entry].nbytes else (crc, nbytes, saved.shape)
 
 
-def _clashes(group: Sequence[_Live], saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+def _clashes(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
     """Pairs of which the one would overwrite the other with different bytes."""
     begin = group[0].begin // _ALIGNED_BYTES * _ALIGNED_BYTES
     nbytes = max(one.end for one in group) - begin

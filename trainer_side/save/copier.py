@@ -29,7 +29,7 @@ from holdfast.telemetry.events import EventLog
 from trainer_side.background_thread import BackgroundThread, ThreadDied
 from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
-from trainer_side.save.copy_plan import Batch, Router
+from trainer_side.save.copy_plan import Batch, Route, Router
 from trainer_side.save.device_lane import enter_thread
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.gate import Gate
@@ -67,6 +67,7 @@ class CopyJob:
         inside: Whether `save()` returns only when that is so. `compares`: whether the live bytes are compared with the
             copy afterwards.
         device: That tensors are on.
+        route: The way that memory of the device was taken for at `save()`; None: the way is found by the copy thread.
     """
 
     transfer: Transfer
@@ -83,6 +84,7 @@ class CopyJob:
     inside: bool = False
     compares: bool = False
     device: torch.device | None = None
+    route: Route | None = None
 
     def cancelled(self) -> bool:
         """Whether the rest of the copy is of no use: to the stager, nor to any local tier."""
@@ -184,18 +186,21 @@ class Copier:
         if self.problem is not None:  # the thread has died meanwhile
             self._died(self.problem)
 
-    def way_of(self, step: int, instant: SavedInstant | None, nbytes: int) -> tuple[bool, bool]:
+    def way_of(
+        self, step: int, instant: SavedInstant | None, nbytes: int, *, on_device: bool = False
+    ) -> tuple[bool, bool]:
         """Whether the copy of this save is finished inside `save()`, and whether live bytes are compared with it then.
 
         Args:
             step: The step.
             instant: What is live; None: nothing.
             nbytes: Of the slice.
+            on_device: Whether live tensors of it are on a device.
         """
         trusted = self._proof.saved(instant)
         if instant is None:
             return False, False
-        if self._by_hand or self._quietness.is_inside(nbytes):
+        if self._by_hand or self._quietness.is_inside(nbytes, on_device=on_device):
             return True, False
         if trusted and not self._quietness.is_drawn(step) and self._quietness.leave_behind(step):
             return False, False
@@ -207,7 +212,13 @@ class Copier:
             return
         self.gate.wait()
         # How long it took may have been measured just now, for the first time.
-        if job.compares and job.instant is not None and not self._quietness.is_inside(job.staging.nbytes):
+        if (
+            job.compares
+            and job.instant is not None
+            and not self._quietness.is_inside(
+                job.staging.nbytes, on_device=bool(job.route and job.route.device)
+            )
+        ):
             self._proof.expect(job.instant)
             self._quietness.expect(job.instant, job.staging, job.whole.is_set)
 
@@ -376,7 +387,7 @@ class Copier:
             _fingerprint(job, job.fingerprints, record)
             self.look_at_all(job)  # what differs between ranks because it was changed is no drift
             self._compare(job)
-        route = job.router.route(
+        route = job.route or job.router.route(
             job.taken.sources, self.gate.update_order, order_changed=self.gate.order_changed
         )
         live = job.staging.live(route)

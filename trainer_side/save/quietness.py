@@ -83,11 +83,19 @@ class Quietness:
         with self._guard:
             self._rates.append(seconds / max(1, nbytes))
 
-    def is_inside(self, nbytes: int) -> bool:
-        """Whether a copy of so many bytes is finished inside `save()`, whatever is proven."""
+    def is_inside(self, nbytes: int, *, on_device: bool) -> bool:
+        """Whether a copy of so many bytes is finished inside `save()`, whatever is proven.
+
+        Args:
+            nbytes: Of the slice.
+            on_device: Whether live tensors of it are on a device: however quick their copy is, it comes behind all that
+                is queued there, and `save()` would wait for that.
+        """
         with self._guard:
             if self._mode == "inside" or self._distrusted:
                 return True
+            if on_device:
+                return False
             return bool(self._rates) and statistics.median(self._rates) * nbytes <= self._inside_seconds_max
 
     def leave_behind(self, step: int) -> bool:

@@ -35,6 +35,7 @@ from holdfast.faultpoint import Point, reach
 from holdfast.telemetry.causes import OTHER, DeclineCause, Reason
 from trainer_side.opaque import only_shapes
 from trainer_side.save.copier import Copier, CopyJob
+from trainer_side.save.copy_plan import Route
 from trainer_side.save.device_lane import in_order_with, lane_of
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.places import NoRoom, Room, StepPlace
@@ -164,7 +165,8 @@ class Saver:
             "save_seconds": 0.0,
             "host": socket.gethostname(),
         }
-        inside, compares = self._copier.way_of(step, begins.instant, area.nbytes)
+        on_device = begins.route is not None and bool(area.live(begins.route).device)
+        inside, compares = self._copier.way_of(step, begins.instant, area.nbytes, on_device=on_device)
         record["copied_inside"] = inside or begins.instant is None
         self._copier.shut(gate=begins.is_live)
         transfer = (
@@ -190,6 +192,7 @@ class Saver:
             inside=inside,
             compares=compares,
             device=device,
+            route=begins.route,
         )
         self._copier.copy(job)
         self._ledger.begun(transfer, place.keeping)
@@ -215,7 +218,7 @@ class Saver:
             fingerprints = Fingerprints(plan.watched, plan.skeleton.gated, step, plan.shared)
             fingerprints.take_now(sources, also_gated=not is_live)
         after = None if device is None else lane_of(device).record()
-        return _Taken(is_live, instant, fingerprints, after)
+        return _Taken(is_live, instant, fingerprints, after, route)
 
     def _undo(self, step: int, place: StepPlace, error: BaseException) -> None:
         """An exception has ended the save: a copy that has begun goes on, anything else is given up."""
@@ -269,12 +272,14 @@ class _Taken(NamedTuple):
         is_live: Whether the rest is copied from live tensors, so that updates must wait for it.
         instant: What those were like.
         fingerprints: Begun. `after`: where the current stream is then.
+        route: The way through what is gated, where some of it is on a device: memory was taken for exactly this one.
     """
 
     is_live: bool
     instant: SavedInstant | None
     fingerprints: Fingerprints | None
     after: StreamEvent | None
+    route: Route | None
 
 
 def _device(sources: Sequence[StorageSource | None]) -> torch.device | None:

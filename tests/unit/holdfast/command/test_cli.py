@@ -257,6 +257,7 @@ def test_ls_tells_what_is_wrong_below_the_table(store: MemoryStore, run: Any) ->
                 "step",
                 "attempt",
                 "state",
+                "doubt",
                 "fault",
                 "file",
                 "file_bytes",

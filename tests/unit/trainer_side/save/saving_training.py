@@ -53,6 +53,7 @@ class SavingTraining:
                 events=None,
                 in_flight_max=2,
                 copy_seconds_max=60,
+                copy_inside_ms_max=0,
                 device_bytes_max=self._device_bytes_max,
             ),
         )

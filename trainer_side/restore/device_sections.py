@@ -37,19 +37,19 @@ class DeviceTarget(NamedTuple):
     """Memory of a device to which the bytes of one entry go, and the way there."""
 
     memory: torch.Tensor
-    crossing: Crossing
+    crossing: DeviceSections
 
     @classmethod
-    def of(cls, storage: torch.UntypedStorage, crossing: Crossing) -> DeviceTarget:
+    def of(cls, storage: torch.UntypedStorage, crossing: DeviceSections) -> DeviceTarget:
         """All of a storage on the device, as bytes."""
         return cls(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), crossing)
 
     def put(self, inside: int, _address: int, view: memoryview) -> None:
-        """Take bytes of the entry, and wait until they are there. What is read in sections goes by `Crossing.send`."""
+        """Take bytes of the entry, and wait until they are there. Bytes of a section go by `DeviceSections.send`."""
         self.memory[inside : inside + view.nbytes].copy_(torch.frombuffer(view, dtype=torch.uint8))
 
 
-class CrossingPart(NamedTuple):
+class SectionPart(NamedTuple):
     """A part of a section: `nbytes` from `begin` of the window on go to `inside` of the target."""
 
     target: DeviceTarget
@@ -58,7 +58,7 @@ class CrossingPart(NamedTuple):
     nbytes: int
 
 
-class CrossingWindow:
+class SectionWindow:
     """Locked memory of one reader.
 
     Attributes:
@@ -72,7 +72,7 @@ class CrossingWindow:
         self.crossed: StreamEvent | None = None
 
 
-class Crossing:
+class DeviceSections:
     """The way of one restore to its device. `window` and `send` belong to any thread, the rest to the training thread.
 
     Args:
@@ -87,20 +87,20 @@ class Crossing:
         self._queue = threading.Lock()  # the scratch is used in the order of the stream
         self._scratch: torch.Tensor | None = None
         self._local = threading.local()
-        self._windows: list[CrossingWindow] = []  # readers end before what they have sent has crossed
+        self._windows: list[SectionWindow] = []  # readers end before what they have sent has crossed
 
-    def window(self, nbytes: int) -> CrossingWindow:
+    def window(self, nbytes: int) -> SectionWindow:
         """A window of this thread; waits until what was sent from it before has crossed."""
-        mine: deque[CrossingWindow] | None = getattr(self._local, "windows", None)
+        mine: deque[SectionWindow] | None = getattr(self._local, "windows", None)
         if mine is None:
-            mine = self._local.windows = deque(CrossingWindow(self._locked(nbytes)) for _ in range(_WINDOWS))
+            mine = self._local.windows = deque(SectionWindow(self._locked(nbytes)) for _ in range(_WINDOWS))
             self._windows += mine
         mine.rotate()
         if mine[0].crossed is not None:
             mine[0].crossed.synchronize()
         return mine[0]
 
-    def send(self, window: CrossingWindow, nbytes: int, parts: Sequence[CrossingPart]) -> None:
+    def send(self, window: SectionWindow, nbytes: int, parts: Sequence[SectionPart]) -> None:
         """Queue the copies of a section of `nbytes`. The window may be read into again when `window` gives it."""
         targets = [part.target.memory[part.inside : part.inside + part.nbytes] for part in parts]
         with (
@@ -136,7 +136,7 @@ class Crossing:
 
 def take_to_device(
     structure: Structure, state: Mapping[str, Any], live: Mapping[str, Any], locked: Locked
-) -> Crossing | None:
+) -> DeviceSections | None:
     """Give tensors of the tree fresh memory on the device that loading would bring them to. Training thread.
 
     Args:
@@ -184,7 +184,7 @@ def take_to_device(
             there = torch.empty(0, dtype=tensor.dtype, device=device)
             tensor.data = there.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         structure.storages[index] = storage
-    return Crossing(device, locked)
+    return DeviceSections(device, locked)
 
 
 class _Destination(NamedTuple):
