@@ -30,22 +30,23 @@ class OptimizerSteps:
         self._used: dict[
             int, tuple[weakref.ref[torch.Tensor], int]
         ] = {}  # by parameter: gradient, its version
-        self._hooks: list[Any] = []
+        self._unwatch: weakref.finalize[[list[Any]], OptimizerSteps] | None = None
 
     def watch(self) -> None:
-        """Set the hooks, if they are not set."""
-        if not self._hooks:
-            self._hooks = [
+        """Set the hooks, if they are not set. They go with this object, too."""
+        if self._unwatch is None or not self._unwatch.alive:
+            before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
+            hooks = [
                 # Traced into a compiled step, they would see the first step alone.
-                register_optimizer_step_pre_hook(opaque(self._before)),
-                register_optimizer_step_post_hook(opaque(self._after)),
+                register_optimizer_step_pre_hook(opaque(lambda *step: _call(before, *step))),
+                register_optimizer_step_post_hook(opaque(lambda *step: _call(after, *step))),
             ]
+            self._unwatch = weakref.finalize(self, _remove, hooks)
 
     def unwatch(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        if self._unwatch is not None:
+            self._unwatch()
 
     @property
     def stepped(self) -> list[Optimizer]:
@@ -87,6 +88,16 @@ class OptimizerSteps:
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         for parameter, gradient in _first_gradients(optimizer):
             self._used[id(parameter)] = weakref.ref(gradient), gradient._version
+
+
+def _call(method: weakref.WeakMethod[Callable[..., None]], *step: Any) -> None:
+    if (bound := method()) is not None:
+        bound(*step)
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _first_gradients(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
