@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,8 +188,11 @@ def test_sections_cross_through_locked_windows_and_nothing_from_pageable_memory(
     how = HOW[2]  # its counters of steps lie on the device, too
     kept = Kept({**state_of(7, "cpu", how, steps=1), "own": 1}, place, tmpfs)
     state = {**state_of(99, "cuda", how, steps=0), "own": 1}
+    kept.bring_back(state)  # whatever is mapped for the first time is waited for
+    gc.collect()  # other tests have left locked memory
     sections = Sections(late, monkeypatch)
     torch.cuda.synchronize()
+    torch._C._host_emptyCache()
     pinned, pageable, waits = late.pinned_bytes(), late.count("pageable_copies"), late.host_waits()
     kept.bring_back(state)
     assert late.count("pageable_copies") == pageable
