@@ -167,7 +167,6 @@ def test_without_a_stager_the_council_tells_all_ranks_and_slices_are_marked(tmp_
     assert made.exit_code == 0, made.output
     manifest = Catalog(PosixStore(store)).get(doubtful)
     assert "was changed after save(10)" in manifest.doubt
-    assert manifest.state is State.DURABLE
 
 
 def test_without_the_comparison_a_few_bytes_are_published_torn(tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_without_the_comparison_a_few_bytes_are_published_torn(tmp_path: Path) -
     options = ["--uncompared", "--drawn", "1000"]
     outcome = Outcome(tmp_path, "RowsThroughData", SAVES, *options, HOLDFAST_COPY_INSIDE_MS_MAX="0")
     assert outcome.torn
-    assert all(outcome.manifests[step].state is State.VERIFIED for step in outcome.torn)
+    assert not any(outcome.manifests[step].doubt for step in outcome.torn), "nobody knows"
 
 
 def test_a_torn_step_is_kept_in_no_tier(tmp_path: Path) -> None:
