@@ -378,8 +378,10 @@ def test_the_limit_of_host_memory_counts_all_that_is_locked(
     area = first.link.offers[0][1].area_bytes
     first.checkpointer.close()
     del first
+    small = DeviceRank(monkeypatch, device_bytes_max="0", host_bytes_max=area - 1)
     with pytest.raises(ConfigError, match="host_bytes_max"):
-        DeviceRank(monkeypatch, device_bytes_max="0", host_bytes_max=area - 1).save(0)
+        small.save(0)
+    small.checkpointer.close()
     torch._C._host_emptyCache()  # words and hashes of the saves before
     before, limit = late.pinned_bytes(), 2 * area
     rank = DeviceRank(monkeypatch, device_bytes_max="0", in_flight_max=4, host_bytes_max=limit)

@@ -57,7 +57,8 @@ class DeviceRank:
         self.optimizer.step()
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **(beside or {})}
         self.checkpointer = Checkpointer(
-            self.state, config=TrainerConfig(events=None, copy_seconds_max=60, **settings)
+            self.state,
+            config=TrainerConfig(events=None, copy_seconds_max=60, copy_inside_ms_max=0, **settings),
         )
         self._noted: dict[str, torch.Tensor] = {}
 
