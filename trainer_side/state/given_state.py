@@ -27,6 +27,8 @@ class GivenState:
         for name in list[object](given):
             _refuse_name(name)
         self.held: dict[str, Any] = dict(given)
+        # Others may put a stand-in into `held`: only what the script changes is taken.
+        self._seen: dict[str, Any] = dict(given)
 
     def problem(self) -> StateError | None:
         """Do as `take_new`; returns its error, to be told to the other ranks."""
@@ -46,18 +48,18 @@ class GivenState:
             StateError: Names the object, and says what to do.
         """
         for name, value in self._given.items():
-            before = self.held.get(name, self)
+            before = self._seen.get(name, self)
             if before is value:
                 continue
             _refuse_name(name)
             if _is_object(value) or _is_object(before):
-                what = "is another object now" if name in self.held else "was added"
+                what = "is another object now" if name in self._seen else "was added"
                 raise StateError(
                     f"{name}: expected the objects that the Checkpointer was made with, got a {type(value).__name__} "
                     f"that {what}; no checkpoint would have its state. Put every object with a state_dict() into the "
                     "dictionary first, and make the Checkpointer then"
                 )
-            self.held[name] = value
+            self.held[name] = self._seen[name] = value
 
 
 def _refuse_name(name: object) -> None:
