@@ -46,8 +46,8 @@ demo: $(READY) ## Kill a training run, resume it as a fresh cluster, compare bit
 
 # A folder is a tier. What takes minutes comes first in its run, so that no worker is alone with it at the end.
 TEST_FOLDERS := tests/story tests/conformance tests/unit tests/rot tests/test_architecture.py
-REST_FOLDERS := tests/pages tests/simulation tests/integration tests/faults tests/chaos/regular tests/hosts/regular \
-	tests/slurm/regular tests/infra tests/fuzz tests/gpu
+REST_FOLDERS := tests/gpu tests/pages tests/simulation tests/integration tests/faults tests/chaos/regular \
+	tests/hosts/regular tests/slurm/regular tests/infra tests/fuzz
 # A unit test that takes more CPU than this, its children included, fails (tests/support/costs.py).
 UNIT_CPU_SECONDS_MAX := 5
 RUN_TESTS := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \

@@ -1,9 +1,7 @@
-"""The other tests of this folder, and those of the device itself, on a CUDA device that is not there (tests/late)."""
+"""The other tests of this folder on a CUDA device that is not there (tests/late), and jobs on such devices."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,22 +9,15 @@ import torch
 
 from tests.gpu.jobs import on_devices
 from tests.late.control import is_late
-from tests.late.provision import LateRuntime, NoLateRuntime, install
+from tests.late.running import SECONDS_MAX, late_runtime, run_late
 from tests.support.cluster import Cluster, kill_ranks, losses, same
-
-SECONDS_MAX = 900
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(is_late(), reason="this is that device")
 
 
 @pytest.mark.parametrize("policy", ["side_lazy", "lazy", "eager", "dice:1"])
 def test_copies_are_right_whenever_the_device_does_its_work(policy: str) -> None:
-    _pytest("--policies", policy, "tests/gpu")
-
-
-def test_the_rules_of_the_device_hold() -> None:
-    _pytest("tests/late")
+    run_late("--policies", policy, "tests/gpu")
 
 
 @pytest.mark.mpi
@@ -37,7 +28,7 @@ def test_ranks_on_devices_are_killed_and_go_on_exactly(
 ) -> None:
     """Two ranks, each on a device of its own, under mpirun with a stager; what they exchange goes through gloo."""
     ranks, steps, pause, saved = 2, 14, 8, 5
-    env = _runtime().environment(policy="lazy", devices=ranks, device_mib=256)
+    env = late_runtime().environment(policy="lazy", devices=ranks, device_mib=256)
     env["HOLDFAST_ON_FULL"] = "wait"  # steps take a moment here, and none may be declined
     env |= {"HOLDFAST_DEVICE_BYTES_MAX": mirror} if mirror else {}
     env |= more
@@ -62,24 +53,3 @@ def test_ranks_on_devices_are_killed_and_go_on_exactly(
         ends = (undisturbed.out(1), killed.out(2))
         first, second = (torch.load(out / f"final-{rank}.pt", map_location="cpu") for out in ends)
         assert same(first, second)
-
-
-def _runtime() -> LateRuntime:
-    try:
-        return install()
-    except NoLateRuntime as reason:
-        pytest.skip(str(reason))
-
-
-def _pytest(*arguments: str) -> None:
-    _runtime()
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.late", *arguments, "-q"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS_MAX,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-    assert " passed" in done.stdout, done.stdout

@@ -1,0 +1,37 @@
+"""Runs tests on the late device in a process of their own; skips where the late runtime cannot be had."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.late.provision import LateRuntime, NoLateRuntime, install
+
+SECONDS_MAX = 900
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def late_runtime() -> LateRuntime:
+    """The runtime, made if need be."""
+    try:
+        return install()
+    except NoLateRuntime as reason:
+        pytest.skip(str(reason))
+
+
+def run_late(*arguments: str) -> None:
+    """`python -m tests.late ARGUMENTS`, which must pass."""
+    late_runtime()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.late", *arguments, "-q"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    assert " passed" in done.stdout, done.stdout
