@@ -170,6 +170,8 @@ class Leaving:
 
     def say(self, error: BaseException) -> None:
         """Say the exception that ends the block, before anything is waited for."""
+        if isinstance(error, HoldfastError):
+            return  # said once for all ranks, by the lowest that has it (ranks/uncaught.py)
         said = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
         called = traceback.extract_tb(error.__traceback__)[-1:]
         place = f" (at {called[0].filename}:{called[0].lineno})" if called else ""

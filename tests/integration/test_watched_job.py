@@ -47,6 +47,7 @@ OUTCOMES = {
         "failed",
         "durable",
         "verified",
+        "doubtful",
         "drifted",
         "bad",
         "verify_failed",
