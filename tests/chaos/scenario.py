@@ -219,6 +219,9 @@ class Scenario:
         self._jobs += 1
         out = self._out(self._jobs)
         env = {**self._place.env, **more, FIRED_VARIABLE: str(self._markers)}
+        env.setdefault(
+            "HOLDFAST_COPY_INSIDE_MS_MAX", "0"
+        )  # the state is small, and is to be copied behind the gate
         env["HOLDFAST_EVENTS"] = str(self._event_log(self._jobs))
         if faults:
             env[VARIABLE] = faults

@@ -32,6 +32,7 @@ class Stalled:
         self._directory, self._events = directory, directory / "events.jsonl"
         self._env = environment(
             directory / "runtime",
+            HOLDFAST_COPY_INSIDE_MS_MAX="0",
             THROTTLED_BYTES_PER_SECOND=str(1 << 30),
             THROTTLED_STALL=str(directory / "stall"),
             HOLDFAST_EVENTS=str(self._events),

@@ -31,7 +31,12 @@ def _run(
         2,
         [fingerprint.__file__, str(saves), *arguments],
         stager,
-        env=environment(tmp_path / "runtime", HOLDFAST_EVENTS=str(events), HOLDFAST_IN_FLIGHT_MAX=str(areas)),
+        env=environment(
+            tmp_path / "runtime",
+            HOLDFAST_COPY_INSIDE_MS_MAX="0",
+            HOLDFAST_EVENTS=str(events),
+            HOLDFAST_IN_FLIGHT_MAX=str(areas),
+        ),
         log=tmp_path / "job.log",
     ) as job:
         job.succeed(240 + saves)
