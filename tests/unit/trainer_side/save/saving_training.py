@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from holdfast.config import TrainerConfig
+from holdfast.telemetry.causes import Reason
 from tests.support.compiled_training import CompiledTraining
 from tests.unit.trainer_side.test_checkpointer import FakeLink
 from trainer_side import joining
@@ -20,7 +21,7 @@ from trainer_side.save.gate import Gate
 __all__ = ["STEPS", "Compile", "SavingTraining", "assert_same", "by_backend", "ends_without"]
 
 STEPS = 4
-SECONDS_MAX = 600  # a step may be compiled meanwhile
+SECONDS_MAX = 60
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -92,7 +93,7 @@ class SavingTraining:
 
 def _late_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """A copy begins when this event is set, or when an update or `save()` waits for it."""
-    may_copy, copy, wait = threading.Event(), Copier._copy, Gate._wait
+    may_copy, copy, wait, wait_idle = threading.Event(), Copier._copy, Gate._wait, Copier.wait
 
     def late_copy(copier: Copier, job: CopyJob) -> None:
         assert may_copy.wait(SECONDS_MAX)
@@ -102,7 +103,14 @@ def _late_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         may_copy.set()
         wait(closed, until)
 
+    def waited_for_by_the_next_save(copier: Copier) -> Reason | None:
+        may_copy.set()
+        stuck = wait_idle(copier)
+        may_copy.clear()
+        return stuck
+
     monkeypatch.setattr(Copier, "_copy", late_copy)
+    monkeypatch.setattr(Copier, "wait", waited_for_by_the_next_save)
     monkeypatch.setattr(Gate, "_wait", waited_for)
     return may_copy
 
