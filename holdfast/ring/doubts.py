@@ -22,7 +22,8 @@ from holdfast.sealed import seal, unseal
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import to_json, wholes
 
-_NAME, _CRC_FIELD = "doubts", "doubts_crc32"
+DOUBTS_NAME = "doubts"
+_CRC_FIELD = "doubts_crc32"
 _DOUBTS_MAX = 64  # beyond that, those of an attempt become one
 
 _log = logging.getLogger("holdfast.ring")
@@ -49,13 +50,13 @@ def write_doubts(directory: Path, found: Sequence[DoubtedSteps]) -> None:
     Raises:
         StoreError: The machine lacks room or descriptors.
     """
-    write_side_file(directory / _NAME, to_bytes(found))
+    write_side_file(directory / DOUBTS_NAME, to_bytes(found))
 
 
 def read_doubts(directory: Path) -> list[DoubtedSteps]:
     """What was written last; nothing where there is no file. One that is damaged is logged, and says nothing."""
     try:
-        return from_bytes(read_side_file(directory / _NAME), source=str(directory / _NAME))
+        return from_bytes(read_side_file(directory / DOUBTS_NAME), source=str(directory / DOUBTS_NAME))
     except FileNotFoundError:
         return []
     except (ProtocolError, ConfigError) as error:

@@ -39,6 +39,7 @@ from holdfast.ring.directory import (
     make_private_directory,
     open_private_file,
 )
+from holdfast.ring.doubts import DOUBTS_NAME
 from holdfast.ring.journal import RING_CHUNKS_MAX, Header, Journal, SlotRecord, SlotState
 from holdfast.ring.pages import use_huge_pages
 from holdfast.ring.set_aside import SET_ASIDE_NAME
@@ -270,7 +271,7 @@ class Ring:
     def remove(directory: Path) -> None:
         """Remove all that a ring put into `directory`, but not the directory. Flusher only."""
         for path in directory.iterdir():
-            known = path.name in {"ring", "journal", SET_ASIDE_NAME} or path.name.startswith(
+            known = path.name in {"ring", "journal", SET_ASIDE_NAME, DOUBTS_NAME} or path.name.startswith(
                 ("checkpoint-", "flush-", "layout-", "sources-", "stager-", ".new-")
             )
             if known:
