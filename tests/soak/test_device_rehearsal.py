@@ -1,0 +1,92 @@
+"""`make gpu` on the late device: each phase writes its figures, and what is published is exact. Takes many minutes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.exact import PATTERNS
+from benchmarks.gpu.jobs import KINDS
+from tests.gpu.test_device_rehearsal import (
+    FIGURES,
+    MAY_LACK,
+    SECONDS_MAX,
+    SECONDS_TEXT,
+    UNTIMED,
+    WAY,
+    _nvidia_smi,
+    _rehearsed,
+    _said,
+)
+
+pytestmark = pytest.mark.timeout(2 * SECONDS_MAX)
+
+
+def test_what_is_timed_writes_its_figures(tmp_path: Path) -> None:
+    names = [name for name in FIGURES if name not in UNTIMED]
+    path = _nvidia_smi(tmp_path)
+    found, done = _rehearsed(tmp_path, "--seconds", SECONDS_TEXT, "--phases", ",".join(names), path=path)
+    of = _figures(found, done, names)
+    _check_ways(of)
+    assert all(document["on"]["driver"] == "580.159.04" for document in found.values())
+    assert set(of["bandwidths"]["lane"]) == {"large_mirror", "large_gate", "small_mirror", "small_gate"}
+    assert of["steps"]["saved_steps"] == of["steps"]["none_steps"] > 0
+    assert of["steps"]["saves"] > 0
+    assert of["memory"]["kept_bytes"] == of["memory"]["kept_at_the_end_bytes"] == 0
+    assert of["memory"]["saved_again"]
+    # `waited_for_the_queue` needs a device that takes time: here a wait of the copy thread, which may come at any
+    # moment, does all that is queued. The waits of `save()` itself are counted in tests/late/test_saves.py.
+    waits = of["waits"]["strategies"].values()
+    assert [(one["taken"], one["synchronising_calls"]) for one in waits] == [(True, 0)] * 5
+    report = (tmp_path / "report.md").read_text()
+    assert "stall of" in report
+    assert "p99 of step times" in report
+
+
+def _figures(
+    found: dict[str, Any], done: subprocess.CompletedProcess[str], names: list[str]
+) -> dict[str, Any]:
+    """Of these phases: all are there, and only a peer that cannot be had is left out."""
+    for name in names:
+        if name in MAY_LACK and found[name]["status"] == "left out":
+            assert "no package" in found[name]["error"]
+            continue
+        assert found[name]["status"] == "done", _said(done, found)
+        assert FIGURES[name] <= found[name]["figures"].keys(), name
+        assert found[name]["on"]["card"] == "Late (no device)"
+    assert done.returncode == int(any(of["status"] != "done" for of in found.values())), _said(done, found)
+    return {name: document["figures"] for name, document in found.items()}
+
+
+def _check_ways(of: dict[str, Any]) -> None:
+    """Each of holdfast and its peers has the figures that are compared, for both states, and its copy is right."""
+    ways = [way for figures in of.values() for way in figures.get("ways", ())]
+    there = {"holdfast", "dcp", "torch_save"} | {
+        name.removeprefix("peers-") for name in MAY_LACK if "ways" in of[name]
+    }
+    assert {(way["way"], way["size"]) for way in ways} == {
+        (way, size) for way in there for size in ("large", "small")
+    }
+    for way in ways:
+        wanted = WAY - {"copy_seconds"} if way["way"] == "torch_save" else WAY
+        assert wanted <= way.keys(), way
+        assert way["consistent"] == "yes", way
+        assert way["saves"] > 0, way
+        assert way["changed_meanwhile"] == way["tensors"], way
+
+
+def test_what_is_published_and_what_goes_on_is_exact(tmp_path: Path) -> None:
+    found, done = _rehearsed(tmp_path, "--seconds", SECONDS_TEXT, "--phases", ",".join(UNTIMED))
+    of = _figures(found, done, UNTIMED)
+    assert of["tests"]["passed"] > 0
+    assert of["tests"]["failed"] == []
+    patterns = of["exact"]["patterns"]
+    assert {name: one["exact"] for name, one in patterns.items()} == dict.fromkeys(PATTERNS, 5)
+    jobs = of["jobs"]["jobs"]
+    assert {kind: one["same_bits"] for kind, one in jobs.items()} == dict.fromkeys(KINDS, True)
+    assert all(one["resumed_first_step"] == [6] for one in jobs.values()), jobs
+    assert jobs["ddp"]["ranks"] == 2
+    assert of["jobs"]["nccl_with_two_ranks_on_one_card"].startswith("refused")  # there is no NCCL
