@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.late("lazy"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"),
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),  # the first that torch records
 ]
 _NO_INDUCTOR = is_late() or importlib.util.find_spec("triton") is None
 BACKENDS = {
@@ -48,7 +49,10 @@ def _no_compiled_code() -> Iterator[None]:
     "backend",
     [
         "aot_eager",
-        "cudagraphs",
+        pytest.param(
+            "cudagraphs",
+            marks=pytest.mark.skipif(is_late(), reason="not seen to work on the late runtime yet"),
+        ),
         pytest.param(
             "reduce-overhead",
             marks=pytest.mark.skipif(_NO_INDUCTOR, reason="needs triton and kernels that run"),
