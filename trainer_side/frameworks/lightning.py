@@ -26,6 +26,7 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.frameworks.missing import RngAgain, missing
+from trainer_side.opaque import opaque_methods
 from trainer_side.ranks.distributed import init_torch_distributed
 from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import gather
@@ -132,6 +133,7 @@ class HoldfastEnvironment(ClusterEnvironment):
             )
 
 
+@opaque_methods
 class HoldfastCallback(Checkpoint):
     """Takes checkpoints while `Trainer.fit` trains, and restores the newest one when `fit` begins.
 

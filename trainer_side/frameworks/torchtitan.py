@@ -24,6 +24,7 @@ from holdfast.errors import ConfigError
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.data.sampler import ResumableSampler
 from trainer_side.frameworks.epochs import EpochLoader
+from trainer_side.opaque import opaque_methods
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
 
@@ -41,6 +42,7 @@ _ELSEWHERE = {
 _ALWAYS_LOADED = (torch.nn.Module, torch.optim.Optimizer)
 
 
+@opaque_methods
 class HoldfastCheckpointManager:
     """Saves and restores in torchtitan's training loop, or in one that is written like it.
 

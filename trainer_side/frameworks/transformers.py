@@ -29,6 +29,7 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.frameworks.missing import RngAgain, missing
+from trainer_side.opaque import opaque_methods
 from trainer_side.state.per_rank import PerRank
 
 try:
@@ -42,6 +43,7 @@ __all__ = ["HoldfastCallback"]
 _STATE = "trainer_state.json"  # as Trainer names it
 
 
+@opaque_methods
 class HoldfastCallback(TrainerCallback):
     """Takes checkpoints while `Trainer.train` trains; its `restore` brings the newest one back before that.
 
