@@ -49,7 +49,10 @@ def _no_compiled_code() -> Iterator[None]:
     "backend",
     [
         "aot_eager",
-        "cudagraphs",
+        pytest.param(
+            "cudagraphs",
+            marks=pytest.mark.skipif(is_late(), reason="not seen to work on the late runtime yet"),
+        ),
         pytest.param(
             "reduce-overhead",
             marks=pytest.mark.skipif(_NO_INDUCTOR, reason="needs triton and kernels that run"),

@@ -206,7 +206,7 @@ class Lane:
 
     def _wake(self) -> None:
         with self._changed:
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _next(self) -> tuple[TierPart | None, int]:
         """The next piece of work; under the lock."""
