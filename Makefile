@@ -48,8 +48,9 @@ demo: $(READY) ## Kill a training run, resume it as a fresh cluster, compare bit
 TEST_FOLDERS := tests/story tests/conformance tests/unit tests/rot tests/test_architecture.py
 REST_FOLDERS := tests/gpu tests/pages tests/simulation tests/integration tests/faults tests/chaos/regular \
 	tests/hosts/regular tests/slurm/regular tests/infra tests/fuzz
-# A unit test that takes more CPU than this, its children included, fails (tests/support/costs.py).
-UNIT_CPU_SECONDS_MAX := 5
+# A unit test that takes more CPU than this, its children included, fails (tests/support/costs.py). For .ci/run alone,
+# which sets it: nobody's `make test` fails because a machine is slow.
+UNIT_CPU_SECONDS_MAX ?= 0
 RUN_TESTS := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
 	--unit-cpu-seconds-max $(UNIT_CPU_SECONDS_MAX)
 # Arguments for pytest: PYTEST="-k layout" of the target's folders, PYTEST="tests/unit -x" of others.

@@ -184,10 +184,15 @@ def test_lanes_hear_of_each_frame_and_do_not_wait_for_their_next_look(
         assert rank.save(step)
         rank.link.stage(step)
         until(lambda: {"memory", "file"} <= kept_kinds(rank, step))  # noqa: B023 (called at once)
-        for lane in rank.keeper._outcomes.lanes:  # verdicts wait for the link, which tells nobody
-            lane._wake()
-        until(lambda: rank.keeper.is_idle)
+        until(lambda: is_idle_once_woken(rank))
     rank.checkpointer.close()
+
+
+def is_idle_once_woken(rank: Rank) -> bool:
+    """A verdict waits for the link, which lets go of a slot at some time and tells no lane of it."""
+    for lane in rank.keeper._outcomes.lanes:
+        lane._wake()
+    return rank.keeper.is_idle
 
 
 def kept_kinds(rank: Rank, step: int) -> set[str]:

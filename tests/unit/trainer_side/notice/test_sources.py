@@ -360,12 +360,17 @@ _LATE = """
 import multiprocessing, os, signal, sys, time
 from trainer_side.notice.signals import Signal
 
+fork = multiprocessing.get_context("fork")
+lives = fork.Event()
+
 def hang() -> None:
+    lives.set()
     time.sleep(60)
 
 sources = [Signal(number, grace_seconds=1, wake=lambda: None) for number in (signal.SIGTERM, signal.SIGUSR1)]
-child = multiprocessing.get_context("fork").Process(target=hang)
+child = fork.Process(target=hang)
 child.start()
+lives.wait(30)  # Python forgets the signals that reach a child before fork() has returned in it
 os.kill(child.pid, signal.SIGUSR1)
 child.terminate()  # as a loader ends its workers
 child.join(30)
