@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,14 @@ def pytest_collection_finish() -> None:
     """What was imported lives until the end: the collector need not look at it again with every test."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_checkpointer_of_another_test() -> Iterator[None]:
+    """A test that fails leaves its Checkpointer open: it keeps the next test from none."""
+    yield
+    if (seat := sys.modules.get("trainer_side.seat")) is not None:
+        seat._seats.clear()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.jobs import on_devices
+from tests.gpu.test_late_rules import POLICIES
 from tests.late.control import is_late
 from tests.late.running import SECONDS_MAX, late_runtime, run_late
 from tests.support.cluster import Cluster, kill_ranks, losses, same
@@ -15,23 +16,32 @@ from tests.support.cluster import Cluster, kill_ranks, losses, same
 pytestmark = pytest.mark.skipif(is_late(), reason="this is that device")
 
 
-@pytest.mark.parametrize("policy", ["side_lazy", "lazy", "eager", "dice:1"])
-def test_copies_are_right_whenever_the_device_does_its_work(policy: str) -> None:
-    run_late("--policies", policy, "tests/gpu")
+# How a job runs ─► whether `make rest` has it; the others are in tests/soak/test_late_policies.py.
+WAYS = {
+    "replicas, mirror": True,
+    "replicas, gate": False,
+    "FSDP2, mirror": False,
+    "FSDP2, gate": True,
+}
+
+
+def test_copies_are_right_whenever_the_device_does_its_work() -> None:
+    run_late("--policies", POLICIES, "tests/gpu")
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("mirror", ["0", ""], ids=["behind the gate", "mirror"])
-@pytest.mark.parametrize("more", [{}, {"SHARDED": "1"}], ids=["replicas", "FSDP2"])
-def test_ranks_on_devices_are_killed_and_go_on_exactly(
-    tmp_path: Path, mirror: str, more: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("way", [name for name, is_regular in WAYS.items() if is_regular])
+def test_ranks_on_devices_are_killed_and_go_on_exactly(tmp_path: Path, way: str) -> None:
+    resumes_exactly(tmp_path, way)
+
+
+def resumes_exactly(tmp_path: Path, way: str) -> None:
     """Two ranks, each on a device of its own, under mpirun with a stager; what they exchange goes through gloo."""
     ranks, steps, pause, saved = 2, 14, 8, 5
     env = late_runtime().environment(policy="lazy", devices=ranks, device_mib=256)
     env["HOLDFAST_ON_FULL"] = "wait"  # steps take a moment here, and none may be declined
-    env |= {"HOLDFAST_DEVICE_BYTES_MAX": mirror} if mirror else {}
-    env |= more
+    env |= {"HOLDFAST_DEVICE_BYTES_MAX": "0"} if way.endswith("gate") else {}
+    env |= {"SHARDED": "1"} if way.startswith("FSDP2") else {}
     undisturbed, killed = (
         Cluster(tmp_path / name, str(tmp_path / name / "store"), env, script=on_devices.__file__)
         for name in ("undisturbed", "killed")

@@ -15,6 +15,7 @@ pytestmark = [
 
 def test_a_rank_that_moves_to_another_device_keeps_its_generator() -> None:
     here = torch.cuda.current_device()
+    used = [torch.zeros(1, device=f"cuda:{index}") for index in (0, 1)]  # so the current device is the rank's
     try:
         torch.cuda.set_device(1)
         torch.cuda.manual_seed(123)
@@ -25,3 +26,4 @@ def test_a_rank_that_moves_to_another_device_keeps_its_generator() -> None:
         assert torch.cuda.get_rng_state(0).equal(mine)
     finally:
         torch.cuda.set_device(here)
+        del used

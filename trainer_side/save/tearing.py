@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -46,7 +47,7 @@ _DRAWN_OF = 1 << 24
 _LOOKS_MAX = 4096  # batches; they hold no tensor
 # at one save: each takes a call of torch or two, and others have their turn at the next
 _DEVICE_PIECES_MAX = 32
-_COMPARED_BYTES = 32 << 20  # of a tensor on a device, brought to the host at a time
+_COMPARED_BYTES = 32 << 20  # of a tensor on a device, brought to the host at a time; two are in locked memory
 _UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _version = attrgetter("_version")
 _address = attrgetter("data_ptr")
@@ -325,13 +326,18 @@ def _is_same(piece: CopyPiece, source: StorageSource, area: torch.Tensor) -> boo
     copy = area.data_ptr() + piece.offset
     if source.device.type == "cpu":
         return bool(compare_bytes(source.data_ptr + piece.entry_offset, copy, piece.nbytes) == 0)
-    memory = source.bytes()
-    for begin in range(0, piece.nbytes, _COMPARED_BYTES):
-        nbytes = min(_COMPARED_BYTES, piece.nbytes - begin)
-        first = piece.entry_offset + begin
-        live = memory[first : first + nbytes].cpu()
-        if compare_bytes(live.data_ptr(), copy + begin, nbytes):
+    first, end = piece.entry_offset, piece.entry_offset + piece.nbytes
+    parts = deque(source.bytes()[first:end].split(_COMPARED_BYTES))
+    under_way = deque([brought(parts.popleft())])
+    while under_way:
+        live, arrived = under_way.popleft()
+        if parts:  # crosses while the one before is compared
+            under_way.append(brought(parts.popleft()))
+        if arrived is not None:
+            arrived.synchronize()
+        if compare_bytes(live.data_ptr(), copy, live.nbytes):
             return False
+        copy += live.nbytes
     return True
 
 
