@@ -169,8 +169,13 @@ class Upkeep:
     def doubt(self, found: Sequence[DoubtedSteps]) -> None:
         """Mark what is published of these steps, and whatever will be. The list has all that were given before."""
         if found and tuple(found) != self._doubts:
-            self._doubts, self._unmarked = tuple(found), True
-            self._submit(self._mark_all)
+            self._doubts = tuple(found)
+            self._mark_again()
+
+    def _mark_again(self) -> None:
+        """A mark may be missing in the store: it is tried until all are there."""
+        self._unmarked = True
+        self._submit(self._mark_all)
 
     @property
     def owes_marks(self) -> bool:
@@ -276,7 +281,8 @@ class Upkeep:
             manifest = self._manifest(known)
             if manifest is not None and (marked := self._marked(manifest)) is not manifest:
                 manifest = marked  # before the long look at its bytes
-                self._guarded(lambda: self._replace(marked), f"{key} not marked as doubtful")
+                if not self._guarded(lambda: self._replace(marked), f"{key} not marked as doubtful"):
+                    self._mark_again()
             if manifest is not None and self._rules.verify:
                 manifest = self._read_back(key, manifest)
                 self._known[name] = StoredStep.of(manifest)
@@ -384,6 +390,8 @@ class Upkeep:
             told = manifest.told_state if has_caveat else ""
             self._inbox.put(ReadBack(key, state, said, seconds, told, values, numbers))
             return done
+        if manifest.doubt:
+            self._mark_again()
         return manifest
 
     def _replace(self, manifest: Manifest) -> None:

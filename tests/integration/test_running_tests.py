@@ -109,7 +109,7 @@ def test_a_unit_test_over_its_budget_fails_with_its_children_counted(tmp_path: P
     folder = tmp_path / "tests" / "unit"
     folder.mkdir(parents=True)
     (folder / "test_it.py").write_text(_DEAR)
-    done = pytest_in(tmp_path, "--unit-cpu-seconds-max", "0.5")
+    done = pytest_in(tmp_path, "--unit-cpu-seconds-max", "0.2")
     assert "1 failed, 1 passed" in done.stdout, done.stdout
     assert "test_dear took 1." in done.stdout
     assert "s of CPU in all" in done.stdout

@@ -172,6 +172,32 @@ def test_a_doubt_waits_for_a_store_that_takes_nothing(tmp_path: Path, held: cont
     assert rig.read(rig.old).told_state == "doubtful"
 
 
+@pytest.mark.parametrize("verify", [True, False], ids=["read back", "not read back"])
+def test_a_mark_that_the_store_refuses_as_a_checkpoint_is_published_is_tried_again(
+    tmp_path: Path, held: contextlib.ExitStack, verify: bool
+) -> None:
+    """The doubt was there before the checkpoint: nothing else would come back to it."""
+    rig = Rig(tmp_path / "run", held, verify=verify, keep=0)
+    (rig.root / manifest_name(rig.old.file)).unlink()
+    rig.upkeep.doubt([DoubtedSteps(1, DOUBT)])
+    rig.wait()
+    (rig.root / manifest_name(rig.old.file)).write_bytes(rig.old.to_bytes())
+    refusals = [StoreError("connection reset")] * (1 + verify)  # of the mark, and of what was read back
+    write = rig.store.write
+
+    def refusing(name: str, data: bytes) -> None:
+        if refusals and name == manifest_name(rig.old.file):
+            raise refusals.pop()
+        write(name, data)
+
+    rig.store.write = refusing  # type: ignore[method-assign]
+    rig.published(rig.old)
+    rig.wait()
+    assert not refusals
+    assert not rig.upkeep.owes_marks
+    assert rig.read(rig.old).told_state == "doubtful"
+
+
 def test_retention_leaves_alone_what_is_being_published(tmp_path: Path, held: contextlib.ExitStack) -> None:
     """Its manifest may be in the store, and is written once more when that was not acknowledged."""
     rig = Rig(tmp_path / "run", held, verify=False)
