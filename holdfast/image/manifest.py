@@ -201,12 +201,14 @@ class Manifest(_ManifestRecord):
     @property
     def caveat(self) -> str:
         """Why restore prefers others, though this one may be whole; empty where nothing is known against it."""
-        return self.drift or self.doubt
+        return "; ".join(filter(None, (self.doubt, self.drift)))
 
     @property
     def told_state(self) -> Literal["durable", "verified", "drifted", "doubtful", "bad"]:
-        """The state for people: `drifted` and `doubtful` are durable ones with a caveat."""
-        return "drifted" if self.is_drifted else "doubtful" if self.is_doubtful else self.state.value
+        """The state for people: `doubtful` and `drifted` are durable ones with a caveat. Copies of a doubtful one may be
+        torn, and so may differ between the ranks.
+        """
+        return "doubtful" if self.is_doubtful else "drifted" if self.is_drifted else self.state.value
 
     @property
     def is_proven(self) -> bool:

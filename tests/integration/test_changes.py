@@ -122,7 +122,11 @@ def test_what_was_copied_before_a_few_bytes_were_found_is_doubtful(tmp_path: Pat
     assert doubtful == [*range(4, drawn), *late]
     assert outcome.inside(saves - 1) == [True] * RANKS, "every rank copies inside from then on"
     for step, manifest in outcome.manifests.items():
-        assert manifest.state is (State.DURABLE if step in doubtful else State.VERIFIED), step
+        # Copies that are torn may differ between the ranks, and no sample shows later that the replicas do not.
+        if manifest.drift:
+            assert int(manifest.drift.partition("apart at step ")[2].partition(",")[0] or step) in doubtful
+        has_caveat = step in doubtful or bool(manifest.drift)
+        assert manifest.state is (State.DURABLE if has_caveat else State.VERIFIED), step
         assert manifest.is_proven == (step in {0, 3, drawn} or (step > drawn and step not in late))
     assert outcome.said.count("in a way that torch does not count, and not in a step") >= 1
     said = CliRunner().invoke(ls, [str(tmp_path / "store"), "--json"], catch_exceptions=False).stdout
