@@ -205,8 +205,8 @@ class Manifest(_ManifestRecord):
 
     @property
     def told_state(self) -> Literal["durable", "verified", "drifted", "doubtful", "bad"]:
-        """The state for people: `doubtful` and `drifted` are durable ones with a caveat. Copies of a doubtful one may be
-        torn, and so may differ between the ranks.
+        """The state for people: `doubtful` and `drifted` are durable ones with a caveat. Torn copies may differ between
+        the ranks: both are told as doubtful.
         """
         return "doubtful" if self.is_doubtful else "drifted" if self.is_drifted else self.state.value
 

@@ -49,11 +49,20 @@ def _check(monkeypatch: pytest.MonkeyPatch, pattern: str, compile_by: Compile, *
     saving.checkpointer.close()
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("pattern", ["step and schedule", "whole", "save inside", "without the hooks"])
+# tests/soak/test_compiled_steps.py has the other pairs: inductor compiles for ten seconds each time.
+MODES = ("default", "reduce-overhead")
+PATTERNS = ("step and schedule", "whole", "save inside", "without the hooks")
+REGULAR = {("step and schedule", "default"), ("whole", "reduce-overhead"), ("without the hooks", "default")}
+
+
+@pytest.mark.parametrize(("pattern", "mode"), sorted(REGULAR))
 def test_each_save_of_a_step_that_inductor_compiled_is_exact(
     pattern: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_inductor(monkeypatch, pattern, mode)
+
+
+def check_inductor(monkeypatch: pytest.MonkeyPatch, pattern: str, mode: str) -> None:
     """The copy behind the gate takes the step whole: eager pieces of it are rounded otherwise."""
     _check(monkeypatch, pattern, by_backend("inductor", mode=mode))
 
@@ -82,8 +91,11 @@ def test_a_backward_pass_in_the_graph_of_the_step(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
-def test_a_compiled_training_is_killed_and_goes_on_exactly(launcher: str, tmp_path: Path) -> None:
+def test_a_compiled_training_is_killed_and_goes_on_exactly(tmp_path: Path) -> None:
+    goes_on_exactly("mpirun", tmp_path)
+
+
+def goes_on_exactly(launcher: str, tmp_path: Path) -> None:
     """Under mpirun with a stager, under torchrun with local tiers and without one."""
     ranks, steps, pause, saved = 2, 14, 8, 5
     under_torchrun = launcher == "torchrun"

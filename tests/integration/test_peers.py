@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,27 @@ def test_ranks_that_have_the_variables_alone_meet_at_rank_0(initialised: bool, t
         assert found["kind"] == "C10dPeers"
 
 
-@pytest.mark.parametrize("case", ["dead_in_share", "dead_sender", "silent_in_share", "silent_sender"])
+# tests/soak/test_more_jobs.py has the other half.
+CASES = {
+    *product(("mpirun", "torchrun"), ("dead_in_share", "dead_sender", "silent_in_share", "silent_sender"))
+}
+REGULAR = {
+    ("mpirun", "dead_in_share"),
+    ("mpirun", "silent_sender"),
+    ("torchrun", "dead_sender"),
+    ("torchrun", "silent_in_share"),
+}
+
+
+@pytest.mark.parametrize(("launcher", "case"), sorted(REGULAR))
 def test_a_rank_that_is_waited_for_in_vain_is_named_by_what_it_would_do(
     launcher: str, case: str, tmp_path: Path
 ) -> None:
+    names_what_is_waited_for(launcher, case, tmp_path)
+
+
+def names_what_is_waited_for(launcher: str, case: str, tmp_path: Path) -> None:
+    """Ranks 0 and 2 wait in vain for rank 1."""
     _, said = run(launcher, case, tmp_path)
     for rank in (0, 2):
         found = seen(tmp_path, case, rank)

@@ -1,0 +1,28 @@
+"""Nightly, more of tests/integration/test_compiled_steps.py."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_compiled_steps import (
+    MODES,
+    PATTERNS,
+    REGULAR,
+    check_inductor,
+    goes_on_exactly,
+)
+
+
+@pytest.mark.parametrize(("pattern", "mode"), sorted(set(product(PATTERNS, MODES)) - REGULAR))
+def test_each_save_of_a_step_that_inductor_compiled_is_exact(
+    pattern: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_inductor(monkeypatch, pattern, mode)
+
+
+@pytest.mark.mpi
+def test_a_compiled_training_under_torchrun_is_killed_and_goes_on_exactly(tmp_path: Path) -> None:
+    goes_on_exactly("torchrun", tmp_path)
