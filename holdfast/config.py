@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     SecretStr,
@@ -57,6 +59,7 @@ RING_CHUNKS_MIN = 8  # below this the ring cannot overlap receiving, writing and
 _KEEP_HOURLY, _KEEP_DAILY = 24, 7
 _CHUNK_BYTES_MAX = 1 << 30  # one chunk is one MPI message, whose counts are 32 bits
 _PAGE_BYTES = 4096
+_STEP_AT_END = re.compile(r"@(\d{1,18}|latest)/*$")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|b|[kmgtp]i?b)", re.IGNORECASE)
 _UNIT_BYTES = {"": 1, "b": 1} | {
     f"{letter}{infix}b": base**power
@@ -87,10 +90,30 @@ def default_runtime_dir() -> Path:
     return Path(f"/dev/shm/holdfast-{os.getuid()}")  # noqa: S108 - made with mode 0700 and its owner checked (ring.py)
 
 
+def _in_utf8(value: Any) -> Any:
+    # What the locale cannot decode has lone surrogates, and is another text for each locale: no key for a run.
+    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ValueError(
+            f"a path in the encoding of the locale, which is {sys.getfilesystemencoding()}; set LC_ALL=C.UTF-8, or "
+            "PYTHONUTF8=1"
+        )
+    return value
+
+
+def _refuse_name_of_a_step(value: str) -> str:
+    if _STEP_AT_END.search(value):
+        raise ValueError(
+            "another name: after @ the commands take `latest` or a number for a step of the run before it"
+        )
+    return value
+
+
 _Size = Annotated[int, BeforeValidator(parse_size)]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _ChunkBytes = Annotated[_Size, Field(gt=0, le=_CHUNK_BYTES_MAX, multiple_of=_PAGE_BYTES)]
-_StoreUrl = Annotated[str, Field(min_length=1)]
+_StoreUrl = Annotated[
+    str, Field(min_length=1), BeforeValidator(_in_utf8), AfterValidator(_refuse_name_of_a_step)
+]
 _Count = Annotated[int, Field(ge=0)]
 _OnDivergence = Literal["warn", "refuse", "off"]
 _Watch = Literal["aws", "gcp", "azure", "auto", "sigterm", "sigusr1"]

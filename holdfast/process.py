@@ -10,7 +10,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -113,21 +113,41 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     """
     rows = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     least = next(int(row[1]) for row in rows if row[0] == "MemAvailable:") * 1024
-    with suppress(OSError):  # no control groups, or those of version 1
-        name = (root / "proc/self/cgroup").read_text().rpartition("::")[2].strip()
-        top = root / "sys/fs/cgroup"
-        group = top / name.lstrip("/")
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(top):
-                least = min(least, _left_bytes(folder, least))
+    for folder in _memory_groups(root):
+        least = min(least, _left_bytes(folder, least))
     return max(0, least)
+
+
+def _memory_groups(root: Path) -> Iterator[Path]:
+    """The control groups that limit the memory of this process, the innermost first: of version 1 where the memory
+    controller is one of those, else of version 2. A group that is not mounted here is no folder: in a container the
+    root often is its own group.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+        elif not controllers:
+            top = root / "sys/fs/cgroup"
+        else:
+            continue
+        group = top / name.strip().lstrip("/")
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top))
 
 
 def _left_bytes(group: Path, otherwise: int) -> int:
     """What a control group's limit leaves; its page cache can be given back. `otherwise`: it has none."""
-    with suppress(OSError, ValueError):  # "max", or the file is not there
-        used = int((group / "memory.current").read_text())
-        rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cache = sum(int(row[1]) for row in rows if row[0] == "inactive_file")
-        return int((group / "memory.max").read_text()) - used + cache
+    for limit, usage, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
+    ):
+        with suppress(OSError, ValueError):  # "max", or the file is not there
+            used = int((group / usage).read_text())
+            rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+            cache = sum(int(row[1]) for row in rows if row[0] == cached)
+            return int((group / limit).read_text()) - used + cache
     return otherwise

@@ -91,7 +91,9 @@ def _job(mode: str, plan: CheckPlan, *, ulfm: bool) -> dict[str, Any] | str:
     """What the probe said, or why it said nothing."""
     with tempfile.TemporaryDirectory(prefix="holdfast-doctor-") as directory:
         answer = Path(directory) / "answer.json"
-        command = mpirun_command(2, [sys.executable, "-m", "stager.doctor_job", mode, str(answer)], ulfm=ulfm)
+        command = mpirun_command(
+            2, [sys.executable, "-P", "-m", "stager.doctor_job", mode, str(answer)], ulfm=ulfm
+        )
         if plan.hostfile is not None:
             command[1:1] = ["--hostfile", str(plan.hostfile), "--map-by", "node"]
         environment = {

@@ -229,7 +229,7 @@ def _launch(config: StagerConfig, first: list[str], stdin: int) -> subprocess.Po
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
     with log_path(config.store).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "flusher", *first, *_arguments(config)],
+            [sys.executable, "-P", "-m", "flusher", *first, *_arguments(config)],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=log,

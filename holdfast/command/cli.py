@@ -9,6 +9,7 @@ stays in the list and says what to install. Exit codes are those of holdfast/err
 
 from __future__ import annotations
 
+import difflib
 import logging
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,17 @@ class _CommandGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         point = _subcommands().get(cmd_name)
         return None if point is None else _loaded(point)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], _subcommands(), n=3)
+            if not near:
+                raise
+            raise click.UsageError(f"{error.message} (Did you mean {' or '.join(near)}?)", ctx) from None
 
 
 def _subcommands() -> dict[str, EntryPoint]:

@@ -37,15 +37,17 @@ class RetryBudget:
         seconds_max: No new attempt is begun after this many seconds.
         first_wait_seconds: Upper end of the first random wait; it doubles with each attempt.
         wait_seconds_max: Upper end of any wait, also of one that the server asks for.
+        is_told: Whether the log has each attempt that failed; the error at the end names the last one anyway.
     """
 
     attempts_max: int = 10
     seconds_max: float = 180.0
     first_wait_seconds: float = 0.2
     wait_seconds_max: float = 20.0
+    is_told: bool = True
 
 
-_CHECK_BUDGET = RetryBudget(attempts_max=6, seconds_max=10.0)
+_CHECK_BUDGET = RetryBudget(attempts_max=6, seconds_max=8.0, wait_seconds_max=2.0, is_told=False)
 """Start-up says within seconds that the address is wrong; later on the same error may be a server that restarts. Each
 check is several requests and starts over when one fails: of a store that fails each tenth, three were not enough."""
 
@@ -62,10 +64,10 @@ class _Caller:
         with self._counting:
             return dict(self._failures)
 
-    def _failed(self, what: str, state: tenacity.RetryCallState) -> None:
+    def _failed(self, what: str, state: tenacity.RetryCallState, level: int) -> None:
         with self._counting:
             self._failures[what] += 1
-        _log_failure(what, state)
+        _log_failure(what, state, level)
 
     def __call__(self, what: str, call: Callable[[], _Result], budget: RetryBudget | None = None) -> _Result:
         begun = time.monotonic()
@@ -106,7 +108,9 @@ class _Caller:
             retry=tenacity.retry_if_exception(
                 lambda error: isinstance(error, StoreError) and error.retriable
             ),
-            before_sleep=lambda state: self._failed(what, state),
+            before_sleep=lambda state: self._failed(
+                what, state, logging.WARNING if limits.is_told else logging.INFO
+            ),
         )
         try:
             return retrying(_after(first, call))
@@ -246,9 +250,14 @@ class RetryingUpload:
         self._call("abort", self._inner.abort)
 
 
-def _log_failure(what: str, state: tenacity.RetryCallState) -> None:
+def _log_failure(what: str, state: tenacity.RetryCallState, level: int) -> None:
     error = state.outcome.exception() if state.outcome else None
     wait_seconds = state.next_action.sleep if state.next_action else 0.0
-    _log.warning(
-        "%s failed (attempt %d), retried in %.1f s: %s", what, state.attempt_number, wait_seconds, error
+    _log.log(
+        level,
+        "%s failed (attempt %d), retried in %.1f s: %s",
+        what,
+        state.attempt_number,
+        wait_seconds,
+        error,
     )

@@ -9,6 +9,7 @@ The page is the only source of these texts.
 from __future__ import annotations
 
 from importlib import resources
+from typing import Any
 
 import click
 
@@ -24,20 +25,30 @@ _RUN = "run"
 _MEANING_OF_RUN = "Messages of `holdfast run` when it ends"
 
 
+class _CodeType(click.Choice[str]):
+    """A code, or the exit code that an error of it gives."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        by_exit_code = {str(kind.exit_code): kind.code for kind in _KINDS}
+        return super().convert(by_exit_code.get(str(value), value), param, ctx)
+
+
 @click.command(
     short_help="Explain an error: its meaning, its usual causes, and what to do.",
-    epilog=examples("holdfast explain", "holdfast explain config", "holdfast explain store --json"),
+    epilog=examples(
+        "holdfast explain", "holdfast explain config", "holdfast explain 3", "holdfast explain store --json"
+    ),
 )
 @click.argument(
-    "code", metavar="[CODE]", required=False, type=click.Choice([*(kind.code for kind in _KINDS), _RUN])
+    "code", metavar="[CODE]", required=False, type=_CodeType([*(kind.code for kind in _KINDS), _RUN])
 )
 @json_option
 def explain(as_json: bool, code: str | None) -> None:
     """Explain an error: its meaning, its usual causes, and what to do, from docs/troubleshooting.md.
 
-    The last line of an error names its CODE (`help: holdfast explain config`); without CODE the command lists all
-    codes. In quoted messages … stands for text that differs from case to case. The output is formatted on a terminal,
-    and Markdown elsewhere.
+    The last line of an error names its CODE (`help: holdfast explain config`). CODE may be an exit code as well, and
+    without CODE the command lists all. In quoted messages … stands for text that differs from case to case. The output
+    is formatted on a terminal, and Markdown elsewhere.
 
     JSON: {"code", "exit_code", "text"}, without CODE a list of {"code", "exit_code", "meaning"}; `exit_code` is null
     for `run`.

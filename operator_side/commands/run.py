@@ -324,9 +324,9 @@ def _mpirun(
     from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
     from operator_side.supervise.rank import STAGER, TRAINER
 
-    keeper = [sys.executable, "-m", "operator_side.supervise.rank"]
+    keeper = [sys.executable, "-P", "-m", "operator_side.supervise.rank"]
     settings = {**_settings(options["settings"]), "store": config.store, "events": str(events)}
-    stager = [*keeper, STAGER, sys.executable, "-m", "holdfast", "stager", *_arguments(settings)]
+    stager = [*keeper, STAGER, sys.executable, "-P", "-m", "holdfast", "stager", *_arguments(settings)]
     more = ["--output", "tag", *shlex.split(options["mpirun_options"])]
     if options["agent"]:
         more += ["--prtemca", "plm_ssh_agent", options["agent"]]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import threading
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, StoreError
 from holdfast.image.manifest import Manifest
+from holdfast.store.base import Store
 
+_ANSWER_SECONDS_MAX = 10.0
 # A step stands at the very end only: user names (`s3://me@host`) and directories may contain an @.
 _STEP = re.compile(r"(?P<url>.+)@(?P<step>\d{1,18}|latest)", re.DOTALL)
 
@@ -25,12 +29,43 @@ class Target(NamedTuple):
     def catalog(self) -> Catalog:
         from holdfast.store import open_store  # brings boto3 or fsspec: not for --help
 
-        return Catalog(open_store(self.url))
+        store = open_store(self.url)
+        _see_that_it_answers(store)
+        return Catalog(store)
 
     def find(self) -> tuple[Catalog, Manifest]:
         """The catalog, and the manifest of the step. Raises `StoreMissing`, which names the nearest steps."""
         catalog = self.catalog()
         return catalog, catalog.get(self.step)
+
+
+def _see_that_it_answers(store: Store) -> None:
+    """Say a wrong endpoint or a store that hangs in seconds: later calls wait and are tried again for minutes.
+
+    Raises:
+        StoreError: The store refuses, cannot be reached, or has not answered after `_ANSWER_SECONDS_MAX`.
+    """
+    ended: SimpleQueue[Exception | None] = SimpleQueue()
+
+    def check() -> None:
+        try:
+            store.check(write=False)
+        except Exception as error:  # noqa: BLE001 - raised below
+            ended.put(error)
+        else:
+            ended.put(None)
+
+    # A daemon: the process does not wait at its end for a call that hangs.
+    threading.Thread(target=check, name="holdfast-check", daemon=True).start()
+    try:
+        error = ended.get(timeout=_ANSWER_SECONDS_MAX)
+    except Empty:
+        raise StoreError(
+            f"{store.url}: no answer within {_ANSWER_SECONDS_MAX:g} s; see the network, the mount, and "
+            "for S3 AWS_ENDPOINT_URL"
+        ) from None
+    if error is not None:
+        raise error
 
 
 def parse_target(text: str) -> Target:

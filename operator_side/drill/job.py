@@ -140,7 +140,7 @@ class DrillRun(abc.ABC):
 
     def _start(self, line: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         # The leash ties it to this process, so that a killed drill leaves nothing behind.
-        leash = [sys.executable, "-m", "operator_side.supervise.leash", str(os.getpid())]
+        leash = [sys.executable, "-P", "-m", "operator_side.supervise.leash", str(os.getpid())]
         return subprocess.Popen(
             [*leash, *line], stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, env=env
         )

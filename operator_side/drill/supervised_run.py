@@ -22,7 +22,17 @@ class SupervisedRun(DrillRun):
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         super().__init__(setup, folder)
-        line = [sys.executable, "-m", "holdfast", "run", "-n", str(setup.ranks), "--store", str(self.store)]
+        line = [
+            sys.executable,
+            "-P",
+            "-m",
+            "holdfast",
+            "run",
+            "-n",
+            str(setup.ranks),
+            "--store",
+            str(self.store),
+        ]
         line += ["--logs", str(self.logs), "--set", "keep_last=0"]
         line += [word for setting in setup.settings for word in ("--set", setting)]
         line += [*setup.options, "--", *setup.command]

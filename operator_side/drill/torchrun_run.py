@@ -109,6 +109,7 @@ class TorchrunRun(DrillRun):
         own = {f"HOLDFAST_{name.upper()}": value for name, value in settings.items()}
         line = [
             sys.executable,
+            "-P",
             "-m",
             "holdfast",
             "stager",

@@ -33,7 +33,7 @@ class Attempt:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "operator_side.supervise.leash", str(os.getpid()), *command],
+            [sys.executable, "-P", "-m", "operator_side.supervise.leash", str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 
 from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError
 from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.ports import World
 from trainer_side.ranks.uncaught import end_by_exit_codes
@@ -35,13 +36,20 @@ def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tu
 
     Raises:
         PeerLost: A process of the job did not come.
-        ConfigError: The environment does not tell which rank this is or where the ranks meet, or `stager` is set under
-            mpirun.
+        ConfigError: The environment does not tell which rank this is or where the ranks meet, `stager` is set under
+            mpirun, or `nccl` is asked for and this rank has no CUDA device.
     """
     end_by_exit_codes()
     world = join_world(TrainerConfig())
+    own_device = torch.cuda.is_available() and torch.cuda.device_count() > world.local_rank
+    if backend == "nccl" and not own_device:
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise ConfigError(
+            f'init_torch_distributed("nccl"): rank {world.rank} is number {world.local_rank} of this machine and needs '
+            f"a CUDA device of its own; torch finds {devices} here. Leave the backend out, and it is gloo where devices "
+            "are missing; or start fewer ranks on this machine"
+        )
     if backend is None:
-        own_device = torch.cuda.is_available() and torch.cuda.device_count() > world.local_rank
         backend = "nccl" if world.peers().all_agree(own_device) else "gloo"
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.ranks), LOCAL_RANK=str(world.local_rank))
     store = world.meeting()

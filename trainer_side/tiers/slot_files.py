@@ -17,7 +17,9 @@ from pathlib import Path
 from holdfast.errors import ConfigError, DamageError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes
+from holdfast.process import available_memory_bytes
 from holdfast.ring.directory import open_private_file
+from holdfast.store.file_system import IN_MEMORY, file_system_of
 from holdfast.store.posix_errors import free_bytes, translated
 from holdfast.store.posix_io import reserve, sync_directory, write_all
 from trainer_side.tiers.file_slots import SLOTS_MIN
@@ -169,7 +171,7 @@ class SlotFiles:
             slots=slots,
             writers=writers,
         )
-        free = free_bytes(path)
+        free = self._free_bytes()
         if free is not None and free < superblock.file_bytes:
             raise self._no_room(superblock, "too full")
         temporary = path.with_name(path.name + ".new")
@@ -204,9 +206,19 @@ class SlotFiles:
         return ConfigError(
             f"tier {self._name}: no room in {self._place.directory} ({cause}): rank {superblock.rank} needs "
             f"{superblock.file_bytes} bytes for {superblock.slots} slots of {superblock.slot_bytes}, "
-            f"{free_bytes(self._place.directory)} are free{held}; make room, choose another directory, or train on "
+            f"{self._free_bytes()} are free{held}; make room, choose another directory, or train on "
             "more ranks: each then keeps less"
         )
+
+    def _free_bytes(self) -> int | None:
+        """Room for more files. In memory no more than the limits of this process leave: the kernel would not refuse the
+        pages, but kill a rank.
+        """
+        directory = self._place.directory
+        free = free_bytes(directory)
+        if free is None or file_system_of(directory) not in IN_MEMORY:
+            return free
+        return min(free, available_memory_bytes())
 
     def _measured(self, layout: Layout, rank: int) -> TierProfile:
         """Slots and writers that suit the device, unless they are set; the least for a small slice or a full device."""

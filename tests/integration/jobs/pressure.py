@@ -51,7 +51,7 @@ def others() -> dict[str, int]:
             words = process.cmdline()
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-        if words[1:3] == ["-m", "flusher"]:
+        if words[1:4] == ["-P", "-m", "flusher"]:
             found["flusher"] = process.pid
         elif "stager" in words[1:3] and "mpirun" not in words[0]:
             found["stager"] = process.pid

@@ -103,7 +103,7 @@ def kill_flusher() -> None:
     for process in psutil.process_iter():
         try:
             same_job = process.environ().get("HOLDFAST_RUNTIME_DIR") == os.environ["HOLDFAST_RUNTIME_DIR"]
-            if same_job and process.cmdline()[1:3] == ["-m", "flusher"]:
+            if same_job and process.cmdline()[1:4] == ["-P", "-m", "flusher"]:
                 process.kill()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

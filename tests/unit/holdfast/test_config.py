@@ -342,6 +342,20 @@ def test_a_stager_that_is_no_address(value: str, monkeypatch: pytest.MonkeyPatch
         TrainerConfig()
 
 
+@pytest.mark.parametrize("name", ["s3://bucket/run@12", "/mnt/nfs/run@0", "/mnt/run@latest", "/mnt/run@7/"])
+@pytest.mark.parametrize("role", [StagerConfig, FlusherConfig, TrainerConfig])
+def test_a_run_is_not_named_like_a_step_of_another_run(name: str, role: type[TrainerConfig]) -> None:
+    with pytest.raises(ConfigError, match="expected another name: after @ the commands take"):
+        role.from_sources(store=name)
+    for other in ("s3://bucket/run@12/a", "/mnt/a@b", "/mnt/run@", "/mnt/@3x"):
+        assert role.from_sources(store=other).store == other
+
+
+def test_a_path_that_the_locale_cannot_decode_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"set LC_ALL=C\.UTF-8, or PYTHONUTF8=1"):
+        StagerConfig.from_sources(store=b"/mnt/l\xc3\xa4ufe".decode("ascii", "surrogateescape"))
+
+
 def test_in_the_file_the_trainers_stager_stands_in_their_table() -> None:
     write_toml('[trainer]\nstager = "[fd00::1]:29411"\nconnections = 16')
     assert (TrainerConfig().stager, TrainerConfig().connections) == ("[fd00::1]:29411", 16)

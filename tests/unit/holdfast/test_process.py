@@ -95,26 +95,42 @@ def test_a_descriptor_may_have_any_number() -> None:
             os.close(descriptor)
 
 
+_VERSION_2 = ("0::/jobs/one\n", "", "memory.max", "memory.current", "inactive_file")
+_VERSION_1 = (
+    "11:cpu,cpuacct:/elsewhere\n4:memory:/jobs/one\n0::/jobs/one\n",
+    "memory",
+    *("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+_NO_LIMIT_1 = "9223372036854771712"
+
+
+@pytest.mark.parametrize("mounted", [True, False], ids=["whole tree", "own group as the root"])
 @pytest.mark.parametrize(
-    ("group_max", "parent_max", "expected"),
+    ("version", "group_max", "parent_max", "expected"),
     [
-        ("max", "max", 4 << 30),
-        ("3221225472", "max", 2560 << 20),
-        ("max", "1048576000", (1048576000 - (512 << 20))),
+        (_VERSION_2, "max", "max", 4 << 30),
+        (_VERSION_2, "3221225472", "max", 2560 << 20),
+        (_VERSION_2, "max", "1048576000", (1048576000 - (512 << 20))),
+        (_VERSION_1, _NO_LIMIT_1, _NO_LIMIT_1, 4 << 30),
+        (_VERSION_1, "3221225472", _NO_LIMIT_1, 2560 << 20),
+        (_VERSION_1, _NO_LIMIT_1, "1048576000", (1048576000 - (512 << 20))),
     ],
 )
 def test_the_memory_that_is_left_is_that_of_the_machine_and_of_each_group(
-    tmp_path: Path, group_max: str, parent_max: str, expected: int
+    tmp_path: Path, version: tuple[str, ...], group_max: str, parent_max: str, expected: int, mounted: bool
 ) -> None:
-    group = tmp_path / "sys/fs/cgroup/jobs/one"
+    groups, controller, limit, usage, cached = version
+    top = tmp_path / "sys/fs/cgroup" / controller
+    parent = top / "jobs" if mounted else top  # in a container its own group is mounted as the root
+    group = parent / "one"
     (tmp_path / "proc/self").mkdir(parents=True)
     group.mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemFree: 1 kB\nMemAvailable: 4194304 kB\n")
-    (tmp_path / "proc/self/cgroup").write_text("0::/jobs/one\n")
-    for folder, limit in ((group, group_max), (group.parent, parent_max)):
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.current").write_text(f"{768 << 20}\n")
-        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {256 << 20}\n")
+    (tmp_path / "proc/self/cgroup").write_text(groups if mounted else groups.replace("/jobs/one", "/one"))
+    for folder, limited in ((group, group_max), (parent, parent_max)):
+        (folder / limit).write_text(f"{limited}\n")
+        (folder / usage).write_text(f"{768 << 20}\n")
+        (folder / "memory.stat").write_text(f"anon 1\n{cached} {256 << 20}\n")
     assert available_memory_bytes(tmp_path) == expected
 
 

@@ -8,8 +8,10 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -26,6 +28,7 @@ from holdfast.command.output import age, seconds, size
 from holdfast.errors import BusyError, ConfigError, DamageError, FencedError, HoldfastError, StoreError
 from holdfast.image.manifest import State
 from holdfast.image.split_record import SplitRecord
+from holdfast.store.retrying import RetryBudget
 from operator_side.commands.target import parse_target
 from tests.support.checkpoints import CHUNK_BYTES, SMALL_TENSORS, add, add_small, manifest_of, small_image
 from tests.support.memory_store import MemoryStore
@@ -115,6 +118,44 @@ def test_unknown_commands_and_options_are_usage_errors(run: Any) -> None:
     assert run("shake")[0] == 2
     assert run("ls", "--frobnicate")[0] == 2
     assert run("ls")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("inspct", "inspect"), ("statu", "status"), ("veirfy", "verify")]
+)
+def test_a_misspelt_command_is_told_the_nearest(run: Any, typed: str, meant: str) -> None:
+    code, _, said = run(typed, "s3://bucket/run")
+    assert code == 2
+    assert f"No such command '{typed}'. (Did you mean {meant}" in said
+
+
+def test_a_store_that_hangs_is_said_in_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after the minutes for which later calls are tried."""
+    let_go = threading.Event()
+    store = MemoryStore()
+    monkeypatch.setattr(store, "check", lambda *, write: let_go.wait(60 + write))
+    monkeypatch.setattr("holdfast.store.open_store", lambda _: store)
+    monkeypatch.setattr("operator_side.commands.target._ANSWER_SECONDS_MAX", 0.05)
+    code, _, said = run("ls", "s3://bucket/run")
+    let_go.set()
+    assert code == StoreError.exit_code
+    assert "no answer within 0.05 s" in said
+    assert len(said.splitlines()) == 2, said
+
+
+def test_an_endpoint_that_refuses_is_said_in_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-the-test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-the-test")
+        monkeypatch.setattr(
+            "holdfast.store.retrying._CHECK_BUDGET", RetryBudget(3, 30.0, 0.01, is_told=False)
+        )
+        code, _, said = run("ls", "s3://bucket/run")
+    assert code == StoreError.exit_code
+    assert "given up after 3 attempts" in said
+    assert len(said.splitlines()) == 2, said
 
 
 def test_the_help_names_every_exit_code(run: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from holdfast.errors import BusyError, HoldfastError, PeerLost, StateError
 from operator_side.commands.explain import explain, section
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -42,6 +43,11 @@ def test_without_a_code_all_are_listed_with_their_exit_codes() -> None:
     documents = json.loads(explained("--json"))
     assert [(one["code"], one["exit_code"]) for one in documents][-2:] == [("busy", 10), ("run", None)]
     assert all(f"\n{code} " in f"\n{explained()}" for code in (one["code"] for one in documents))
+
+
+@pytest.mark.parametrize("kind", [StateError, PeerLost, BusyError])
+def test_an_exit_code_is_explained_as_its_code(kind: type[HoldfastError]) -> None:
+    assert explained(str(kind.exit_code)) == explained(kind.code)
 
 
 def test_json_has_the_text() -> None:

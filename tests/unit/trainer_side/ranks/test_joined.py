@@ -15,7 +15,7 @@ import torch
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from tests.support.blocked import environment_without
-from trainer_side.ranks import joined
+from trainer_side.ranks import distributed, joined
 from trainer_side.ranks.joined import join_world, launched_without_mpi
 from trainer_side.ranks.ports import World
 
@@ -118,3 +118,16 @@ def test_nothing_of_mpi_is_imported_on_the_way_without_it(
     assert last == "0 1 C10dWorld"
     looked_for = ["imported trainer_side.ranks.mpi_world", "imported mpi4py"]
     assert imported == (looked_for if hidden else []), imported
+
+
+@pytest.mark.parametrize("devices", [0, 2])
+def test_nccl_without_a_device_of_its_own_is_refused_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, devices: int
+) -> None:
+    monkeypatch.setattr(distributed, "join_world", lambda _: SimpleNamespace(rank=6, local_rank=2))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    with pytest.raises(
+        ConfigError, match=f"rank 6 is number 2 .* finds {devices} here. Leave the backend out"
+    ):
+        distributed.init_torch_distributed("nccl")

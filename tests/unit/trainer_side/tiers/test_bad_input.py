@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,20 @@ def test_a_full_file_system_is_a_setting_to_mend(tmp_path: Path) -> None:
         tier.close()
     finally:
         subprocess.run(["umount", mounted], check=True)
+
+
+def test_slots_in_memory_beyond_the_limit_of_this_process_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a control group limits it, a page too much is no error: the kernel kills a rank."""
+    monkeypatch.setattr(slot_files, "available_memory_bytes", lambda: 5000)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as mounted:
+        tier = open_tier(f"memory:{mounted}", RUN)
+        with pytest.raises(ConfigError, match="5000 are free"):
+            tier.prepare(image().layout, 0)
+        monkeypatch.undo()
+        tier.prepare(image().layout, 0)
+        tier.close()
 
 
 def test_what_was_not_finished_making_is_removed(directory: Path) -> None:
