@@ -8,7 +8,10 @@ A job that is started again finds the ring as the one before left it, and restor
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import os
 import signal
 import socket
 import time
@@ -22,6 +25,10 @@ from holdfast.net.tls import StagerTls
 from holdfast.process import wait_readable
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.wanted import RingKeeper
+from holdfast.store import normalise_url
+from holdfast.telemetry.status_document import TEXT_CHARACTERS_MAX, StatusDocument
+from holdfast.telemetry.status_socket import serve_status
+from holdfast.telemetry.told import cut
 from stager.flusher_process import Flusher, attach, reap
 from stager.reactor import Reactor
 from stager.reception import Reception, listen
@@ -141,13 +148,27 @@ class StandingStager:
                 self._keeper.close()
 
     def _await_job(self) -> bool:
-        while not self._stopped:
-            reap()
-            if self._reception.next_job() is not None:
-                return True
-            wait_readable([self._reactor.fileno()], _TICK_SECONDS)
-            self._reactor.turn()
+        directory = runtime_directory(self._config.store, self._config.runtime_dir)
+        waiting = functools.partial(self._said, time.time())
+        # A job has a document of its own (serving.py); between jobs nothing is at risk, and this says who waits.
+        with serve_status(directory, "stager", waiting) if directory.is_dir() else contextlib.nullcontext():
+            while not self._stopped:
+                reap()
+                if self._reception.next_job() is not None:
+                    return True
+                wait_readable([self._reactor.fileno()], _TICK_SECONDS)
+                self._reactor.turn()
         return False
+
+    def _said(self, since_unix: float) -> StatusDocument:
+        return StatusDocument(
+            role="stager",
+            run=cut(normalise_url(self._config.store), 4 * TEXT_CHARACTERS_MAX),
+            pid=os.getpid(),
+            since_unix=since_unix,
+            now_unix=time.time(),
+            waits_at=str(self.address),
+        )
 
     def _serve_next(self) -> None:
         hello = self._reception.next_job()

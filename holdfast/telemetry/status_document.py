@@ -103,6 +103,7 @@ class StatusDocument(_Words):
         stager_attached: Of a flusher: whether a stager is.
         work_ended_at_unix: Of a flusher without a stager: when the last one went.
         transport: Of a stager with a job; None: it has none, or is of an older version.
+        waits_at: Of a standing stager without a job: HOST:PORT, where it waits for one.
         interval_why: Of a stager that has brought the ranks to an interval (`every="auto"`): the reason, for people.
     """
 
@@ -124,6 +125,7 @@ class StatusDocument(_Words):
     work_ended_at_unix: _Number | None = None
     transport: Transport | None = None
     interval_why: _Text = ""
+    waits_at: _Text = ""
 
 
 def checkpoint_said(attempt: int, step: int, **known: Any) -> CheckpointSaid:

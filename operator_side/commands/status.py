@@ -14,6 +14,8 @@ from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json
 from holdfast.errors import ConfigError, StoreMissing
 
+_ROWS_LEAST = 14  # of one run in a window: who, how far, how much is at risk
+
 if TYPE_CHECKING:
     from operator_side.status.look import RunWatch
     from operator_side.status.picture import Picture
@@ -106,7 +108,8 @@ class _Watches:
                 f"{self._run or self._base}: there is no such run on this machine; name the URL of a run, or start the "
                 "command on the machine of its stager (`ssh HOST holdfast status`)"
             )
-        return [watch.look() for watch in self._watches.values()]
+        pictures = [watch.look() for watch in self._watches.values()]
+        return sorted(pictures, key=lambda picture: picture.newest_unix, reverse=True)
 
     def _find(self) -> None:
         from holdfast.ring.directory import runtime_directory
@@ -131,10 +134,11 @@ def _live(watches: _Watches, pictures: list[Picture], interval_seconds: float) -
     out = console()
 
     def drawn(height: int | None) -> Any:
-        rows = None if height is None else max(1, height // max(1, len(pictures)))
-        return Group(
-            *(render(picture, ascii_only=out.options.ascii_only, height=rows) for picture in pictures)
-        )
+        count = len(pictures) if height is None else min(len(pictures), max(1, height // _ROWS_LEAST))
+        older = len(pictures) - count
+        rows = None if height is None else (height - bool(older)) // count
+        shown = [render(one, ascii_only=out.options.ascii_only, height=rows) for one in pictures[:count]]
+        return Group(*shown, *([f"and {older} older runs: holdfast status --once"] if older else []))
 
     try:
         with Live(drawn(out.height), console=out, screen=True, auto_refresh=False) as live:

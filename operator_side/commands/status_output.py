@@ -25,6 +25,8 @@ _RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN = 8, 6, 3
 _RANKS_SHOWN_LEAST, _FLIGHTS_SHOWN_LEAST, _LINES_SHOWN_LEAST = 1, 1, 1
 _HOST_CHARACTERS_MAX = 20
 _OVER = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
+# What goes first where the window is too small.
+_DROPPED = ("timings", "notices", "declined", "ring", "flights", "ranks", "notes", "troubles")
 _RANK_STYLE = {"lost": "red", "silent": "yellow", "coming": "dim", "left": "dim"}
 
 
@@ -39,7 +41,12 @@ def render(picture: Picture, *, ascii_only: bool = False, height: int | None = N
     shown = (_RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN)
     parts = _parts(picture, ascii_only, shown)
     if height is not None and _lines(parts) > height:
-        parts = _parts(picture, ascii_only, (_RANKS_SHOWN_LEAST, _FLIGHTS_SHOWN_LEAST, _LINES_SHOWN_LEAST))
+        shown = (_RANKS_SHOWN_LEAST, _FLIGHTS_SHOWN_LEAST, _LINES_SHOWN_LEAST)
+        parts = _parts(picture, ascii_only, shown)
+        for count in range(1, len(_DROPPED) + 1):
+            if _lines(parts) <= height:
+                break
+            parts = _parts(picture, ascii_only, shown, without=_DROPPED[:count])
     if height is not None:  # a wrapped line would push the end of the picture out of sight
         for part in parts:
             if isinstance(part, Text):
@@ -47,14 +54,26 @@ def render(picture: Picture, *, ascii_only: bool = False, height: int | None = N
     return Group(*parts)
 
 
-def _parts(picture: Picture, ascii_only: bool, shown: tuple[int, int, int]) -> list[RenderableType]:
+def _parts(
+    picture: Picture, ascii_only: bool, shown: tuple[int, int, int], *, without: Sequence[str] = ()
+) -> list[RenderableType]:
     ranks, flights, lines = shown
-    found: list[RenderableType] = [*_head(picture), Text(), _levels(picture), Text(), _loss(picture), Text()]
-    found += [*_ring(picture, ascii_only), *_flights(picture, ascii_only, flights)]
-    found += [*_timings(picture, ascii_only), *_ranks(picture, ranks)]
-    found += [*_declined(picture), *_said("notices", picture.notices, picture.now_unix, lines)]
-    found += _said("troubles", picture.problems, picture.now_unix, lines)
-    return [*found, *(Text(f"note: {plain(note)}", style="yellow") for note in picture.notes)]
+    idle = bool(picture.waits_at) and not picture.flights
+    loss: list[RenderableType] = [] if idle else [_loss(picture), Text()]
+    found: list[RenderableType] = [*_head(picture), Text(), _levels(picture), Text(), *loss]
+    rest: dict[str, list[RenderableType]] = {
+        "ring": _ring(picture, ascii_only),
+        "flights": _flights(picture, ascii_only, flights),
+        "timings": _timings(picture, ascii_only),
+        "ranks": _ranks(picture, ranks),
+        "declined": _declined(picture),
+        "notices": _said("notices", picture.notices, picture.now_unix, lines),
+        "troubles": _said("troubles", picture.problems, picture.now_unix, lines),
+        "notes": [Text(f"note: {plain(note)}", style="yellow") for note in picture.notes],
+    }
+    for name, parts in rest.items():
+        found += [] if name in without else parts
+    return found
 
 
 def _lines(parts: Iterable[RenderableType]) -> int:
@@ -81,6 +100,8 @@ def _head(picture: Picture) -> list[RenderableType]:
 def _peer(name: str, peer: Peer, picture: Picture) -> str:
     if peer.state == "gone":
         return f"no {name}"
+    if name == "stager" and picture.waits_at:
+        return f"stager process {peer.pid} waits for a job at {plain(picture.waits_at)}"
     process = "" if peer.pid is None else f" process {peer.pid}"
     if peer.state == "silent":
         return f"{name}{process} does not answer ({plain(peer.note)})"

@@ -107,7 +107,11 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """All facts about a run. Lists have the newest last, but `ranks` has the worst first."""
+    """All facts about a run. Lists have the newest last, but `ranks` has the worst first.
+
+    Attributes:
+        waits_at: HOST:PORT of a standing stager that has no job; else empty.
+    """
 
     run: str
     now_unix: float
@@ -116,6 +120,7 @@ class Picture:
     flusher: Peer
     stager: Peer
     transport: Transport | None
+    waits_at: str
     ranks: tuple[RankSaid, ...]
     ranks_total: int
     levels: Mapping[str, Level]
@@ -132,6 +137,16 @@ class Picture:
     notices: tuple[StatusLine, ...]
     problems: tuple[StatusLine, ...]
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def newest_unix(self) -> float:
+        """When something was last heard of the run: a process began, or a checkpoint came to a level."""
+        times = [
+            self.stager.since_unix,
+            self.flusher.since_unix,
+            *(one.at_unix for one in self.levels.values()),
+        ]
+        return max((at for at in times if at is not None), default=0.0)
 
     def document(self) -> dict[str, Any]:
         """The document of `--json` (docs/status.md)."""
@@ -224,6 +239,7 @@ def compose(
         flusher=flusher,
         stager=stager,
         transport=stager_said.transport if stager_said is not None else None,
+        waits_at=stager_said.waits_at if stager_said is not None else "",
         ranks=ranks,
         ranks_total=ranks_total,
         levels=levels,

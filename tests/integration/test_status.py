@@ -28,6 +28,7 @@ from tests.support.flushers import watched
 from tests.support.images import Image, from_torch_file
 from tests.support.job import HOLDFAST, environment
 from tests.support.stager_client import FlusherProcess, StagerClient
+from tests.support.standing_stager import standing_stager
 
 RANKS = 2
 
@@ -151,6 +152,24 @@ def test_a_terminal_that_moves_no_cursor_gets_one_plain_picture(tmp_path: Path) 
     assert done.returncode == 0
     assert "0 of 8 chunks" in text
     assert "\x1b" not in text
+
+
+def test_standing_stagers_say_where_they_wait_and_the_newest_run_is_first(tmp_path: Path) -> None:
+    env = environment(tmp_path / "rt")
+    with (
+        standing_stager(str(tmp_path / "first"), env, tmp_path / "first.log") as first,
+        standing_stager(str(tmp_path / "second"), env, tmp_path / "second.log") as second,
+    ):
+        runs = json.loads(status(tmp_path / "rt", "--json"))["runs"]
+        assert [(run["run"], run["waits_at"]) for run in runs] == [
+            (str(tmp_path / "second"), second.address),
+            (str(tmp_path / "first"), first.address),
+        ]
+        assert [(run["is_running"], run["stager"]["state"]) for run in runs] == [(False, "here")] * 2
+        said = status(tmp_path / "rt")
+    assert said.count("waits for a job at 127.0.0.1:") == 2
+    assert "does not answer" not in said
+    assert "LOSES" not in said
 
 
 def test_a_run_that_is_nowhere_is_an_error_with_its_code(tmp_path: Path) -> None:

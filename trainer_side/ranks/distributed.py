@@ -46,7 +46,7 @@ def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tu
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         raise ConfigError(
             f'init_torch_distributed("nccl"): rank {world.rank} is number {world.local_rank} of this machine and needs '
-            f"a CUDA device of its own; torch finds {devices} here. Leave the backend out, and it is gloo where devices "
+            f"a CUDA device of its own; torch finds {devices} here. Leave the backend out: it is gloo where devices "
             "are missing; or start fewer ranks on this machine"
         )
     if backend is None:

@@ -113,6 +113,16 @@ def test_it_says_whether_what_the_ranks_send_is_encrypted(transport: str, words:
     assert words in shown(found, width=120)
 
 
+def test_a_stager_that_waits_for_a_job_says_where_and_nothing_of_a_loss() -> None:
+    found = picture(stager_said=said("stager", waits_at="10.0.0.1:7700"), ring=ring())
+    assert not found.is_running
+    text = shown(found, width=120)
+    assert "stager process 4711 waits for a job at 10.0.0.1:7700; " in text
+    assert "LOSES" not in text
+    staged = picture(stager_said=said("stager", waits_at="10.0.0.1:7700"), ring=ring(in_ring(95)))
+    assert "LOSES" in shown(staged), "a step that only the ring has is at risk without a job, too"
+
+
 # -- what is put together ----------------------------------------------------------------------------------------------
 
 
@@ -253,8 +263,15 @@ def test_eighty_columns_are_enough(ranks: int) -> None:
     assert not [line for line in lines if line.count("…") > 1], "a table was squeezed"
 
 
-def test_it_fits_the_screen_if_it_can() -> None:
-    assert len(shown(many(), height=50).splitlines()) <= 50
+@pytest.mark.parametrize("height", [50, 30, 24, 18])
+def test_it_fits_the_screen_and_what_a_kill_loses_stays(height: int) -> None:
+    text = shown(many(), height=height)
+    assert len(text.splitlines()) <= height
+    for words in ("newest durable", "A KILL RIGHT NOW LOSES", "and of the stager's node"):
+        assert words in text
+
+
+def test_without_a_window_nothing_is_left_out() -> None:
     assert len(shown(many()).splitlines()) > 50
 
 
