@@ -39,7 +39,7 @@ from trainer_side.restore.loading import check, live_trees, load
 from trainer_side.restore.narrowing import StageNames, is_other, narrow
 from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
 from trainer_side.restore.parcels import Parcels
-from trainer_side.restore.reading import Reading, Use, read
+from trainer_side.restore.reading import Means, Reading, Use, read
 from trainer_side.restore.rounds import Rounds
 from trainer_side.restore.split_parts import Placed, beside_live, place, split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
@@ -236,13 +236,13 @@ class Trial:
         assert job.store is not None
         origins = {STORE: StoredFile(job.store, manifest)}
         units = store_units(manifest, self._peers.ranks, self._deal.unshared)
-        fill = functools.partial(read, manifest, threads=job.threads, crossing=self._crossing)
-        self._reading = fill(units, origins, whole, self._peers, seconds_max=job.seconds_max)
+        means = Means(job.threads, job.seconds_max, self._crossing)
+        self._reading = read(manifest, units, origins, whole, self._peers, means)
         problem = agree(self._peers, self._reading.error)
         if problem is None and own:
             left = job.seconds_max - self._reading.seconds["read"]
             parcels = Parcels(manifest, own, self._peers, self._crossing)
-            parts = fill(parcels, origins, own, self._peers, seconds_max=left)
+            parts = read(manifest, parcels, origins, own, self._peers, means._replace(seconds_max=left))
             self._reading.add(parts)
             problem = agree(self._peers, parts.error)
         self._seconds.update(self._reading.seconds)

@@ -114,6 +114,20 @@ class Reading:
             before.seconds += use.seconds
 
 
+class Means(NamedTuple):
+    """How a rank reads.
+
+    Attributes:
+        threads: Requests in flight from this rank.
+        seconds_max: For reading, and again for the exchange.
+        crossing: The way to the device that some of the targets are on; None: this rank has none there.
+    """
+
+    threads: int
+    seconds_max: float
+    crossing: DeviceSections | None = None
+
+
 def turns(units: Sequence[Unit], ranks: int) -> list[Unit]:
     """The units in the order in which they are shared."""
     of_rank: list[list[Unit]] = [[] for _ in range(ranks)]
@@ -129,10 +143,7 @@ def read(
     origins: Mapping[int, Origin],
     targets: Mapping[int, EntryTaker],
     peers: Peers,
-    *,
-    threads: int,
-    seconds_max: float,
-    crossing: DeviceSections | None = None,
+    means: Means,
 ) -> Reading:
     """Fill, on every rank, what the units have of every target. Collective; training thread.
 
@@ -144,9 +155,7 @@ def read(
             entries, with the same kind of target, on each rank; not overlapping. What goes to a device may still be on
             its way when this returns (`DeviceSections.finish`).
         peers: The ranks.
-        threads: Requests in flight from this rank.
-        seconds_max: For reading, and again for the exchange.
-        crossing: The way to the device that some of the targets are on; None: this rank has none there.
+        means: How it is read.
 
     Returns:
         With `error` set to the first problem that another source does not mend: `DamageError` (a CRC of the store does
@@ -155,6 +164,7 @@ def read(
     Raises:
         PeerLost: A rank is gone.
     """
+    threads, seconds_max, crossing = means
     passing: Passing | Parcels | None = units if isinstance(units, Parcels) else None
     units = units.units if isinstance(units, Parcels) else units
     own = [unit for unit in units if unit.reader == peers.rank]

@@ -37,7 +37,7 @@ from trainer_side.restore.device_sections import DeviceSections
 from trainer_side.restore.exchange import check_entries, check_told, tell
 from trainer_side.restore.image_map import ImageEnds, Mapped, ends_of
 from trainer_side.restore.origins import Origin
-from trainer_side.restore.reading import Failure, Reading, read
+from trainer_side.restore.reading import Failure, Means, Reading, read
 from trainer_side.restore.targets import EntryTaker, EntryTarget
 from trainer_side.restore.windows import ChunkWindows
 
@@ -117,7 +117,7 @@ class Rounds:
 
         Args:
             targets: As for `reading.read`.
-            crossing: The same.
+            crossing: As in `Means`.
 
         Returns:
             Why this candidate is no good, if so; then the targets hold anything.
@@ -166,9 +166,7 @@ class Rounds:
                     self.origins,
                     targets,
                     peers,
-                    threads=self.threads,
-                    seconds_max=self.seconds_max,
-                    crossing=crossing,
+                    Means(self.threads, self.seconds_max, crossing),
                 )
                 self.reading.add(reading)
                 problem = agree(self.peers, reading.error)
