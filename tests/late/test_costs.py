@@ -12,6 +12,8 @@ import torch
 
 from tests.late.control import LateMachine
 from tests.late.whole_saves import DeviceRank
+from tests.support.calls import calls_here
+from tests.unit.trainer_side.test_checkpointer import FakeLink
 from tests.unit.trainer_side.tiers.ranks import until
 
 pytestmark = pytest.mark.late("lazy")
@@ -20,6 +22,7 @@ SAVES = 6
 LAUNCHES_MAX, COPIES_MAX, BATCHES_MAX = 16, 4, 80
 UPDATE_LAUNCHES = 20  # of the optimizer that updates many
 SECONDS_MAX = 60
+CALLS_PER_TENSOR_MAX = 20  # each has a dictionary of its own in the state of its optimizer
 
 # Name ─► device_bytes_max, and whether a slot of a tier in memory is the staging area.
 STRATEGIES: dict[str, tuple[str | None, bool]] = {
@@ -166,3 +169,26 @@ def test_launches_and_transfers_do_not_grow_with_the_number_of_tensors(
         else:
             assert cost.all_copies <= BATCHES_MAX
             assert cost.all_launches - count // 5000 * UPDATE_LAUNCHES <= BATCHES_MAX
+
+
+@pytest.mark.parametrize("strategy", ["area mirror", "area gate"])
+def test_a_save_runs_next_to_nothing_for_each_tensor_where_replicas_are_compared(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeLink, "ranks", 2)
+    limit, _ = STRATEGIES[strategy]
+    calls: list[int] = []
+    for count in (50, 550):
+        tensors, optimizer = many(count, 61)
+        beside = {"many": tensors, "many_optimizer": optimizer}
+        rank = DeviceRank(monkeypatch, beside=beside, device_bytes_max=limit, in_flight_max=1)
+        for step in range(WARM_UP + 2):
+            made = calls_here(lambda: rank.checkpointer.save(step))  # noqa: B023
+            optimizer.step()
+            rank.update()
+            assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
+            rank.link.bytes_of(step)
+            rank.link.stage(step)
+        calls.append(made)
+        rank.checkpointer.close()
+    assert (calls[1] - calls[0]) / 500 <= CALLS_PER_TENSOR_MAX

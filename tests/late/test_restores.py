@@ -15,7 +15,7 @@ from holdfast.store.posix import PosixStore
 from tests.late.control import LateMachine
 from tests.support.slices import checkpoint, keep
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore import device_sections
+from trainer_side.restore import device_memory, device_sections
 from trainer_side.restore.device_sections import DeviceSections, SectionPart, SectionWindow
 from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.save.host_memory import locked_buffer
@@ -159,22 +159,23 @@ class Sections:
         self._late = late
         self._send = DeviceSections.send
 
-        def send(
-            way: DeviceSections, window: SectionWindow, nbytes: int, parts: Sequence[SectionPart]
-        ) -> None:
-            self.send(way, window, nbytes, parts)
+        def send(way: DeviceSections, window: SectionWindow, parts: Sequence[SectionPart]) -> None:
+            self.send(way, window, parts)
 
         monkeypatch.setattr(DeviceSections, "send", send)
 
-    def send(
-        self, way: DeviceSections, window: SectionWindow, nbytes: int, parts: Sequence[SectionPart]
-    ) -> None:
+    def send(self, way: DeviceSections, window: SectionWindow, parts: Sequence[SectionPart]) -> None:
         assert window.section.is_pinned()
+        if not parts:
+            return
         self.streams.add(way._stream.cuda_stream)
         self.parts.append(len(parts))
-        many = len(parts) >= device_sections._WHOLE_FROM
-        self.expected_bytes += nbytes if many else sum(part.nbytes for part in parts)
-        self._send(way, window, nbytes, parts)
+        if len(parts) >= device_sections._WHOLE_FROM or any(part.runs > 1 for part in parts):
+            begin = min(part.begin for part in parts)
+            self.expected_bytes += max(part.end for part in parts) - begin // 8 * 8
+        else:
+            self.expected_bytes += sum(part.run_bytes for part in parts)
+        self._send(way, window, parts)
 
     def to_device_bytes(self) -> int:
         (stream,) = self.streams
@@ -222,7 +223,7 @@ def test_without_room_for_it_on_the_device_all_is_as_before(
     mine, full, reference = (state_of(99, "cuda", {}, steps=0) for _ in range(3))
     kept.bring_back(reference, locked=False)
     with monkeypatch.context() as patched:
-        patched.setattr(device_sections, "_has_room", lambda *_: False)
+        patched.setattr(device_memory, "_has_room", lambda *_: False)
         kept.bring_back(mine)
     empty = torch.empty
 

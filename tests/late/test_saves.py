@@ -16,10 +16,11 @@ from tests.late.whole_saves import MIRROR, DeviceRank, as_late_as_may_be, counte
 from trainer_side.save import mirror as mirrors
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.device_lane import AcceleratorLane, lane_of
+from trainer_side.save.device_samples import DeviceSamples
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.parcel import Packing, Parcel
 from trainer_side.save.staging import Staging
-from trainer_side.state.survey import StorageSource
+from trainer_side.state.survey import StoragePart, StorageSource
 from trainer_side.transfer import Transfer, TransferState
 
 pytestmark = pytest.mark.late("lazy")
@@ -389,6 +390,24 @@ def test_the_limit_of_host_memory_counts_all_that_is_locked(
     assert rank.checkpointer._saver._room._areas.count_max == 2
     assert late.pinned_bytes() - before <= limit + 8 * _WORDS_BYTES, "beside words and hashes"
     rank.checkpointer.close()
+
+
+def test_fingerprints_of_a_device_are_those_of_the_same_bytes_on_the_host() -> None:
+    sizes = [1, 3, 63, 64, 65, 4095, 4096, 4097, 5000, 100_000, 64 * 64 * 5 + 7, 1 << 20]
+    torch.manual_seed(0)
+    here = [torch.randint(0, 256, (nbytes,), dtype=torch.uint8) for nbytes in sizes]
+    samples: dict[torch.device, DeviceSamples] = {}
+    for step in range(8):
+        texts = []
+        for tensors in (here, [tensor.cuda() for tensor in here]):  # they move at each step
+            sources = [
+                StoragePart(one.untyped_storage(), 0, one.nbytes).source(n) for n, one in enumerate(tensors)
+            ]
+            fingerprints = Fingerprints(range(len(sizes)), [False] * len(sizes), step, samples=samples)
+            fingerprints.take_now(sources)
+            texts.append(fingerprints.text())
+        assert texts[0] == texts[1]
+    assert len(samples) == 1
 
 
 def test_fingerprints_of_another_device_are_waited_for() -> None:

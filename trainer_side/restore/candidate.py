@@ -29,7 +29,8 @@ from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.restore.choice import STORE, Candidate, store_units
 from trainer_side.restore.deal import Deal, deal
-from trainer_side.restore.device_sections import DeviceSections, Locked, take_to_device
+from trainer_side.restore.device_memory import take_to_device
+from trainer_side.restore.device_sections import DeviceSections, Locked
 from trainer_side.restore.exchange import check_received
 from trainer_side.restore.image_map import Described
 from trainer_side.restore.inventory import Found, Shelf
@@ -38,11 +39,10 @@ from trainer_side.restore.loading import check, live_trees, load
 from trainer_side.restore.narrowing import StageNames, is_other, narrow
 from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
 from trainer_side.restore.parcels import Parcels
-from trainer_side.restore.reading import Reading, Use, read
+from trainer_side.restore.reading import Means, Reading, Use, read
 from trainer_side.restore.rounds import Rounds
 from trainer_side.restore.split_parts import Placed, beside_live, place, split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
-from trainer_side.restore.targets import EntryTaker
 from trainer_side.restore.torch_loading import read_in_place
 from trainer_side.restore.two_values import Suspects, suspects
 from trainer_side.restore.wrappers import rewrap
@@ -156,9 +156,17 @@ class Trial:
         if problem is not None:
             return problem
         assert self._structure is not None
-        self._deal = deal(self._structure, self._placed, self._peers, self._crossing)
+        if self._job.locked is not None:
+            self._crossing = take_to_device(
+                self._structure, self._placed, self._job.state, self._live, self._job.locked, self._peers
+            )
+        self._deal = deal(self._structure, self._placed, self._peers)
         try:
-            problem = self._read_file() if self._rounds is None else self._rounds.read(self._deal.targets)
+            problem = (
+                self._read_file()
+                if self._rounds is None
+                else self._rounds.read(self._deal.targets, self._crossing)
+            )
         finally:
             if self._crossing is not None:
                 self._crossing.finish()
@@ -223,26 +231,26 @@ class Trial:
 
     def _read_file(self) -> str | None:
         """Read it from the store alone. Collective."""
-        job, manifest, shared, own = self._job, self._manifest, self._deal.shared, self._deal.own
+        job, manifest, whole, own = self._job, self._manifest, self._deal.whole, self._deal.own
         assert manifest is not None
         assert job.store is not None
         origins = {STORE: StoredFile(job.store, manifest)}
         units = store_units(manifest, self._peers.ranks, self._deal.unshared)
-        fill = functools.partial(read, manifest, threads=job.threads)
-        whole: dict[int, EntryTaker] = {**shared, **self._deal.device}
-        self._reading = fill(units, origins, whole, self._peers, seconds_max=job.seconds_max)
+        means = Means(job.threads, job.seconds_max, self._crossing)
+        self._reading = read(manifest, units, origins, whole, self._peers, means)
         problem = agree(self._peers, self._reading.error)
         if problem is None and own:
             left = job.seconds_max - self._reading.seconds["read"]
-            parcels = Parcels(manifest, own, self._peers)
-            parts = fill(parcels, origins, own, self._peers, seconds_max=left)
+            parcels = Parcels(manifest, own, self._peers, self._crossing)
+            parts = read(manifest, parcels, origins, own, self._peers, means._replace(seconds_max=left))
             self._reading.add(parts)
             problem = agree(self._peers, parts.error)
         self._seconds.update(self._reading.seconds)
         if problem is not None or self._peers.ranks == 1:
             return problem
         begun = time.monotonic()
-        error = check_received(manifest, units, shared, self._reading.sums, self._peers, threads=job.threads)
+        sums = {**self._reading.sums, **self._reading.received}
+        error = check_received(manifest, units, whole, sums, self._peers, threads=job.threads)
         self._seconds["check"] = time.monotonic() - begun
         return agree(self._peers, error)
 
@@ -411,5 +419,3 @@ class Trial:
         parts = {**beside_live(parts, own, structure.tree), **split_moments(job.state, structure.tree)}
         self._placed = place(structure, parts, job.state, left_out)
         self._adopted_bytes = structure.adopt(in_place) + self._placed.nbytes
-        if job.locked is not None and self._peers.ranks == 1 and not parts:
-            self._crossing = take_to_device(structure, job.state, self._live, job.locked)

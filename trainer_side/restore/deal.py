@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trainer_side.ranks.peers import Peers, gather
-from trainer_side.restore.device_sections import DeviceSections, DeviceTarget
+from trainer_side.restore.device_sections import DeviceTarget
 from trainer_side.restore.region_targets import ScatterTarget, settle, whole_entry
 from trainer_side.restore.split_parts import Placed
 from trainer_side.restore.structure import Structure
@@ -29,7 +29,7 @@ class Deal:
 
     Attributes:
         unshared: Entries that are own, or that nobody takes.
-        device: Entries that go to a device. Only where this rank is alone.
+        device: Entries that are shared, and go to a device: on every rank the same ones.
         mixed: Entries that are shared, of which this rank also takes parts: from the shared memory.
     """
 
@@ -42,7 +42,12 @@ class Deal:
     @property
     def targets(self) -> Mapping[int, EntryTaker]:
         """Of all entries of which anybody takes something."""
-        return {**self.shared, **self.device, **self.own}
+        return {**self.whole, **self.own}
+
+    @property
+    def whole(self) -> Mapping[int, EntryTaker]:
+        """Of all entries that are shared."""
+        return {**self.shared, **self.device}
 
     def settle(self) -> None:
         """Put what could not be read into its place there. Training thread, when every rank has all its bytes."""
@@ -51,14 +56,13 @@ class Deal:
         settle([*self.own.values(), *self.mixed.values()])
 
 
-def deal(structure: Structure, placed: Placed, peers: Peers, crossing: DeviceSections | None = None) -> Deal:
+def deal(structure: Structure, placed: Placed, peers: Peers) -> Deal:
     """Agree on who takes what. Collective.
 
     Args:
-        structure: After `adopt`: the memory of what is taken whole.
+        structure: After `take_to_device`: the memory of what is taken whole.
         placed: What this rank takes in parts.
         peers: The ranks.
-        crossing: The way to storages on a device.
     """
     free: list[set[int]] = []
     wanted: set[int] = set()
@@ -76,9 +80,9 @@ def deal(structure: Structure, placed: Placed, peers: Peers, crossing: DeviceSec
         if index not in unshared and storage.device.type == "cpu"
     }
     device = {
-        index: DeviceTarget.of(storage, crossing)
+        index: DeviceTarget.of(storage)
         for index, storage in structure.storages.items()
-        if crossing is not None and storage.device.type != "cpu"
+        if storage.device.type != "cpu"
     }
     own = {index: placed.regions.get(index, ScatterTarget()) for index in sorted(unshared & wanted)}
     for index, target in own.items():
@@ -88,13 +92,14 @@ def deal(structure: Structure, placed: Placed, peers: Peers, crossing: DeviceSec
     if own:
         between = [
             index
-            for index, target in shared.items()
-            if target.memory.nbytes <= _SMALL_BYTES and index not in wanted
+            for index in [*shared, *device]
+            if structure.storages[index].nbytes() <= _SMALL_BYTES and index not in wanted
         ]
         for index in between:
             storage = structure.storages[index]
             own[index] = ScatterTarget([whole_entry(index, storage.nbytes(), storage)])
-            del shared[index]
+            shared.pop(index, None)
+            device.pop(index, None)
         unshared |= frozenset(between)
     mixed = {index: target for index, target in placed.regions.items() if index in shared}
     return Deal(shared, own, unshared, device, mixed)

@@ -25,7 +25,7 @@ from trainer_side.restore.windows import ChunkWindows, EntryPart
 def check_received(
     manifest: Manifest,
     units: Sequence[Unit],
-    targets: Mapping[int, EntryTarget],
+    targets: Mapping[int, EntryTaker],
     sums: Mapping[int, Sum],
     peers: Peers,
     *,
@@ -39,7 +39,7 @@ def check_received(
         manifest: The file's manifest.
         units: As given to `read`, chunks ascending.
         targets: As given to `read`.
-        sums: `Reading.sums`: of these parts no byte is looked at again.
+        sums: `Reading.sums` and `Reading.received`: of these parts no byte is looked at again.
         peers: The ranks.
         threads: How many compute at once.
     """
@@ -166,5 +166,6 @@ def check_entries(
     return None
 
 
-def _sum(target: EntryTarget, part: EntryPart) -> Sum:
+def _sum(target: EntryTaker, part: EntryPart) -> Sum:
+    assert isinstance(target, EntryTarget), "what went through a window was summed there"
     return Sum.of(target.memory[part.inside : part.inside + part.nbytes])

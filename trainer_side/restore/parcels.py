@@ -7,7 +7,8 @@
 A rank holds the bytes of a region in the order in which they lie in the whole tensor. So a parcel has one run for each
 region, and is received where it belongs. It ends with its CRC-32. Ranks with the same region get the same parcel.
 
-Only so many chunks are packed at once: a reader that is ahead waits until its parcels have left.
+Only so many chunks are packed at once: a reader that is ahead waits until its parcels have left. What comes for regions
+on a device is received into a locked window, and crosses from there: all that came at once in one section.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from holdfast.errors import DamageError, HoldfastError
 from holdfast.image.regions import Comb, Extent, Region
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import STORE, Unit
+from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow
 from trainer_side.restore.image_map import Mapped
 from trainer_side.restore.region_targets import RegionTarget, ScatterTarget, copy_runs
 from trainer_side.restore.targets import Sum
@@ -31,7 +33,8 @@ from trainer_side.restore.windows import EntryPart
 
 _PACKED = 2  # own chunks whose parcels are under way at once
 _AHEAD = _PACKED + 2  # own chunks that are read and packed, and not yet given away
-_COMING = 16  # parcels that are awaited at once; they take no memory of their own
+_COMING = 16  # parcels that are awaited at once; in host memory they take none of their own
+_COMING_BYTES = 64 << 20  # of what is awaited at once for a device
 _WAIT_SECONDS = 0.1
 _CRC_BYTES = 4
 
@@ -62,14 +65,21 @@ class Parcels:
         image: Where everything lies.
         targets: What this rank holds, by entry; the same entries on every rank.
         peers: The ranks.
+        crossing: The way to the device that some of the regions are on; None: this rank has none there.
 
     Attributes:
         units: The chunks that any rank needs, each with its reader: the same on every rank.
         error: What came was not what was sent, if so.
     """
 
-    def __init__(self, image: Mapped, targets: Mapping[int, ScatterTarget], peers: Peers) -> None:
-        self._image, self._peers = image, peers
+    def __init__(
+        self,
+        image: Mapped,
+        targets: Mapping[int, ScatterTarget],
+        peers: Peers,
+        crossing: DeviceSections | None = None,
+    ) -> None:
+        self._image, self._peers, self._crossing = image, peers, crossing
         self._mine: dict[int, list[RegionTarget]] = {}
         for index in sorted(targets):
             for region in targets[index].regions:
@@ -88,6 +98,10 @@ class Parcels:
         self._given = 0  # own chunks that have left
         self._leaving: list[int] = []
         self._coming: list[tuple[int, list[np.ndarray], np.ndarray]] = []
+        self._largest = 0 if crossing is None else max(map(self._crossing_bytes, self._mine), default=0)
+        self._section: SectionWindow | None = None  # of what is coming for a device
+        self._section_end = 0
+        self._parts: list[SectionPart] = []
         self._changed = threading.Condition()
         self.received: dict[int, Sum] = {}
         self.error: HoldfastError | None = None
@@ -122,7 +136,7 @@ class Parcels:
             if unit.chunk in self._turns:
                 self._leaving.append(unit.chunk)
         elif unit.chunk in self._mine:
-            runs = [region.memory[first:end] for region, first, end in self._runs(unit.chunk)]
+            runs = [self._coming_to(region, first, end) for region, first, end in self._runs(unit.chunk)]
             sealed_there = np.empty(_CRC_BYTES, np.uint8)
             peers.receive([piece for run in (*runs, sealed_there) for piece in _pieces(run)], unit.reader)
             self._coming.append((unit.chunk, runs, sealed_there))
@@ -130,7 +144,8 @@ class Parcels:
     @property
     def is_full(self) -> bool:
         """Whether this rank shares nothing more before `Peers.finish` and `settle`."""
-        return len(self._leaving) >= _PACKED or len(self._coming) >= _COMING
+        has_room = self._section is None or self._section_end + self._largest <= len(self._section.memory)
+        return len(self._leaving) >= _PACKED or len(self._coming) >= _COMING or not has_room
 
     def settle(self) -> None:
         """See that what has come is what was sent, after `Peers.finish`."""
@@ -142,6 +157,9 @@ class Parcels:
                     "among the ranks, although the chunk was read whole"
                 )
         self._coming.clear()
+        if self._section is not None and self._crossing is not None:
+            self._crossing.send(self._section, self._parts)
+            self._section, self._section_end, self._parts = None, 0, []
         with self._changed:
             for chunk in self._leaving:
                 self._packed.pop(chunk, None)
@@ -158,6 +176,24 @@ class Parcels:
         for region in self._mine[chunk]:
             first, end = self._within(region.entry, region.base, region.comb, chunk)
             yield region, first, end
+
+    def _coming_to(self, region: RegionTarget, first: int, end: int) -> np.ndarray:
+        """The memory in which bytes of a region are received."""
+        if region.device is None or self._crossing is None:
+            return region.memory[first:end]
+        if self._section is None:
+            self._section = self._crossing.window(
+                max(self._largest, min(_COMING * self._largest, _COMING_BYTES))
+            )
+        begin = _aligned(self._section_end) + first % WIDEST_BYTES
+        self._section_end = begin + end - first
+        self._parts.append(SectionPart(region.device, first, begin, end - first))
+        return self._section.bytes[begin : self._section_end]
+
+    def _crossing_bytes(self, chunk: int) -> int:
+        """Most that what comes of a chunk takes in a window."""
+        runs = [end - first for region, first, end in self._runs(chunk) if region.device is not None]
+        return sum(_aligned(nbytes) + 2 * WIDEST_BYTES for nbytes in runs)
 
     def _within(self, entry: int, base: int, comb: Comb, chunk: int) -> tuple[int, int]:
         begin = chunk * self._image.chunk_bytes - self._image.entries[entry].offset - base
@@ -264,6 +300,10 @@ def _chunks(image: Mapped, entry: int) -> range:
     return range(
         place.offset // image.chunk_bytes, (place.offset + max(place.nbytes, 1) - 1) // image.chunk_bytes + 1
     )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // WIDEST_BYTES) * WIDEST_BYTES
 
 
 def _has(run: tuple[int, int]) -> bool:

@@ -6,6 +6,7 @@
 Nobody has memory for a whole split tensor, so what is shared goes from window to window. A window holds what is passed
 on of one unit, back to back: one message, whatever number of runs it is made of. There are only so many windows: they
 are used again when what is in them has arrived everywhere (`Peers.finish`), and a reader that is ahead waits for that.
+What other ranks have read for a device goes the same way, and crosses from there: all that came at once in one section.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from holdfast.errors import HoldfastError
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import Unit
+from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow
 from trainer_side.restore.image_map import Mapped
 from trainer_side.restore.targets import EntryTaker, EntryTarget, ReadWindow, Sum
 from trainer_side.restore.windows import ChunkWindows, EntryPart
@@ -68,6 +70,7 @@ class Passing:
         windows: Of the entries in `targets`.
         targets: Entries that are shared in place have an `EntryTarget`; all others are passed on.
         own: The units that this rank reads, in order.
+        crossing: The way to the device that some of the targets are on; None: this rank has none there.
 
     Attributes:
         received: CRC-32 of each part that has come from another rank, by its place in the image.
@@ -77,9 +80,14 @@ class Passing:
     error: HoldfastError | None = None
 
     def __init__(
-        self, image: Mapped, windows: ChunkWindows, targets: Mapping[int, EntryTaker], own: Iterable[Unit]
+        self,
+        image: Mapped,
+        windows: ChunkWindows,
+        targets: Mapping[int, EntryTaker],
+        own: Iterable[Unit],
+        crossing: DeviceSections | None = None,
     ) -> None:
-        self._windows, self._targets = windows, targets
+        self._windows, self._targets, self._crossing = windows, targets, crossing
         self._chunk_bytes = min(image.chunk_bytes, image.image_bytes)
         self._turns: dict[_Key, int] = {}
         if any(not isinstance(target, EntryTarget) for target in targets.values()):
@@ -88,6 +96,7 @@ class Passing:
         self._packed: dict[_Key, _Packed] = {}  # of the units that are being read, or are under way
         self._ahead: dict[int, ReadWindow] = {}
         self._coming: dict[int, ReadWindow] = {}
+        self._section: SectionWindow | None = None  # what is coming, where some of it goes to a device
         self._batch: list[Unit] = []
         self._given = 0  # own units that have arrived everywhere
         self._changed = threading.Condition()
@@ -140,18 +149,25 @@ class Passing:
     def settle(self) -> None:
         """Take what has arrived, after `Peers.finish`."""
         given = 0
+        crossing: list[SectionPart] = []
         for place, unit in enumerate(self._batch):
             with self._changed:
                 packed = self._packed.pop(_key(unit))
             if _key(unit) in self._turns:
                 given += 1
                 continue
-            window = self._coming[place]
+            window, first = self._coming[place], place * self._place_bytes
             for part, begin in zip(packed.parts, packed.places, strict=True):
                 view = window.memory[begin : begin + part.nbytes]
                 self.received[part.offset] = Sum.of(view)
-                self._targets[part.entry].put(part.inside, window.address + begin, view)
+                target = self._targets[part.entry]
+                target.put(part.inside, window.address + begin, view)
+                crossing += target.parts(part.inside, first + begin, part.nbytes)
         self._batch.clear()
+        if self._section is not None and self._crossing is not None:
+            self._crossing.send(self._section, crossing)
+            self._section = None  # the other one takes what comes next, while this one crosses
+            self._coming.clear()
         with self._changed:
             self._given += given
             self._changed.notify_all()
@@ -162,8 +178,23 @@ class Passing:
         place = len(self._batch) - 1 if turn is None else turn % _AHEAD
         with self._changed:
             if place not in windows:
-                windows[place] = ReadWindow.of_size(self._chunk_bytes)
+                windows[place] = self._fresh(place) if turn is None else ReadWindow.of_size(self._chunk_bytes)
             if _key(unit) not in self._packed:
                 parts = self._windows.parts(unit.extents)
                 self._packed[_key(unit)] = _Packed.of(part for part in parts if self.passes(part))
             return windows[place], self._packed[_key(unit)]
+
+    @property
+    def _place_bytes(self) -> int:
+        return -(-self._chunk_bytes // WIDEST_BYTES) * WIDEST_BYTES
+
+    def _fresh(self, place: int) -> ReadWindow:
+        """Memory for what is coming as one of a batch."""
+        if self._crossing is None:
+            return ReadWindow.of_size(self._chunk_bytes)
+        if self._section is None:
+            self._section = self._crossing.window(_BATCH * self._place_bytes)
+        begin = place * self._place_bytes
+        return ReadWindow(
+            self._section.address + begin, self._section.memory[begin : begin + self._chunk_bytes]
+        )

@@ -5,7 +5,8 @@
 
 1. A window is touched once and used again for every run of its reader: store and tiers write into it past the page
    cache, and its bytes are checked and copied while they are still in the processor's cache. Never more than
-   `threads` such windows are in memory beside the tensors, and those of threads that hang.
+   `threads` such windows are in memory beside the tensors, and those of threads that hang. Where bytes go to a device a
+   window takes all runs of a unit, and what is in it crosses at once, while the next unit is read into a second one.
 2. The CRC-32 of a unit is that of its parts and of what lies between them, combined: no byte is summed twice.
 3. A unit that is read and checked is shared with the other ranks while the next ones are read: with all of them
    (`passing.py`), or with those that need bytes of it (`parcels.py`). The turns go round the ranks (first unit of each,
@@ -35,7 +36,7 @@ from holdfast.faultpoint import Point, reach
 from trainer_side.ranks.deadlines import Crew
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import STORE, Unit
-from trainer_side.restore.device_sections import DeviceTarget, SectionPart, SectionWindow
+from trainer_side.restore.device_sections import SECTION_BYTES, DeviceSections, SectionPart, SectionWindow
 from trainer_side.restore.image_map import Mapped
 from trainer_side.restore.origins import Origin
 from trainer_side.restore.parcels import Parcels
@@ -113,6 +114,20 @@ class Reading:
             before.seconds += use.seconds
 
 
+class Means(NamedTuple):
+    """How a rank reads.
+
+    Attributes:
+        threads: Requests in flight from this rank.
+        seconds_max: For reading, and again for the exchange.
+        crossing: The way to the device that some of the targets are on; None: this rank has none there.
+    """
+
+    threads: int
+    seconds_max: float
+    crossing: DeviceSections | None = None
+
+
 def turns(units: Sequence[Unit], ranks: int) -> list[Unit]:
     """The units in the order in which they are shared."""
     of_rank: list[list[Unit]] = [[] for _ in range(ranks)]
@@ -128,9 +143,7 @@ def read(
     origins: Mapping[int, Origin],
     targets: Mapping[int, EntryTaker],
     peers: Peers,
-    *,
-    threads: int,
-    seconds_max: float,
+    means: Means,
 ) -> Reading:
     """Fill, on every rank, what the units have of every target. Collective; training thread.
 
@@ -142,8 +155,7 @@ def read(
             entries, with the same kind of target, on each rank; not overlapping. What goes to a device may still be on
             its way when this returns (`DeviceSections.finish`).
         peers: The ranks.
-        threads: Requests in flight from this rank.
-        seconds_max: For reading, and again for the exchange.
+        means: How it is read.
 
     Returns:
         With `error` set to the first problem that another source does not mend: `DamageError` (a CRC of the store does
@@ -152,13 +164,14 @@ def read(
     Raises:
         PeerLost: A rank is gone.
     """
+    threads, seconds_max, crossing = means
     passing: Passing | Parcels | None = units if isinstance(units, Parcels) else None
     units = units.units if isinstance(units, Parcels) else units
     own = [unit for unit in units if unit.reader == peers.rank]
     windows = ChunkWindows(image, targets)
     if passing is None and peers.ranks > 1:
-        passing = Passing(image, windows, targets, own)
-    crew = _Crew(image, origins, targets, windows, passing, seconds_max)
+        passing = Passing(image, windows, targets, own, crossing)
+    crew = _Crew(image, origins, targets, windows, passing, seconds_max, crossing)
     what = origins[own[0].number].what if own else ""
     outcome = Reading()
     begun = time.monotonic()
@@ -256,13 +269,15 @@ class _Crew:
         windows: ChunkWindows,
         passing: Passing | Parcels | None,
         seconds_max: float,
+        crossing: DeviceSections | None = None,
     ) -> None:
-        on_device = (target for target in targets.values() if isinstance(target, DeviceTarget))
-        self._crossing = next((target.crossing for target in on_device), None)
+        self._crossing = crossing
         self._origins, self._targets, self._seconds_max = origins, targets, seconds_max
         self._windows, self._passing = windows, passing
         largest = max((origin.request_bytes for origin in origins.values()), default=_PAGE_BYTES)
-        self._window_bytes = min(largest, image.chunk_bytes, image.image_bytes)
+        self._request_bytes = min(largest, image.chunk_bytes, image.image_bytes)
+        sections = max(largest, SECTION_BYTES) // self._request_bytes * self._request_bytes
+        self._section_bytes = min(sections, image.chunk_bytes, image.image_bytes)
         self._local = threading.local()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -346,17 +361,22 @@ class _Crew:
         begun = time.monotonic()
         parts = self._windows.parts(unit.extents)
         begins = [part.offset for part in parts]
-        request_bytes = min(origin.request_bytes, self._window_bytes)
+        request_bytes = min(origin.request_bytes, self._request_bytes)
         for _ in range(_READS_MAX):
             sums: list[Sum] = []
             of_parts: list[list[Sum]] = [[] for _ in parts]
+            section = _Section(self._window())
             for run in self._windows.runs(lying.extents, lying.offset, request_bytes, wanted=unit.extents):
                 if self._stopped.is_set():
                     return
-                for part_begin, found in self._read(unit, origin, run, sums):
+                if not section.has_room(run.nbytes):
+                    self._cross(section)
+                    section = _Section(self._window())
+                for part_begin, found in self._read(unit, origin, run, sums, section):
                     of_parts[bisect.bisect_right(begins, part_begin) - 1].append(found)
             summed = combine_all(sums)
             if summed == lying.crc32:
+                self._cross(section)
                 break
         else:
             raise DamageError(
@@ -370,13 +390,15 @@ class _Crew:
             for part, own in zip(parts, of_parts, strict=True):
                 self.sums[part.offset] = Sum(combine_all(own), part.nbytes)
 
-    def _read(self, unit: Unit, origin: Origin, run: ReadRun, sums: list[Sum]) -> list[tuple[int, Sum]]:
+    def _read(
+        self, unit: Unit, origin: Origin, run: ReadRun, sums: list[Sum], section: _Section
+    ) -> list[tuple[int, Sum]]:
         """Read a run and put its parts in their places; returns the sum of each part with its place in the image.
 
-        All sums of its bytes go to `sums`, in order.
+        All sums of its bytes go to `sums`, in order; what goes to a device is left in the section.
         """
-        window = self._window()
-        view = window.memory[: run.nbytes]
+        first, view = section.take(run.nbytes)
+        address = section.window.address + first
         me = threading.get_ident()
         limit = time.monotonic() + origin.seconds_share * self._seconds_max
         request = _Request(unit, limit)
@@ -397,7 +419,6 @@ class _Crew:
             raise self._broken[unit.number]
         reach(Point.RESTORE_READ)
         found: list[tuple[int, Sum]] = []
-        crossing: list[SectionPart] = []
         position = 0
         for begin, part in zip(run.begins, run.parts, strict=True):
             if begin > position:
@@ -406,23 +427,40 @@ class _Crew:
             sums.append(Sum.of(view[begin:position]))
             found.append((part.offset, sums[-1]))
             target = self._targets[part.entry]
-            if isinstance(target, DeviceTarget) and isinstance(window, SectionWindow):
-                crossing.append(SectionPart(target, part.inside, begin, part.nbytes))
-            else:
-                target.put(part.inside, window.address + begin, view[begin:position])
+            target.put(part.inside, address + begin, view[begin:position])
+            section.parts += target.parts(part.inside, first + begin, part.nbytes)
             if self._passing is not None:
-                self._passing.keep(unit, part, window.address + begin, view[begin:position])
+                self._passing.keep(unit, part, address + begin, view[begin:position])
         if position < run.nbytes:
             sums.append(Sum.of(view[position:]))
-        if crossing and isinstance(window, SectionWindow) and self._crossing is not None:
-            self._crossing.send(window, run.nbytes, crossing)
         return found
+
+    def _cross(self, section: _Section) -> None:
+        if self._crossing is not None and isinstance(section.window, SectionWindow):
+            self._crossing.send(section.window, section.parts)
 
     def _window(self) -> ReadWindow | SectionWindow:
         """This thread's window; of those through which bytes go to a device the next one."""
         if self._crossing is not None:
-            return self._crossing.window(self._window_bytes)
+            return self._crossing.window(self._section_bytes)
         window: ReadWindow | None = getattr(self._local, "window", None)
         if window is None:
-            window = self._local.window = ReadWindow.of_size(self._window_bytes)
+            window = self._local.window = ReadWindow.of_size(self._request_bytes)
         return window
+
+
+class _Section:
+    """What a reader has brought into a window since the last transfer, and which of it goes to a device."""
+
+    def __init__(self, window: ReadWindow | SectionWindow) -> None:
+        self.window = window
+        self.parts: list[SectionPart] = []
+        self._end = 0
+
+    def has_room(self, nbytes: int) -> bool:
+        return self._end + nbytes <= len(self.window.memory)
+
+    def take(self, nbytes: int) -> tuple[int, memoryview]:
+        """The next bytes of the window, and where they begin."""
+        begin, self._end = self._end, self._end + nbytes
+        return begin, self.window.memory[begin : self._end]

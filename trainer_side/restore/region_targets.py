@@ -4,14 +4,15 @@
     RegionTarget         xxxxxx                             the rank's own memory: runs are copied, nothing is gathered
     ScatterTarget        all regions that the rank holds of one entry
 
-A region lies in live memory itself where it can. Where it cannot (a CUDA device, another dtype, a tensor that is
-stored transposed), it is read into memory of its own, and `settle` copies it from there.
+A region lies in live memory itself where it can. Where it cannot (another dtype, a tensor that is stored transposed),
+it is read into memory of its own, and `settle` copies it from there. Of a tensor on a device that memory is there, too,
+if there is room (`device_memory.py`): then bytes cross in sections, and the device copies.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 
 from holdfast.errors import StateError
 from holdfast.image.regions import Comb, Region
+from trainer_side.restore.device_sections import SectionPart
 from trainer_side.restore.image_map import Mapped
 from trainer_side.state.split_tensor import Held
 
@@ -32,9 +34,11 @@ class RegionTarget:
         base: Where in the entry the tensor begins.
         comb: Where the region's bytes lie in the tensor.
         whole: Shape of the tensor, bytes of an element, and the region: what the comb is made of.
-        memory: Of the region's size; bytes.
+        memory: Of the region's size; bytes. Empty where it is on a device.
         copies: What was read, shaped as the region, and the tensor that it is copied to; None: `memory` is the
             tensor's own.
+        device: The memory on a device; bytes.
+        is_fresh: The tensor itself could take the bytes on its device: nobody has it yet, and it lies as they do.
     """
 
     entry: int
@@ -43,10 +47,23 @@ class RegionTarget:
     whole: tuple[tuple[int, ...], int, Region]
     memory: np.ndarray
     copies: tuple[torch.Tensor, torch.Tensor] | None = None
+    device: torch.Tensor | None = None
+    is_fresh: bool = False
 
     def put(self, inside: int, source: np.ndarray) -> None:
         """Take what belongs to the region from bytes of the entry, which begin `inside` bytes into it."""
-        copy_runs(self.comb, inside - self.base, source, self.memory, 0)
+        if self.device is None:
+            copy_runs(self.comb, inside - self.base, source, self.memory, 0)
+
+    def parts(self, inside: int, begin: int, nbytes: int) -> Iterator[SectionPart]:
+        """As `EntryTaker.parts`."""
+        if self.device is None:
+            return
+        first = inside - self.base  # of the tensor
+        at, end = self.comb.before(first), self.comb.before(first + nbytes)
+        for offset, run_bytes, stride, runs in self.comb.blocks(at, end):
+            yield SectionPart(self.device, at, begin + offset - first, run_bytes, runs, stride)
+            at += run_bytes * runs
 
     def chunks(self, image: Mapped) -> Iterable[int]:
         base, span = image.entries[self.entry].offset + self.base, self.comb.span
@@ -91,15 +108,23 @@ class ScatterTarget:
         for region in self.regions:
             region.put(inside, source)
 
+    def parts(self, inside: int, begin: int, nbytes: int) -> list[SectionPart]:
+        """As `EntryTaker.parts`."""
+        return [part for region in self.regions for part in region.parts(inside, begin, nbytes)]
+
 
 class Claims:
     """The live memory that regions are read into: no two of them into the same.
 
     Tied tensors are one memory at several paths. If what was saved for them is one tensor as well, it is read once; if
     not, the others are read beside it, and copied over it in their order.
+
+    Args:
+        live: Whether the script has the tensors already.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, live: bool) -> None:
+        self._live = live
         self._spans: list[tuple[int, int]] = []  # ascending, apart
         self._sources: dict[tuple[int, int], tuple[int, int, tuple[int, ...], Region]] = {}
         self.nbytes = 0
@@ -133,18 +158,17 @@ class Claims:
         if self._sources.get(span) == source:
             return None
         as_it_lies = (
-            order == sorted(order)
-            and local.device.type == "cpu"
-            and local.dtype == saved.dtype
-            and not (local.is_conj() or local.is_neg())
+            order == sorted(order) and local.dtype == saved.dtype and not (local.is_conj() or local.is_neg())
         )
-        if as_it_lies and self._claim(span):
+        on_cpu = local.device.type == "cpu"
+        is_own = as_it_lies and (on_cpu or not self._live) and self._claim(span)
+        if is_own and on_cpu:
             self._sources[span] = source
             self.nbytes += comb.nbytes
             return RegionTarget(entry, base, comb, whole, _bytes_of(local))
         read = torch.empty(region.size, dtype=saved.dtype)
         shaped = read.as_strided(local.shape, _strides(held.region.size, order))
-        return RegionTarget(entry, base, comb, whole, _bytes_of(read), (shaped, local))
+        return RegionTarget(entry, base, comb, whole, _bytes_of(read), (shaped, local), is_fresh=is_own)
 
     def _claim(self, span: tuple[int, int]) -> bool:
         place = bisect.bisect_left(self._spans, span)
@@ -158,19 +182,30 @@ class Claims:
 
 def whole_entry(entry: int, nbytes: int, storage: torch.UntypedStorage) -> RegionTarget:
     """All of an entry: for a rank that takes it whole where others take parts of it."""
-    memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     whole = ((nbytes,), 1, Region((0,), (nbytes,)))
-    return RegionTarget(entry, 0, Comb(*whole), whole, memory)
+    if memory.device.type != "cpu":
+        return RegionTarget(entry, 0, Comb(*whole), whole, np.empty(0, np.uint8), device=memory)
+    return RegionTarget(entry, 0, Comb(*whole), whole, memory.numpy())
 
 
 def settle(targets: Iterable[ScatterTarget]) -> None:
     """Copy what could not be read into its place. Training thread, when all of it is there."""
+    on_device: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     with torch.no_grad():
         for target in targets:
             for region in target.regions:
-                if region.copies is not None:
-                    read, local = region.copies
+                if region.copies is None:
+                    continue
+                read, local = region.copies
+                if region.device is None:
                     local.copy_(read)
+                else:
+                    to, of = on_device.setdefault(local.dtype, ([], []))
+                    to.append(local)
+                    of.append(read)
+        for to, of in on_device.values():
+            torch._foreach_copy_(to, of)  # one launch, or a few
 
 
 def _order(path: str, saved: torch.Tensor) -> list[int]:
@@ -197,8 +232,13 @@ def _strides(size: Sequence[int], order: Sequence[int]) -> list[int]:
     return strides
 
 
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    storage = tensor.untyped_storage()
+def bytes_in(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor that lies in one piece, wherever it is."""
     begin = tensor.storage_offset() * tensor.element_size()
-    memory: np.ndarray = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return memory[begin : begin + tensor.numel() * tensor.element_size()]
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    memory: np.ndarray = bytes_in(tensor).numpy()
+    return memory

@@ -33,10 +33,11 @@ from trainer_side.restore.choice import (
     divide,
     pieces_of,
 )
+from trainer_side.restore.device_sections import DeviceSections
 from trainer_side.restore.exchange import check_entries, check_told, tell
 from trainer_side.restore.image_map import ImageEnds, Mapped, ends_of
 from trainer_side.restore.origins import Origin
-from trainer_side.restore.reading import Failure, Reading, read
+from trainer_side.restore.reading import Failure, Means, Reading, read
 from trainer_side.restore.targets import EntryTaker, EntryTarget
 from trainer_side.restore.windows import ChunkWindows
 
@@ -111,8 +112,12 @@ class Rounds:
         problem = self._read(ends, pieces_of(self.layout, within), targets)[1]
         return bytes(memory), problem
 
-    def read(self, targets: Mapping[int, EntryTaker]) -> str | None:
+    def read(self, targets: Mapping[int, EntryTaker], crossing: DeviceSections | None = None) -> str | None:
         """Fill every target on every rank.
+
+        Args:
+            targets: As for `reading.read`.
+            crossing: As in `Means`.
 
         Returns:
             Why this candidate is no good, if so; then the targets hold anything.
@@ -121,14 +126,18 @@ class Rounds:
             StoreError: The store failed, where nothing else has the bytes.
             PeerLost: A rank is gone.
         """
-        told, problem = self._read(self.layout, pieces_of(self.layout), targets)
+        told, problem = self._read(self.layout, pieces_of(self.layout), targets, crossing)
         if problem is None and self.manifest is not None:
             tiers = sorted({holder.tier for some in self.candidate.slices.values() for holder in some})
             problem = agree(self.peers, check_entries(self.manifest, self.layout, told, ", ".join(tiers)))
         return problem
 
     def _read(
-        self, image: Mapped, pieces: dict[int, FramePiece], targets: Mapping[int, EntryTaker]
+        self,
+        image: Mapped,
+        pieces: dict[int, FramePiece],
+        targets: Mapping[int, EntryTaker],
+        crossing: DeviceSections | None = None,
     ) -> tuple[dict[int, Any], str | None]:
         self.reading = Reading()
         done: list[Unit] = []
@@ -157,8 +166,7 @@ class Rounds:
                     self.origins,
                     targets,
                     peers,
-                    threads=self.threads,
-                    seconds_max=self.seconds_max,
+                    Means(self.threads, self.seconds_max, crossing),
                 )
                 self.reading.add(reading)
                 problem = agree(self.peers, reading.error)

@@ -150,7 +150,7 @@ def place(
     regions: dict[int, ScatterTarget] = {}
     taken: dict[str, Any] = {}
     touched = set(left_out)
-    claims, fresh = Claims(), Claims()
+    claims, fresh = Claims(live=True), Claims(live=False)
     for path, saved in tensors:
         entry = entry_at(saved, entry_of)
         part = parts.get(path) if path in clear else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from holdfast.crc import crc32
 from holdfast.ring.pages import direct_window
+from trainer_side.restore.device_sections import SectionPart
 
 
 class Sum(NamedTuple):
@@ -26,7 +28,11 @@ class EntryTaker(Protocol):
     """Whoever takes bytes of one entry as they are read: all of them, or the parts that a rank holds."""
 
     def put(self, inside: int, address: int, view: memoryview) -> None:
-        """Take bytes of the entry, which begin `inside` bytes into it. Any thread."""
+        """Take what goes to host memory of bytes of the entry, which begin `inside` bytes into it. Any thread."""
+        ...
+
+    def parts(self, inside: int, begin: int, nbytes: int, /) -> Sequence[SectionPart]:
+        """What goes to a device of `nbytes` of the entry, from `inside` on, which are at `begin` of a window."""
         ...
 
 
@@ -45,6 +51,10 @@ class EntryTarget(NamedTuple):
         """Take bytes of the entry, which begin `inside` bytes into it. Any thread."""
         # memmove gives the GIL back, so other readers go on.
         ctypes.memmove(self.address + inside, address, view.nbytes)
+
+    def parts(self, _inside: int, _begin: int, _nbytes: int) -> Sequence[SectionPart]:
+        """Of host memory: nothing."""
+        return ()
 
 
 class ReadWindow(NamedTuple):

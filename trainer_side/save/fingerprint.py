@@ -6,14 +6,15 @@
 
 At most 64 rows (4 KiB) of a tensor are read, so the cost depends on the number of tensors, not on their size. Gated
 tensors in host memory are sampled by the copy thread before the gate opens: no update can lie between copy and
-fingerprint. All else is sampled in `save()`: on a device the samples are gathered there, and brought over in one small
-copy on the stream that is current; only that copy is waited for, by the copy thread.
+fingerprint. All else is sampled in `save()`: on a device the samples are gathered there by a few launches
+(`device_samples.py`), and brought over in one small copy on the stream that is current; only that copy is waited for,
+by the copy thread.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import not_
@@ -23,6 +24,8 @@ import torch
 
 from holdfast.crc import crc32, crc32_of_each
 from holdfast.image.replicas import ROW_BYTES, digest, encode, first_row, stride
+from trainer_side.save.device_lane import lane_of
+from trainer_side.save.device_samples import DeviceRows, DeviceSamples
 from trainer_side.save.process_memory import PROCESS_BEGIN, PROCESS_MEMORY
 from trainer_side.state import accelerator
 from trainer_side.state.accelerator import StreamEvent, brought
@@ -35,12 +38,21 @@ _WHOLE_BYTES_MAX = 4096  # below it every row is looked at: see `stride`
 
 @dataclass(frozen=True)
 class _Gathered:
-    """Samples of several entries on their way from a device."""
+    """Samples of several entries on their way from a device, taken one by one."""
 
     entries: list[int]
     sizes: list[int]
     memory: torch.Tensor
     arrived: StreamEvent | None
+
+    def crcs(self) -> Iterator[tuple[int, int]]:
+        """Entry and CRC. Copy thread; waits for what is still on its way."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        memory, offset = self.memory.numpy().data, 0
+        for entry, nbytes in zip(self.entries, self.sizes, strict=True):
+            yield entry, crc32(memory[offset : offset + nbytes])
+            offset += nbytes
 
 
 class Fingerprints:
@@ -51,15 +63,22 @@ class Fingerprints:
         gated: Per entry, whether it is copied behind the gate.
         step: The checkpoint's step: says which rows are looked at.
         shared: Those that are split, of which some ranks hold the same region.
+        samples: By device; kept from one checkpoint of a plan to the next, and added to.
     """
 
     def __init__(
-        self, entries: Sequence[int], gated: Sequence[bool], step: int, shared: Collection[int] = ()
+        self,
+        entries: Sequence[int],
+        gated: Sequence[bool],
+        step: int,
+        shared: Collection[int] = (),
+        samples: dict[torch.device, DeviceSamples] | None = None,
     ) -> None:
+        self._samples = {} if samples is None else samples
         self._watched, self._shared = entries, shared
         self._gated, self._step = gated, step
         self._crcs: dict[int, int] = {}
-        self._gathered: list[_Gathered] = []
+        self._gathered: list[_Gathered | DeviceRows] = []
         self._left: list[int] = []
 
     def take_now(self, sources: Sequence[StorageSource | None], *, also_gated: bool = False) -> None:
@@ -72,8 +91,11 @@ class Fingerprints:
         held_back = [not also_gated and self._gated[entry] for entry in self._watched]
         if accelerator.kind() is not None:
             # What is on a device is sampled there, in order: the copy thread takes no memory of the device.
-            here = map(_is_on_host, map(sources.__getitem__, self._watched))
-            held_back = [held and on_host for held, on_host in zip(held_back, here, strict=True)]
+            here = map(sources.__getitem__, self._watched)
+            held_back = [
+                held and source is not None and source.device.type == "cpu"
+                for held, source in zip(held_back, here, strict=True)
+            ]
         self._left = [*compress(self._watched, held_back)]
         self._take([*compress(self._watched, map(not_, held_back))], sources)
 
@@ -100,28 +122,19 @@ class Fingerprints:
         if accelerator.kind() is None:
             self._crcs.update(_crcs(there, self._step))
             return
-        by_device: dict[torch.device, list[StorageSource]] = {}
-        for source in there:
-            by_device.setdefault(source.device, []).append(source)
-        for device, on_it in by_device.items():
-            if device.type == "cpu":
-                self._crcs.update(_crcs(on_it, self._step))
-            else:
-                self._gathered.append(_gather(on_it, self._step))
+        self._crcs.update(_crcs([source for source in there if source.device.type == "cpu"], self._step))
+        # They are all on one device: `save()` refuses others.
+        if on_device := [source for source in there if source.device.type != "cpu"]:
+            device = on_device[0].device
+            if device not in self._samples:
+                self._samples[device] = DeviceSamples(device, lane_of(device).span)
+            gathered = self._samples[device].gather(on_device, self._step)
+            self._gathered.append(_gather(on_device, self._step) if gathered is None else gathered)
 
     def _arrive(self) -> None:
         for gathered in self._gathered:
-            if gathered.arrived is not None:
-                gathered.arrived.synchronize()
-            memory, offset = gathered.memory.numpy().data, 0
-            for entry, nbytes in zip(gathered.entries, gathered.sizes, strict=True):
-                self._crcs[entry] = crc32(memory[offset : offset + nbytes])
-                offset += nbytes
+            self._crcs.update(gathered.crcs())
         self._gathered.clear()
-
-
-def _is_on_host(source: StorageSource | None) -> bool:
-    return source is not None and source.device.type == "cpu"
 
 
 def _crcs(sources: Sequence[StorageSource], step: int) -> dict[int, int]:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from holdfast.errors import HoldfastError
 from holdfast.image.entries import REPLICATED
@@ -25,6 +27,7 @@ from holdfast.wire.state_messages import Agreement
 from trainer_side.save.agreeing import RanksAgreeing
 from trainer_side.save.areas import areas_max
 from trainer_side.save.copy_plan import Router, SlicePlan
+from trainer_side.save.device_samples import DeviceSamples
 from trainer_side.save.left_out import LeftOut
 from trainer_side.save.places import NoRoom, Room
 from trainer_side.save.rank_context import RankContext
@@ -48,6 +51,7 @@ class SavePlan:
         watched: Entries of which fingerprints are made; empty where they are not asked for.
         shared: Those of them that are split.
         tear_check: What is looked at to see that a copy is not torn.
+        samples: Where fingerprints look on each device.
     """
 
     skeleton: Skeleton
@@ -55,6 +59,7 @@ class SavePlan:
     watched: Sequence[int]
     shared: frozenset[int]
     tear_check: TearCheck
+    samples: dict[torch.device, DeviceSamples] = field(default_factory=dict)
 
 
 class Planner:

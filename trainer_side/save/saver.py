@@ -26,6 +26,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,7 @@ def no_collections() -> Iterator[None]:
 
 
 _log = logging.getLogger("holdfast.trainer")
+_device_of = attrgetter("device")
 
 
 class Saver:
@@ -215,7 +217,7 @@ class Saver:
             instant = tear_check.take(taken, step)
         fingerprints = None
         if plan.watched:
-            fingerprints = Fingerprints(plan.watched, plan.skeleton.gated, step, plan.shared)
+            fingerprints = Fingerprints(plan.watched, plan.skeleton.gated, step, plan.shared, plan.samples)
             fingerprints.take_now(sources, also_gated=not is_live)
         after = None if device is None else lane_of(device).record()
         return _Taken(is_live, instant, fingerprints, after, route)
@@ -286,7 +288,8 @@ def _device(sources: Sequence[StorageSource | None]) -> torch.device | None:
     """The device that tensors of the state lie on; None: all are in host memory."""
     if accelerator.kind() is None:
         return None
-    devices = {source.device for source in sources if source is not None and source.device.type != "cpu"}
+    everywhere = {*map(_device_of, filter(None, sources))}  # no Python code for each
+    devices = {device for device in everywhere if device.type != "cpu"}
     if len(devices) > 1:
         raise StateError(
             f"tensors of the state lie on {' and '.join(sorted(map(str, devices)))}; expected the tensors of a rank on "

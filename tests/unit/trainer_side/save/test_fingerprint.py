@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from holdfast.image.replicas import decode, stride
 from tests.support.calls import python_calls
 from trainer_side.save import fingerprint
+from trainer_side.save.device_samples import DeviceSamples
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.state.survey import StoragePart, StorageSource
 
@@ -92,3 +94,42 @@ def test_small_tensors_cost_no_python_calls() -> None:
 
         calls.append(python_calls(take))
     assert calls[0] == calls[1]
+
+
+def _memory(address: int, nbytes: int) -> torch.Tensor:
+    """Memory of this process by address, as `DeviceLane.span` gives it of a device."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_rows_by_address_give_the_same_with_as_many_calls_for_any_number_of_tensors(step: int) -> None:
+    torch.manual_seed(0)
+    flat = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8)  # the tensors are not far apart
+    at = -flat.data_ptr() % 64
+    sizes = [*SIZES, *range(4090, 4170, 3), 100_000, 99_968, 1 << 20]
+    sources: list[StorageSource] = []
+    for entry, nbytes in enumerate(sizes):
+        sources.append(StoragePart(flat.untyped_storage(), at, nbytes).source(entry))
+        at += -(-nbytes // 64) * 64 + (4 if nbytes > 64 else 0)
+        at += -at % 64 if entry < len(SIZES) else 0
+    samples = DeviceSamples(torch.device("cpu"), _memory)
+    samples.gather(sources, step + 1)
+    rows: list[Any] = []
+    calls = python_calls(lambda: rows.append(samples.gather(sources, step)), of="trainer_side/save")
+    assert dict(rows[0].crcs()) == dict(fingerprint._gather(sources, step).crcs())
+    assert calls <= 6
+
+
+def test_rows_follow_tensors_that_move_and_small_ones_across_two_rows_are_left_out() -> None:
+    samples = DeviceSamples(torch.device("cpu"), _memory)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        flat = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8)
+        begin = -flat.data_ptr() % 64
+        sources = [StoragePart(flat.untyped_storage(), begin + 128 * n, 100).source(n) for n in range(50)]
+        rows = samples.gather(sources, seed)
+        assert rows is not None
+        assert dict(rows.crcs()) == dict(fingerprint._gather(sources, seed).crcs())
+        crossing = StoragePart(flat.untyped_storage(), begin + 60, 10).source(0)
+        assert samples.gather([crossing], seed) is None
+    assert samples.gather([], 3) is None

@@ -1,0 +1,236 @@
+"""What of a checkpoint goes straight into memory of a device, and the memory for it.
+
+The memory is not that of live tensors, which are loaded from it when all CRCs are right: `load_state_dict` then copies
+on the device, and an optimizer takes its moments as they are. Parts of split tensors are copied by `Deal.settle`; those
+that nobody has yet are read where they stay.
+
+Into the device go tensors that loading would bring there anyway, bit for bit: those of modules and bare tensors by
+their live tensors, in their dtype, an optimizer's moments by their parameters, and a rank's parts in the dtype of its
+own. All else is read into host memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trainer_side.ranks.peers import Peers, gather
+from trainer_side.restore.device_sections import DeviceSections, Locked
+from trainer_side.restore.region_targets import RegionTarget, bytes_in
+from trainer_side.restore.split_parts import Placed
+from trainer_side.restore.structure import Structure, once
+from trainer_side.state.accelerator import module_of
+from trainer_side.state.split_tensor import is_split
+from trainer_side.state.tree import Named, refusal, tensor_paths
+
+_SPARE_SHARE = 10  # a tenth of the device is left alone
+_NO_BYTES = np.empty(0, np.uint8)
+
+
+class _Wish(NamedTuple):
+    """What this rank would bring to its device.
+
+    Attributes:
+        whole: Entry ─► what lies in it; taken whole.
+        regions: Entry ─► numbers of this rank's parts of it.
+    """
+
+    device: torch.device | None
+    whole: dict[int, list[Named]]
+    regions: dict[int, list[int]]
+
+    def nbytes(self, structure: Structure, placed: Placed) -> int:
+        """Of the memory that is taken for it."""
+        parts = [
+            placed.regions[entry].regions[number] for entry, some in self.regions.items() for number in some
+        ]
+        return sum(structure.storages[entry].nbytes() for entry in self.whole) + sum(
+            part.comb.nbytes for part in parts if not part.is_fresh
+        )
+
+
+def take_to_device(
+    structure: Structure,
+    placed: Placed,
+    state: Mapping[str, Any],
+    live: Mapping[str, Any],
+    locked: Locked,
+    peers: Peers,
+) -> DeviceSections | None:
+    """Give what is read memory on the device that loading would bring it to. Training thread; collective.
+
+    What is taken whole goes to a device on every rank or on none, as the ranks exchange it. Parts are each rank's own.
+
+    Args:
+        structure: After `adopt` and `place`. Its storages are changed.
+        placed: The parts of this rank; those on a device get memory there.
+        state: As the script gave it.
+        live: What `live_trees` gave for it.
+        locked: Makes locked host memory.
+        peers: The ranks.
+
+    Returns:
+        None: this rank has nothing to bring there, or some rank no room.
+    """
+    wish = _wish(structure, placed, state, live)
+    is_nothing = not wish.whole and not wish.regions
+    has_room = wish.device is None or _has_room(wish.device, wish.nbytes(structure, placed))
+    if peers.all_agree(is_nothing or not has_room):
+        return None
+    offered = [json.loads(said) for said in gather(peers, json.dumps(sorted(wish.whole)).encode())]
+    everywhere = set(wish.whole).intersection(*offered)
+    wish = wish._replace(whole={entry: group for entry, group in wish.whole.items() if entry in everywhere})
+    taken: dict[int, torch.Tensor] = {}
+    parts: dict[tuple[int, int], RegionTarget] = {}
+    if has_room and wish.device is not None:
+        try:
+            taken = {
+                entry: torch.empty(structure.storages[entry].nbytes(), dtype=torch.uint8, device=wish.device)
+                for entry in wish.whole
+            }
+            parts = {
+                (entry, number): _on_device(placed.regions[entry].regions[number])
+                for entry, some in wish.regions.items()
+                for number in some
+            }
+        except torch.OutOfMemoryError:
+            has_room = False
+    if not peers.all_agree(has_room):
+        return None
+    if wish.device is None:
+        return None
+    for entry, group in wish.whole.items():
+        storage = taken[entry].untyped_storage()
+        for _, tensor in group:
+            there = torch.empty(0, dtype=tensor.dtype, device=wish.device)
+            tensor.data = there.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        structure.storages[entry] = storage
+    for (entry, number), part in parts.items():
+        placed.regions[entry].regions[number] = part
+    return DeviceSections(wish.device, locked)
+
+
+def _wish(structure: Structure, placed: Placed, state: Mapping[str, Any], live: Mapping[str, Any]) -> _Wish:
+    wanted = dict(_destinations(state, live, structure.tree))
+    groups: dict[int, list[Named]] = {}
+    tensors = structure.tensors
+    clear = once(path for path, _ in tensors)
+    for named in tensors:
+        if named.tensor.layout is torch.strided and not is_split(named.tensor):
+            groups.setdefault(named.tensor.untyped_storage().data_ptr(), []).append(named)
+    whole: dict[int, list[Named]] = {}
+    devices: set[torch.device] = set()
+    for entry, storage in structure.storages.items():
+        group = groups.get(storage.data_ptr(), [])
+        ends = {
+            _device_of(named, wanted.get(named.path), len(group)) for named in group if named.path in clear
+        }
+        if len(ends) == 1 and all(named.path in clear for named in group) and entry not in placed.regions:
+            (device,) = ends
+            if device is not None:
+                whole[entry] = group
+                devices.add(device)
+    regions: dict[int, list[int]] = {}
+    for entry, target in placed.regions.items():
+        if entry not in structure.storages:  # else it is taken whole as well, from host memory
+            for number, region in enumerate(target.regions):
+                if region.copies is not None and _keeps_bits(*region.copies):
+                    regions.setdefault(entry, []).append(number)
+                    devices.add(region.copies[1].device)
+    # Of several devices none is preferred.
+    return _Wish(devices.pop(), whole, regions) if len(devices) == 1 else _Wish(None, {}, {})
+
+
+def _keeps_bits(read: torch.Tensor, local: torch.Tensor) -> bool:
+    """Whether a copy on the device is one of bytes, as the one from host memory."""
+    return (
+        local.device.type == "cuda" and local.dtype == read.dtype and not (local.is_conj() or local.is_neg())
+    )
+
+
+def _on_device(region: RegionTarget) -> RegionTarget:
+    """The region with memory on the device of its tensor."""
+    assert region.copies is not None
+    read, local = region.copies
+    if region.is_fresh:
+        return dataclasses.replace(region, memory=_NO_BYTES, device=bytes_in(local), copies=None)
+    there = torch.empty(region.comb.nbytes, dtype=torch.uint8, device=local.device)
+    shaped = there.view(read.dtype).as_strided(read.shape, read.stride())
+    return dataclasses.replace(region, memory=_NO_BYTES, device=there, copies=(shaped, local))
+
+
+class _Destination(NamedTuple):
+    """Where loading brings a tensor. `alone`: the object keeps what it is given, so it must share memory with none."""
+
+    device: torch.device
+    dtype: torch.dtype | None
+    alone: bool
+
+
+def _device_of(named: Named, end: _Destination | None, tensors: int) -> torch.device | None:
+    """The device of a tensor of the tree, whose storage has so many; None: host memory."""
+    tensor = named.tensor
+    if end is None or refusal(tensor) is not None or end.dtype not in (None, tensor.dtype):
+        return None
+    whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return None if end.alone and (tensors > 1 or not whole) else end.device
+
+
+def _destinations(
+    state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]
+) -> Iterator[tuple[str, _Destination]]:
+    for name, value in state.items():
+        if name not in tree or name not in live:
+            continue
+        if isinstance(value, torch.optim.Optimizer):
+            yield from _moments(name, value, tree[name])
+        elif isinstance(value, torch.nn.Module | torch.Tensor):
+            here = tensor_paths({name: live[name]})
+            clear = once(path for path, _ in here)
+            for path, tensor in here:
+                if path in clear and refusal(tensor) is None and tensor.device.type == "cuda":
+                    yield path, _Destination(tensor.device, tensor.dtype, alone=False)
+
+
+def _moments(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[tuple[str, _Destination]]:
+    """As torch's own loading moves them: to the device of their parameter, counters of steps only where asked to."""
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbered = [
+        (number, group) for group in saved.get("param_groups") or () for number in group.get("params", ())
+    ]
+    if len(numbered) != len(parameters):
+        return  # refused by load_state_dict, with a better message
+    for (number, group), parameter in zip(numbered, parameters, strict=True):
+        moments = saved["state"].get(number)
+        if (
+            not isinstance(moments, Mapping)
+            or parameter.device.type != "cuda"
+            or refusal(parameter) is not None
+        ):
+            continue
+        for key, moment in moments.items():
+            if not isinstance(moment, torch.Tensor):
+                continue
+            if key != "step":
+                yield f"{name}/state/{number}/{key}", _Destination(parameter.device, None, alone=True)
+            elif group.get("capturable") or group.get("fused"):
+                yield (
+                    f"{name}/state/{number}/{key}",
+                    _Destination(parameter.device, torch.float32, alone=True),
+                )
+
+
+def _has_room(device: torch.device, nbytes: int) -> bool:
+    module = module_of(device)
+    free_bytes, total_bytes = module.mem_get_info(device)
+    unused_bytes = module.memory_reserved(device) - module.memory_allocated(device)
+    return bool(nbytes + total_bytes // _SPARE_SHARE <= free_bytes + unused_bytes)
