@@ -327,7 +327,7 @@ def _is_same(piece: CopyPiece, source: StorageSource, area: torch.Tensor) -> boo
     if source.device.type == "cpu":
         return bool(compare_bytes(source.data_ptr + piece.entry_offset, copy, piece.nbytes) == 0)
     first, end = piece.entry_offset, piece.entry_offset + piece.nbytes
-    parts = deque(source.bytes()[first:end].split(_COMPARED_BYTES))
+    parts = deque(torch.split(source.bytes()[first:end], _COMPARED_BYTES))
     under_way = deque([brought(parts.popleft())])
     while under_way:
         live, arrived = under_way.popleft()
