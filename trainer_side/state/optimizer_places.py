@@ -49,30 +49,33 @@ def optimizers_of(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
 
 def reachable(state: Mapping[str, Any]) -> Iterator[Any]:
     """The objects of the state, and what they hold as attributes or in containers, each once."""
+    return (value for _, value in with_paths(state))
+
+
+def with_paths(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """As `reachable`, each with the names and keys that lead to it, such as `loop/nets/0`."""
     seen: set[int] = set()
-    pending: list[tuple[Any, int]] = [(value, 0) for value in reversed(list(state.values()))]
+    pending: list[tuple[str, Any, int]] = [(name, value, 0) for name, value in reversed(list(state.items()))]
     while pending and len(seen) < _OBJECTS_MAX:
-        value, depth = pending.pop()
+        path, value, depth = pending.pop()
         if value is None or isinstance(value, _NEVER) or id(value) in seen:
             continue
         seen.add(id(value))
-        yield value
+        yield path, value
         if depth < _DEPTH_MAX:
-            pending += [(one, depth + 1) for one in reversed(list(_below(value)))]
+            pending += [(f"{path}/{key}", one, depth + 1) for key, one in reversed(list(_below(value)))]
 
 
-def _below(value: Any) -> Iterable[Any]:
+def _below(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, dict | list | tuple):
-        if len(value) > _WITHIN_MAX:
-            return ()
-        return value.values() if isinstance(value, dict) else value
+        return children(value) if len(value) <= _WITHIN_MAX else ()
     attributes = getattr(value, "__dict__", {})
     skipped: frozenset[str] = frozenset()
     if isinstance(value, torch.optim.Optimizer):
         skipped = _OF_OPTIMIZERS
     elif isinstance(value, torch.nn.Module):
         skipped = _OF_MODULES
-    return [one for name, one in attributes.items() if name not in skipped]
+    return [(name, one) for name, one in attributes.items() if name not in skipped]
 
 
 @contextmanager

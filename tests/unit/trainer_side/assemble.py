@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.crc import crc32
 from holdfast.image.layout import Layout
 from holdfast.wire.state_messages import Agreement
+from trainer_side.state.per_rank_names import PerRankNames
 from trainer_side.state.position_names import SavedNames
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
@@ -47,6 +48,7 @@ def named(state: Mapping[str, Any]) -> bytes:
     with names.telling() as given:
         tree = collect(state)
     names.renew(tree, given)
+    PerRankNames(state).look(tree, is_new=True)
     return names.trailer
 
 
