@@ -36,6 +36,7 @@ from trainer_side.restore.inventory import Found, Shelf
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.loading import check, live_trees, load
 from trainer_side.restore.narrowing import StageNames, is_other, narrow
+from trainer_side.restore.offloaded import offloaded
 from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
 from trainer_side.restore.parcels import Parcels
 from trainer_side.restore.per_rank_values import may_refuse, open_own
@@ -132,6 +133,7 @@ class Trial:
         self._placed = Placed({}, frozenset(), 0)
         self._deal = Deal()
         self._adopted_bytes = 0
+        self._offloaded: frozenset[int] = frozenset()  # tensors of the tree, by id()
         self._in_place: frozenset[str] = frozenset()  # names of the state
         self._crossing: DeviceSections | None = None
 
@@ -268,7 +270,8 @@ class Trial:
         def load_all() -> None:
             # From here on only the tree keeps what was read beside: each object's part is free when it is loaded.
             self._structure, self._deal, self._placed = None, Deal(), Placed({}, frozenset(), 0)
-            values.update(load(job.state, self._live, tree, in_place=self._in_place))
+            in_place, on_host = self._in_place, self._offloaded
+            values.update(load(job.state, self._live, tree, in_place=in_place, on_host=on_host))
 
         for work in (open_all, load_all):
             error: HoldfastError | None = None
@@ -382,6 +385,7 @@ class Trial:
         else:
             file, store = f"slices of {self._candidate.name}", None
         self._structure = Structure(file, self._image, data, store)
+        self._offloaded = offloaded(self._structure)
         with telling(optimizers_of(self._job.state)) as given:
             self._live = live_trees(self._job.state)
         if isinstance(self._structure.tree, dict):
@@ -421,4 +425,5 @@ class Trial:
         self._placed = place(structure, parts, job.state, left_out)
         self._adopted_bytes = structure.adopt(in_place) + self._placed.nbytes
         if job.locked is not None and self._peers.ranks == 1 and not parts:
-            self._crossing = take_to_device(structure, job.state, self._live, job.locked)
+            on_host = self._offloaded
+            self._crossing = take_to_device(structure, job.state, self._live, job.locked, on_host)

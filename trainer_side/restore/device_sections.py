@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from trainer_side.restore.offloaded import elsewhere
 from trainer_side.restore.structure import Structure, once
 from trainer_side.state.accelerator import StreamEvent, module_of, record
 from trainer_side.state.tree import Named, refusal, tensor_paths
@@ -135,7 +136,11 @@ class DeviceSections:
 
 
 def take_to_device(
-    structure: Structure, state: Mapping[str, Any], live: Mapping[str, Any], locked: Locked
+    structure: Structure,
+    state: Mapping[str, Any],
+    live: Mapping[str, Any],
+    locked: Locked,
+    on_host: Collection[int] = (),
 ) -> DeviceSections | None:
     """Give tensors of the tree fresh memory on the device that loading would bring them to. Training thread.
 
@@ -144,11 +149,12 @@ def take_to_device(
         state: As the script gave it.
         live: What `live_trees` gave for it.
         locked: Makes locked host memory.
+        on_host: Tensors of the tree that stay there (`offloaded.py`).
 
     Returns:
         None: there is nothing to bring there, or no room.
     """
-    wanted = dict(_destinations(state, live, structure.tree))
+    wanted = dict(_destinations(state, live, structure.tree, on_host))
     groups: dict[int, list[Named]] = {}
     clear = once(path for path, _ in structure.tensors)
     for named in structure.tensors:
@@ -205,13 +211,13 @@ def _device_of(named: Named, end: _Destination | None, tensors: int) -> torch.de
 
 
 def _destinations(
-    state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]
+    state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any], on_host: Collection[int]
 ) -> Iterator[tuple[str, _Destination]]:
     for name, value in state.items():
         if name not in tree or name not in live:
             continue
         if isinstance(value, torch.optim.Optimizer):
-            yield from _moments(name, value, tree[name])
+            yield from _moments(name, value, tree[name], on_host)
         elif isinstance(value, torch.nn.Module | torch.Tensor):
             here = tensor_paths({name: live[name]})
             clear = once(path for path, _ in here)
@@ -220,7 +226,9 @@ def _destinations(
                     yield path, _Destination(tensor.device, tensor.dtype, alone=False)
 
 
-def _moments(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[tuple[str, _Destination]]:
+def _moments(
+    name: str, optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]
+) -> Iterator[tuple[str, _Destination]]:
     """As torch's own loading moves them: to the device of their parameter, counters of steps only where asked to."""
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
@@ -232,6 +240,7 @@ def _moments(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> Iterato
     ]
     if len(numbered) != len(parameters):
         return  # refused by load_state_dict, with a better message
+    others = elsewhere(optimizer, saved, on_host)
     for (number, group), parameter in zip(numbered, parameters, strict=True):
         moments = saved["state"].get(number)
         if (
@@ -241,7 +250,7 @@ def _moments(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> Iterato
         ):
             continue
         for key, moment in moments.items():
-            if not isinstance(moment, torch.Tensor):
+            if not isinstance(moment, torch.Tensor) or key in others.get(number, ()):
                 continue
             if key != "step":
                 yield f"{name}/state/{number}/{key}", _Destination(parameter.device, None, alone=True)

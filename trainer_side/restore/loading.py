@@ -167,6 +167,7 @@ def load(
     tree: dict[str, Any],
     *,
     in_place: Collection[str] = (),
+    on_host: Collection[int] = (),
 ) -> dict[str, Any]:
     """Load every name of `state` that the tree has, and take it out of the tree. Training thread.
 
@@ -176,6 +177,7 @@ def load(
         tree: What was saved, with this rank's own values (`open_own`). The memory of each object's part is free as
             soon as the object is loaded.
         in_place: Names whose tensors were read over.
+        on_host: Tensors of the tree that optimizers keep in host memory (`offloaded.py`), by `id()`.
 
     Returns:
         The plain values. Lists and dictionaries of the state have got their saved content in place; numbers, texts and
@@ -196,7 +198,7 @@ def load(
                     with writable(value):
                         value.copy_(saved)  # of itself, where it was read in place: then torch copies nothing
             elif _loadable(value):
-                _load_object(name, value, saved, live[name])
+                _load_object(name, value, saved, live[name], on_host)
             else:
                 values[name] = value if refill(value, saved) else saved
         except StateError as refused:
@@ -242,12 +244,12 @@ def _load_per_rank(name: str, value: PerRank, saved: Any) -> None:
         value.load(saved)
 
 
-def _load_object(name: str, value: Any, saved: Any, live: Any) -> None:
+def _load_object(name: str, value: Any, saved: Any, live: Any, on_host: Collection[int] = ()) -> None:
     by_torch, is_optimizer = is_loaded_by_torch(value, saved), isinstance(value, torch.optim.Optimizer)
     undone = nullcontext() if by_torch else rolled_back_on_error(value, live)
     lists = same_group_lists(value) if is_optimizer else nullcontext()
     with _refusal_named(name, value), undone:
-        with uncasting(optimizers_of({name: value})) as done, lists, writable(value):
+        with uncasting(optimizers_of({name: value}), on_host) as done, lists, writable(value):
             value.load_state_dict(saved)
         if is_optimizer and not done:
             uncast(value, saved, only_casts=True)  # its own loading may cast as torch's does

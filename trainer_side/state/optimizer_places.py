@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.tree import children
+from trainer_side.state.tree import children, tensor_paths
 
 _DEPTH_MAX = 6
 _OBJECTS_MAX = 20_000  # a data set may be a list of millions
@@ -166,3 +166,26 @@ def at(tree: Any, path: str) -> Any:
             if path.startswith(f"{own}/"):
                 pending.append((f"{own}/", value))
     return None
+
+
+def on_host(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
+    """Paths of the tensors of optimizers' state that lie in host memory while their parameter lies on a device.
+
+    Not those of numbers, which torch's optimizers keep there.
+
+    Args:
+        tree: What the state gave, with live tensors.
+        optimizers: By the path of their dictionaries in it.
+    """
+    found: list[str] = []
+    for path, optimizer in optimizers.items():
+        saved = at(tree, path)
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if parameter.device.type != "cpu":
+                state = {f"{path}/state/{number}": saved["state"].get(number)}
+                found += [
+                    one for one, tensor in tensor_paths(state) if tensor.dim() and tensor.device.type == "cpu"
+                ]
+    return found

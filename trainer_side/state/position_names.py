@@ -5,6 +5,9 @@
                                         two paths: tied                               in no part of the state
     {"shadow": [t0, t1]} of an object with a list of parameters [a.weight, b.weight]: the names of these
 
+With them stands which state of optimizers lay in host memory although its parameter did not: tensors are saved as on
+the CPU, so nothing else in the file tells.
+
 They lie behind the pickle, at the end of the room that `data.pkl` has for growing. Every reader of pickles stops at the
 pickle's own end, so the tree of the file stays the one that the objects of the state gave:
 
@@ -27,6 +30,7 @@ from trainer_side.state.optimizer_places import (
     Given,
     is_form,
     located,
+    on_host,
     optimizers_of,
     reachable,
     telling,
@@ -224,7 +228,8 @@ class SavedNames:
     def _make(self, tree: Mapping[str, Any], given: Given) -> None:
         self._parameters = Parameters(self._optimizers)
         try:
-            self.trailer = to_trailer(positions(self._state, tree, located(tree, self._state, given)))
+            found = located(tree, self._state, given)
+            self.trailer = to_trailer(positions(self._state, tree, found), on_host(tree, found))
         except StateError:
             self.trailer = b""  # the state cannot be saved; the ranks are told so when they agree on it
 
@@ -253,11 +258,12 @@ class Parameters:
         return False
 
 
-def to_trailer(found: Positions) -> bytes:
+def to_trailer(found: Positions, of_host: Sequence[str] = ()) -> bytes:
     """The bytes that say it; none where there is nothing to say."""
     if not any(group for groups in found.values() for group in groups):
         return b""
-    rows = json.dumps({"names": to_rows(found)}, separators=(",", ":"), ensure_ascii=False)
+    said = {"names": to_rows(found), **({"on_host": list(of_host)} if of_host else {})}
+    rows = json.dumps(said, separators=(",", ":"), ensure_ascii=False)
     text = rows.encode(errors="surrogatepass")
     return text + _END.pack(len(text), _MAGIC)
 
@@ -273,20 +279,28 @@ def from_record(record: bytes, *, source: str) -> dict[str, list[list[Position]]
     Raises:
         DamageError: They are not as holdfast writes them.
     """
+    try:
+        return from_rows(_said(record).get("names", {}))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamageError(f"{source}: the names behind the pickle cannot be read: {error!r:.200}") from error
+
+
+def on_host_in(record: bytes) -> frozenset[str]:
+    """What `on_host` gave when a data.pkl was written that `from_record` has read."""
+    return frozenset(map(str, _said(record).get("on_host", ())))
+
+
+def _said(record: bytes) -> dict[str, Any]:
     if len(record) < _END.size:
         return {}
     nbytes, magic = _END.unpack(record[-_END.size :])
     if magic != _MAGIC:
         return {}
     begin = len(record) - _END.size - nbytes
-    try:
-        if begin < 0:
-            raise ValueError(f"{nbytes} bytes of {len(record)}")
-        return from_rows(
-            json.loads(record[begin : len(record) - _END.size].decode(errors="surrogatepass"))["names"]
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamageError(f"{source}: the names behind the pickle cannot be read: {error!r:.200}") from error
+    if begin < 0:
+        raise ValueError(f"{nbytes} bytes of {len(record)}")
+    said = json.loads(record[begin : len(record) - _END.size].decode(errors="surrogatepass"))
+    return {"names": said["names"], "on_host": [str(one) for one in said.get("on_host", ())]}
 
 
 def to_rows(found: Positions) -> dict[str, Any]:
