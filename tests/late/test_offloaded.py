@@ -20,7 +20,7 @@ LARGE = 1 << 16
 class Offloading(torch.optim.SGD):
     """As offloading optimizers of others: updates are made on the host, where the moments lie, nested or not."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
