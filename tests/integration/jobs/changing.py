@@ -1,6 +1,6 @@
 """A training job whose state is changed in one of the ways of tests/support/changes.py, and saved after every update.
 
-`python changing.py OUT TRAINING SAVES [--blind] [--trusting] [--from STEP] [--drawn STEP,STEP …] [--only RANK]`. Writes to OUT what
+`python changing.py OUT TRAINING SAVES [OPTION …]`, of which `--from STEP` and `--drawn STEP,STEP`. Writes to OUT what
 was there at each save: `STEP.json`, the CRC-32 of each tensor by its path; and how each rank counted: `stats-
 RANK.json`. `--blind`: nothing is detected, nothing waits. `--trusting`: nothing waits, so that detection stands
 alone. `--from`: the first step that changes a few bytes. `--drawn`: the saves after which the whole state is
