@@ -466,16 +466,15 @@ class Checks:
             found = Catalog(pristine(world.store)).get()
         except HoldfastError:
             return
-        newest = max(
-            (
-                (manifest.attempt, manifest.step)
-                for name, data in world.store.objects.items()
-                if is_manifest_name(name)
-                for manifest in [Manifest.from_bytes(data, source=name)]
-                if manifest.state is not State.BAD
-            ),
-            default=None,
-        )
+        good = [
+            manifest
+            for name, data in world.store.objects.items()
+            if is_manifest_name(name)
+            for manifest in [Manifest.from_bytes(data, source=name)]
+            if manifest.state is not State.BAD
+        ]
+        preferred = [manifest for manifest in good if not manifest.doubt] or good
+        newest = max(((manifest.attempt, manifest.step) for manifest in preferred), default=None)
         if newest != (found.attempt, found.step):
             self.broken(
                 f"restore takes step {found.step} of attempt {found.attempt}, the newest good one is {newest}"
