@@ -276,7 +276,9 @@ class Upkeep:
             manifest = self._manifest(known)
             if manifest is not None and (marked := self._marked(manifest)) is not manifest:
                 manifest = marked  # before the long look at its bytes
-                self._guarded(lambda: self._replace(marked), f"{key} not marked as doubtful")
+                if not self._guarded(lambda: self._replace(marked), f"{key} not marked as doubtful"):
+                    self._unmarked = True
+                    self._submit(self._mark_all)  # which tries for as long as the store refuses
             if manifest is not None and self._rules.verify:
                 manifest = self._read_back(key, manifest)
                 self._known[name] = StoredStep.of(manifest)
