@@ -154,7 +154,7 @@ def _ring(
 ) -> Iterator[Ring]:
     """The ring that was found, or a new one. Removed when all is done; kept when it is left, or this flusher fails."""
     if found is None:
-        Ring.remove(directory)
+        Ring.remove(directory, keeps_doubts=True)
         chunk_bytes = config.chunk_bytes or chunk_bytes_for(_newest_image_bytes(store), config.ring_bytes)
         found = Ring.create(
             directory,
@@ -167,7 +167,9 @@ def _ring(
         try:
             yield ring
         except FencedError:
-            Ring.remove(directory)  # what is in it belongs to a run that is somebody else's now
+            # What is in it belongs to a run that is somebody else's now. Doubts about what this one has published
+            # are known here alone: the next flusher here marks it.
+            Ring.remove(directory, keeps_doubts=True)
             raise
     if not is_left():
         Ring.remove(directory)

@@ -268,10 +268,16 @@ class Ring:
         self.close()
 
     @staticmethod
-    def remove(directory: Path) -> None:
-        """Remove all that a ring put into `directory`, but not the directory. Flusher only."""
+    def remove(directory: Path, *, keeps_doubts: bool = False) -> None:
+        """Remove all that a ring put into `directory`, but not the directory. Flusher only.
+
+        Args:
+            directory: It.
+            keeps_doubts: Leave what is said of doubtful steps: their manifests are not marked yet.
+        """
+        names = {"ring", "journal", SET_ASIDE_NAME, DOUBTS_NAME} - ({DOUBTS_NAME} if keeps_doubts else set())
         for path in directory.iterdir():
-            known = path.name in {"ring", "journal", SET_ASIDE_NAME, DOUBTS_NAME} or path.name.startswith(
+            known = path.name in names or path.name.startswith(
                 ("checkpoint-", "flush-", "layout-", "sources-", "stager-", ".new-")
             )
             if known:

@@ -10,8 +10,8 @@ once (`READING_CELLS`), and a ring that grows for the first checkpoint (`GROWTH_
 
 `make chaos` runs every cell. `MOMENTS` are further points, killed at by who reaches them and by all at once. What is
 `regular` is run by `make check` as well: a cell for each set of victims, a flusher that is killed again in recovery,
-and a torn copy; of split state a kill of a rank, of the stager and of the flusher; over TCP of a rank and of the
-stager; and of the flusher while a rank reads the ring, and while the ring grows.
+a torn copy, and a doubt on its way; of split state a kill of a rank, of the stager and of the flusher; over TCP of a
+rank and of the stager; and of the flusher while a rank reads the ring, and while the ring grows.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from holdfast.faultpoint import Point
 
 __all__ = [
     "CELLS",
+    "DOUBT_CELLS",
     "EVERY",
     "EVERYBODY",
     "GROWTH_CELLS",
@@ -61,6 +62,7 @@ class Stage(NamedTuple):
         then: Another fault, for whoever comes after the dead.
         ring: Size of the ring, where it is not the place's own.
         torn: Whether rank 0 finds its copy of the second checkpoint torn when the point is reached.
+        doubted: Whether rank 0 has published the second checkpoint torn, and a comparison has shown it.
         ring_left: Whether an earlier job was killed at once when its second checkpoint was staged, and left its ring.
         grows: Whether nobody has set the ring's size, and it grows for the first checkpoint.
     """
@@ -78,6 +80,7 @@ class Stage(NamedTuple):
     then: str = ""
     ring: str = ""
     torn: bool = False
+    doubted: bool = False
     ring_left: bool = False
     grows: bool = False
 
@@ -171,6 +174,8 @@ _REGULAR = frozenset(
         "mid-chunk x a rank (TCP)",
         "chunk received x stager (TCP)",
         "torn on another rank x a rank",
+        "doubt heard x a rank",
+        "doubt written x everything",
         "a rank reads the ring x flusher",
         "slots in the journal x flusher",
     }
@@ -328,5 +333,24 @@ GROWTH_CELLS = (
     Cell(_HEARD, _NOBODY),
     Cell(_ADDED, _BY_NAME["flusher"], tcp=True),
     Cell(_HEARD, _BY_NAME["stager"], tcp=True),
+)
+_DOUBT_HEARD, _DOUBT_WRITTEN, _DOUBT_MARKED = (
+    Stage(name, where, 1, doubted=True)
+    for name, where in (
+        ("doubt heard", "stager@doubt_heard"),
+        ("doubt written", "stager@doubt_written"),
+        ("doubt marked", "flusher@doubt_marked"),
+    )
+)
+# Not the stager itself when it has only heard of it: then nobody knows (docs/design/031-torn-copies.md).
+DOUBT_CELLS = (
+    *(Cell(_DOUBT_HEARD, _BY_NAME[name]) for name in ("a rank", "all ranks", "flusher")),
+    *(Cell(_DOUBT_WRITTEN, victims) for victims in VICTIMS if not victims.machine),
+    *(
+        Cell(_DOUBT_MARKED, _BY_NAME[name])
+        for name in ("a rank", "flusher", "stager and flusher", "everything")
+    ),
+    Cell(_DOUBT_MARKED, _NOBODY),
+    Cell(_DOUBT_WRITTEN, _BY_NAME["stager"], tcp=True),
 )
 TORN_CELLS = (Cell(TORN, _BY_NAME["a rank"]), Cell(TORN, _BY_NAME["everything"]))

@@ -5,7 +5,8 @@
     host A:                                                                                        SIGCONT ─► fenced
 
 Whatever A still does, each object of B's attempt is what it was, byte by byte, and restore takes B's newest. In some
-cells a rank of A finds a fourth step torn meanwhile: A's stager withdraws it, and nothing of it is ever published.
+cells a rank of A finds a fourth step torn meanwhile: A's stager withdraws it, and nothing of it is ever published. In
+others it doubts the first two: A may not mark them any more, and they are offered to nobody as good.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,16 +61,24 @@ TORN_STEP = 8
 
 
 class FreezeCell(NamedTuple):
-    """One run. `number`: at which act A stands still. `torn`: whether a step is withdrawn meanwhile, half received."""
+    """One run.
+
+    Attributes:
+        number: At which act A stands still.
+        torn: Whether a step is withdrawn meanwhile, half received.
+        doubted: Whether two steps turn out to be doubtful meanwhile.
+    """
 
     store: str
     number: int
     torn: bool = False
+    doubted: bool = False
 
     @property
     def act(self) -> str:
         """Its row in the table."""
-        return f"act {self.number}" + (", a torn step withdrawn meanwhile" if self.torn else "")
+        meanwhile = ", a torn step withdrawn meanwhile" if self.torn else ""
+        return f"act {self.number}{', steps doubted meanwhile' if self.doubted else meanwhile}"
 
     @property
     def name(self) -> str:
@@ -79,21 +88,23 @@ class FreezeCell(NamedTuple):
     @property
     def regular(self) -> bool:
         """Whether `make check` runs it: before a file's name, a manifest, a removal."""
-        return (self.store, self.number, self.torn) in _REGULAR
+        return self.name in _REGULAR
 
 
 _REGULAR = {
-    ("NFS semantics", 2, False),
-    ("fsspec", 2, False),
-    ("directory", 1, False),
-    ("directory", 2, False),
-    ("directory", 10, False),
-    ("directory", 2, True),
-    ("S3", 4, False),
+    "act 2 on NFS semantics",
+    "act 2 on fsspec",
+    "act 1 on directory",
+    "act 2 on directory",
+    "act 10 on directory",
+    "act 2, a torn step withdrawn meanwhile on directory",
+    "act 7, steps doubted meanwhile on directory",
+    "act 4 on S3",
 }
 FREEZE_CELLS = (
     *(FreezeCell(store, number) for number in range(1, ACTS + 1) for store in ("directory", "S3")),
     *(FreezeCell(store, number, torn=True) for number in (2, 7) for store in ("directory", "S3")),
+    *(FreezeCell(store, number, doubted=True) for number in (2, 7) for store in ("directory", "S3")),
 )
 
 
@@ -135,13 +146,16 @@ def play_freeze(cell: FreezeCell, request: pytest.FixtureRequest, directory: Pat
         )
         if cell.torn:
             stager.abort(TORN_STEP, "rank 1: torn: a tensor was changed while it was copied")
+        if cell.doubted:
+            stager.doubt(*STEPS[:2])
         take_over(directory, url, ours[1], env)
         with contextlib.closing(opened(url)) as closing:
             before = objects(closing.store, "-a002")
             os.kill(frozen.process.pid, signal.SIGCONT)
             assert frozen.process.wait(90) == 8, frozen.log.read_text()[-3000:]
             check_winner(closing.store, before)
-    clear_away(directory, url, before, env)
+    doubted = [(1, step) for step in STEPS[:2]] if cell.doubted else []
+    clear_away(directory, url, before, env, doubted=doubted)
 
 
 def _place(store: str, request: pytest.FixtureRequest, directory: Path) -> tuple[str, dict[str, str]]:
@@ -159,7 +173,12 @@ def _place(store: str, request: pytest.FixtureRequest, directory: Path) -> tuple
 
 
 def clear_away(
-    directory: Path, url: str, before: dict[str, bytes], env: Mapping[str, str] | None = None
+    directory: Path,
+    url: str,
+    before: dict[str, bytes],
+    env: Mapping[str, str] | None = None,
+    *,
+    doubted: Collection[tuple[int, int]] = (),
 ) -> None:
     """A third flusher clears away what the first has left half done, and nothing else; its ring is empty, and goes."""
     with host(directory, "a", url, env=env) as third:
@@ -172,6 +191,8 @@ def clear_away(
         check_winner(closing.store, before)
         items = [item.manifest for item in Catalog(closing.store).list() if item.manifest]
         assert {manifest.step for manifest in items} <= set(STEPS), "a torn step was published"
+        good = [one for one in items if (one.attempt, one.step) in doubted and not one.doubt]
+        assert not good, "a doubtful step is offered as good"
         listed = {manifest.file for manifest in items}
         names = {info.name for info in closing.store.list() if not info.name.startswith(".holdfast/writer-")}
         expected = listed | {manifest_name(file) for file in listed}

@@ -3,6 +3,8 @@
 `python job.py OUT STEPS EVERY`: as tests/integration/jobs/train.py, with gradients averaged by hand. CHAOS_WIDTH in the
 environment is the size of the state: 420 bytes for each unit. CHAOS_TORN is `STEP:FILE`: when that file is there, and
 before the copy of that step has begun, rank 0 changes a weight, and takes that back when the copy is over.
+CHAOS_DOUBTED is a step: so does rank 0 with it, but by numpy, which nobody counts. The torn checkpoint is published,
+and then doubted.
 
 With CHAOS_SPLIT the model is split among the ranks by FSDP2. Before each save rank 0 writes `OUT/truth-STEP.pt`: the
 state in whole tensors, which torch itself has gathered.
@@ -27,8 +29,9 @@ from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
 
 SAMPLES, FEATURES, BATCH = 96, 16, 4
-STAGED_SECONDS_MAX = 60.0
+STAGED_SECONDS_MAX = DURABLE_SECONDS_MAX = 60.0
 TEAR_SECONDS_MAX = 60.0
+PLACE = 37  # of a number that no look at four words of a piece falls on
 
 
 def main() -> None:
@@ -77,7 +80,8 @@ def main() -> None:
         flat = {name: state[name].state_dict() for name in ("model", "optimizer", "scheduler", "data")}
         return gathered(flat) if is_split else flat
 
-    tear = Tear(weight, os.environ.get("CHAOS_TORN", "-1:"))
+    doubted = os.environ.get("CHAOS_DOUBTED")
+    tear = UnseenTear(weight, doubted) if doubted else Tear(weight, os.environ.get("CHAOS_TORN", "-1:"))
     with Checkpointer(state, every=every) as checkpointer, (out / f"losses-{rank}").open("a") as losses:
         start = checkpointer.restore()
         if rank == 0:
@@ -143,6 +147,26 @@ class Tear:
         checkpointer.wait_copied()
         self._weight /= 2
         marker.write_text("torn")
+
+
+class UnseenTear(Tear):
+    """A change of one number, by numpy. When the torn step is durable, a comparison has found such a change."""
+
+    def __init__(self, weight: torch.Tensor, step: str) -> None:
+        super().__init__(weight, f"{step}:")
+
+    def strike(self, checkpointer: Checkpointer, marker: Path) -> None:
+        """The step was saved: its copy is torn."""
+        numbers = self._weight.detach().numpy().reshape(-1)
+        numbers[PLACE] *= 2
+        self._struck.set()
+        checkpointer.wait_copied()
+        numbers[PLACE] /= 2
+        deadline = time.monotonic() + DURABLE_SECONDS_MAX
+        while checkpointer.durable_step < self.step and time.monotonic() < deadline:
+            time.sleep(0.001)
+        marker.write_text("torn")
+        checkpointer._quietness.distrust("model/0.weight was changed by numpy")
 
 
 def _wait_for_the_one_before(checkpointer: Checkpointer) -> None:

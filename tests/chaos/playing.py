@@ -68,6 +68,7 @@ def play(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
             staged=stage.staged,
             durable=stage.durable,
             torn=SAVES[1] if stage.torn else -1,
+            doubted=SAVES[1] if stage.doubted else -1,
             first_chunks=first_chunks,
         )
         assert len(scenario.staged_at_kill) <= stage.staged_max, "the kill came too late to show anything"

@@ -85,6 +85,7 @@ class Scenario:
         self._promised: set[int] = set()  # steps that no death may take away
         self._trained_until = 0  # by jobs that were not ours
         self._then, self._then_failed = "", False
+        self._torn = ""  # the file that is published torn
 
     # -- what a script says --------------------------------------------------------------------------------------
 
@@ -107,6 +108,7 @@ class Scenario:
         staged: int = 0,
         durable: int = 0,
         torn: int = -1,
+        doubted: int = -1,
         first_chunks: int = 0,
     ) -> Scenario:
         """Train until `at`, kill the victims there, and wait until what they left behind has ended.
@@ -120,6 +122,7 @@ class Scenario:
             then: Another fault, armed for whoever comes after the dead: `flusher@recovering=kill`.
             staged: How many of the saves are staged at that point although no event may say so yet, and `durable`.
             torn: Rank 0 finds its copy of this step torn when the point is reached; -1: none.
+            doubted: Rank 0 has published this step torn, and the point is on the way of its doubt; -1: none.
             first_chunks: Slots of a ring that grows; the job goes on, and fills slots that were added. 0: as it may be.
         """
         self._then = then
@@ -129,6 +132,9 @@ class Scenario:
         fault = f"{who}@{point}#{n}={'kill' if alone else 'stop'}"
         marker = self._markers / fault.partition("=")[0]
         tears = {"CHAOS_TORN": f"{torn}:{marker}"} if torn >= 0 else {}
+        if doubted >= 0:
+            tears["CHAOS_DOUBTED"] = str(doubted)
+            self._torn = f"step-{doubted:09d}.pt"
         with self._start(fault + (f", {then}" if then else ""), **tears) as job:
             number = self._jobs
             stands = self._wait_for(job, marker)
@@ -150,6 +156,7 @@ class Scenario:
             self._wait_for_stager()
         all_staged = self._events("staged", "stager") | set(SAVES[:staged])
         all_durable = self._events("durable", "flusher") | set(SAVES[:durable])
+        assert doubted in {-1, *self._doubts()}, f"nobody doubts step {doubted}:\n{self._all_said()}"
         self._promised = all_durable if machine else all_staged
         self._check_listed(all_staged)
         if torn >= 0:
@@ -258,6 +265,15 @@ class Scenario:
                     found.add(int(said["step"]))
         return found
 
+    def _doubts(self) -> set[int]:
+        """The steps of the first job that a rank has doubted, as the stager has heard it until now."""
+        found: set[int] = set()
+        for said in read_events(self._event_log(1)):
+            if said["event"] == "doubt" and said["role"] == "stager" and said["steps"]:
+                first, last = said["steps"]
+                found.update(range(first, last + 1))
+        return found
+
     def _wait_for(self, job: Job, marker: Path) -> int:
         """Until the point is reached; the pid of who reached it."""
 
@@ -360,7 +376,7 @@ class Scenario:
             want = {step: line for step, line in want.items() if step >= self._trained_until}
             assert took == want, "losses or samples differ from the uninterrupted run's"
         (start,) = starts
-        newest = max(self._promised, default=-1)
+        newest = max(self._promised - self._doubts(), default=-1)
         assert start > newest, (
             f"resumed at step {start} although step {newest} was staged:\n{self._all_said()}"
         )
@@ -375,12 +391,15 @@ class Scenario:
                 _verify(store, item)
         steps = {item.step for item in items}
         assert must <= steps, f"staged and lost: {sorted(must - steps)}:\n{self._all_said()}"
+        doubtful = {item.name for item in items if item.manifest is not None and item.manifest.doubt}
+        expected = {f"step-{step:09d}.json" for step in self._doubts()} & {item.name for item in items}
+        assert doubtful == expected, f"doubtful are {doubtful}, not {expected}:\n{self._all_said()}"
         files = {item.manifest.file for item in items if item.manifest is not None}
-        for file in files:
+        for file in sorted(files):
             state = load(self._place.fetch(file, fetched))
-            expected = load(self._reference / "store" / f"{file[:14]}.pt")
+            reference = load(self._reference / "store" / f"{file[:14]}.pt")
             assert list(state) == list(_STATE_KEYS)
-            assert same(state, expected), f"{file} is not what the uninterrupted run saved"
+            assert same(state, reference) != (file == self._torn), f"{file} is not what was to be saved"
             truth = self._reference / "out" / f"truth-{int(file[5:14])}.pt"
             if truth.exists():
                 whole = load(truth)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from tests.chaos.cells import (
     CELLS,
+    DOUBT_CELLS,
     GROWTH_CELLS,
     MOMENTS,
     READING_CELLS,
@@ -69,6 +70,16 @@ _TORN_HEAD = """\
 The copy of rank 0 is torn: something else than its optimizer changes a tensor that is still to be copied, in the second
 of three checkpoints, when rank 1 has handed over its whole slice and gets SIGKILL. The step is withdrawn by that name,
 never staged, and saved by the relaunched job; all that the matrix looks at holds.
+"""
+
+_DOUBT_HEAD = """\
+## Doubtful copies
+
+The second of three checkpoints is torn in a way that nobody sees, published, and read back as it was written. Then a
+comparison of rank 0 has shown such a change, and the victims are killed on the way of that doubt: when the stager has
+heard of it, when it stands beside the ring, or when the manifest is marked. In the end that checkpoint is doubtful, and
+none that no rank doubts; the relaunched job has resumed from the newest of the others; all that the matrix looks at
+holds.
 """
 
 _SPLIT_HEAD = """\
@@ -123,7 +134,8 @@ byte by byte, and a third flusher finds an empty ring and clears away what the f
 
 Acts are numbered in the order in which the flusher comes to them: of three steps the file, the manifest and the
 verdict, and of the one that is not kept the manifest and the file go. *A torn step withdrawn meanwhile*: half of a
-fourth step has come when a rank finds its copy torn; nothing of it is ever published.
+fourth step has come when a rank finds its copy torn; nothing of it is ever published. *Steps doubted meanwhile*: a rank
+doubts the first two; the flusher that was replaced marks nothing, the third one what is still published.
 """
 
 
@@ -200,6 +212,7 @@ def _row(cell: Cell) -> str:
 
 GRIDS = (
     Grid(_TORN_HEAD, "moment", {(cell.stage.name, cell.victims.name): cell.name for cell in TORN_CELLS}),
+    Grid(_DOUBT_HEAD, "moment", {(_row(cell), cell.victims.name): cell.name for cell in DOUBT_CELLS}),
     Grid(
         _SPLIT_HEAD,
         "moment",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.jobs import fingerprint
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.image.manifest import State
+from holdfast.store.posix import PosixStore
+from tests.integration.jobs import changing, fingerprint
 from tests.support.job import Job, environment
+from trainer_side.state.tree import tensor_paths
 
 pytestmark = [pytest.mark.mpi]
 SAVES_IN_LAYERS = int(os.environ.get("TORN_SAVES", "60"))
+EDITED_SAVES = 12
 
 
 def _run(
@@ -77,3 +83,76 @@ def check_layers(tmp_path: Path, *split: str) -> None:
         f"{len(files)} checkpoints; {sum(map(bool, held))} of {len(held)} updates waited; {in_flight} in flight"
     )
     assert any(held), "no update ever waited: this shows nothing"
+
+
+class OneRankEdits:
+    """A job of which one rank alone changes a few rows by hand; what each rank held at each save is known.
+
+    Attributes:
+        torn: Published steps of which a value is that of no rank at its save.
+        edited: Values of files, in all, that only the editing rank held.
+        doubtful, verified: Published steps with the mark; those that were read back and count as good.
+    """
+
+    def __init__(self, tmp_path: Path, kind: str, *options: str, **settings: str) -> None:
+        store, out = tmp_path / "store", tmp_path / "out"
+        stager = [
+            "--store",
+            str(store),
+            "--chunk-bytes",
+            "64KiB",
+            "--ring-bytes",
+            "16MiB",
+            "--keep-last",
+            "0",
+        ]
+        env = environment(
+            tmp_path / "runtime",
+            HOLDFAST_ON_FULL="wait",
+            HOLDFAST_IN_FLIGHT_MAX="2",
+            HOLDFAST_COPY_INSIDE_MS_MAX="0",
+            **settings,
+        )
+        command = [changing.__file__, str(out), kind, str(EDITED_SAVES), "--only", "1", *options]
+        with Job(2, command, stager, env=env, log=tmp_path / "job.log") as job:
+            job.succeed(300)
+            self.said = job.output()
+        manifests = [item.manifest for item in Catalog(PosixStore(store)).list() if item.manifest is not None]
+        self.published = sorted(manifest.step for manifest in manifests)
+        self.doubtful = {manifest.step for manifest in manifests if manifest.doubt}
+        self.verified = {manifest.step for manifest in manifests if manifest.state is State.VERIFIED}
+        self.torn: set[int] = set()
+        self.edited = 0
+        for manifest in manifests:
+            truths = [torch.load(out / f"truth-{manifest.step}-{rank}.pt") for rank in range(2)]
+            theirs, mine = (dict(tensor_paths(truth)) for truth in truths)
+            for path, value in tensor_paths(torch.load(store / manifest.file, weights_only=True)):
+                own = (value == mine[path]) & (value != theirs[path])
+                self.edited += int(own.sum())
+                if not ((value == theirs[path]) | own).all():
+                    self.torn.add(manifest.step)
+
+
+@pytest.mark.parametrize(("kind", "on_divergence"), [("RowsOfAll", "off"), ("RowsOfAllByNumpy", "warn")])
+def test_rows_that_one_rank_changes_by_hand_tear_no_checkpoint(
+    tmp_path: Path, kind: str, on_divergence: str
+) -> None:
+    outcome = OneRankEdits(tmp_path, kind, HOLDFAST_ON_DIVERGENCE=on_divergence)
+    assert outcome.published == [*range(EDITED_SAVES)]
+    assert outcome.edited, "the rank's own rows are in no file"
+    assert not outcome.torn
+    assert re.search(r"rank 1: \S+ was changed after save\(0\), in a way that torch does not", outcome.said)
+    assert "rank 0: save() returns only when its copy is done from now on, as rank 1 has seen" in outcome.said
+    if on_divergence == "warn":
+        assert outcome.verified == {0}, "the ranks drift apart, and that is seen"
+
+
+def test_what_one_rank_tears_before_it_is_seen_is_doubtful(tmp_path: Path) -> None:
+    """The edits begin when all is proven; the save after which the whole state is compared comes later."""
+    options = ["--from", "4", "--drawn", "2,9"]
+    outcome = OneRankEdits(tmp_path, "RowsOfAll", *options, HOLDFAST_ON_DIVERGENCE="off")
+    assert outcome.published == [*range(EDITED_SAVES)]
+    assert outcome.torn, "without a torn one nothing is shown"
+    assert outcome.torn <= outcome.doubtful
+    assert not outcome.doubtful & outcome.verified
+    assert {0, 1, 2} <= outcome.verified

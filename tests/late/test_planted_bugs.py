@@ -194,5 +194,7 @@ def test_without_a_bug_no_copy_is_torn(policy: str, limit: str, late: LateMachin
 def test_a_bug_tears_a_copy(bug: str, late: LateMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     for of, pieces in BUGS[bug].items():
         plant(of, pieces, monkeypatch)
-    assert any(_torn(late, limit, policy) for limit in LIMITS.values() for policy in POLICIES)
+    # Every way of copying under one policy first: what is not waited for behind the gate, for example, was waited for
+    # with the buffers that are captured in save(), and only a mirror shows it.
+    assert any(_torn(late, limit, policy) for policy in POLICIES for limit in LIMITS.values())
     late.violations()

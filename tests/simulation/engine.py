@@ -175,9 +175,9 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     EventLog.emit = emit  # type: ignore[method-assign]
     remove = Ring.remove
 
-    def remove_ring(directory: Path) -> None:
+    def remove_ring(directory: Path, *, keeps_doubts: bool = False) -> None:
         SIM.now.check_alive()
-        remove(directory)
+        remove(directory, keeps_doubts=keeps_doubts)
         current().checks.ring_changed = True
 
     Ring.remove = staticmethod(remove_ring)  # type: ignore[method-assign]

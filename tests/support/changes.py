@@ -300,6 +300,22 @@ class RowsByNumpy(RowsThroughData):
         self.table.detach().numpy()[1 + step % 7, 3:5] *= 0.5
 
 
+class RowsOfAll(RowsThroughData):
+    """A few rows of every weight and of its moments, since some are sent by one rank and some by another."""
+
+    def touch(self, step: int) -> None:
+        for parameter in self.parameters:
+            for one in (parameter, self.optimizer.state[parameter]["exp_avg"]):
+                one.data.view(64, 64)[1 + step % 7, 3:5] *= 0.5
+
+
+class RowsOfAllByNumpy(RowsThroughData):
+    def touch(self, step: int) -> None:
+        for parameter in self.parameters:
+            for one in (parameter, self.optimizer.state[parameter]["exp_avg"]):
+                one.detach().numpy().reshape(64, 64)[1 + step % 7, 3:5] *= 0.5
+
+
 class RowsInAThread(RowsThroughData):
     """By another thread, which begins when `save()` has returned."""
 
@@ -523,6 +539,7 @@ FEW_BYTES: tuple[type[RowsThroughData], ...] = (
     MomentsThroughData,
     WeightsClippedThroughData,
 )
+OF_ALL: tuple[type[RowsThroughData], ...] = (RowsOfAll, RowsOfAllByNumpy)
 SHARDED_WAITING: tuple[type[Training], ...] = (
     Sharded,
     FullySharded,

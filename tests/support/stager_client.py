@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.ring.doorbell import SOCKET_NAME, VERSION, Message, connect
+from holdfast.ring.doubts import DoubtedSteps, write_doubts
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
+from holdfast.wire.doubt import Doubt
 from tests.support.events import read_events
 from tests.support.images import Image
 
@@ -156,6 +158,12 @@ class StagerClient:
     def abort(self, step: int, reason: str) -> None:
         """A checkpoint that has begun is withdrawn: the flusher has the slots of what has come."""
         self._tell("abort", attempt=self.attempt, step=step, reason=reason)
+
+    def doubt(self, first: int, last: int) -> None:
+        """A rank has found that these steps may be torn."""
+        doubt = Doubt(0, (first, last), f"model/w was changed after save({last + 1})")
+        write_doubts(self.ring.directory, [DoubtedSteps(self.attempt, doubt)])
+        self._tell("doubt")
 
     def save(
         self, image: Image, step: int, *, flip: tuple[int, int] | None = None, shuffled: bool = True

@@ -38,6 +38,9 @@ class Contents:
         manifest: The checkpoint.
         only: A name at the top of the state: of the tree, nothing but what is under it.
 
+    Attributes:
+        names: Of what the tree has by number only; their paths begin at the top of the state.
+
     Raises:
         DamageError: The file is not as it was written.
         StateError: There is no such name.
@@ -53,6 +56,11 @@ class Contents:
             check_structure_chunks(store, manifest)  # it is the file, and not what is in it
             raise
         self.tree: Any = self._structure.tree if only is None else self._part(only)
+        self.names = {
+            at: groups
+            for at, groups in self._structure.names.items()
+            if only is None or at.partition("/")[0] == only
+        }
         alone = isinstance(self.tree, torch.Tensor)
         self.tensors: list[Named] = [Named("", self.tree)] if alone else tensor_paths(self.tree)
         self._entries = {

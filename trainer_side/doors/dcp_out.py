@@ -24,6 +24,7 @@ from holdfast.errors import HoldfastError, StateError
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from trainer_side.doors.contents import Contents, dense
+from trainer_side.doors.dcp_names import write_names
 from trainer_side.doors.tensor_names import flatten
 
 
@@ -50,8 +51,13 @@ def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None,
     flat = flatten(contents, contents.tensors)
     entries = [contents.entry(tensor) for _, tensor in contents.tensors]
     read_bytes = sum(contents.nbytes(entry) for entry in entries if entry is not None)
+
+    def fill(folder: Path, advance: Callable[[int], None]) -> None:
+        _save(contents, folder, advance)
+        write_names(folder, contents.names, only)
+
     with progress_bar(path.name, read_bytes, hidden=quiet) as advance:
-        write_folder(path, read_bytes, lambda folder: _save(contents, folder, advance))
+        write_folder(path, read_bytes, lambda folder: fill(folder, advance))
     return Exported(read_bytes, len(flat), {one.name: one.tied_to for one in flat if one.tied_to})
 
 

@@ -12,13 +12,14 @@ import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.errors import ConfigError, DamageError, StateError
 from holdfast.image.manifest import Key
 from trainer_side.doors.dcp_in import read_dcp
+from trainer_side.doors.dcp_names import read_names
 from trainer_side.doors.dcp_parts import StoredTensor
 from trainer_side.doors.publishing import StateImage, plan_state
 from trainer_side.doors.safetensors_in import read_safetensors
@@ -88,24 +89,28 @@ def open_foreign(
         StateError: It holds what `torch.load(weights_only=True)` does not take, or has no names.
     """
     try:
-        kind, tree, name, stored = _read(path)
-        names = _names(path) if kind == "torch" else {}
+        kind, tree, part, stored, names = _read(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    under = name if under is None else under
+    if kind == "safetensors" and under is None:
+        under = part
     if under is not None:
         tree = {under: tree}
     named = _named(tree, str(path), renamed, dropped)
-    return Import(kind, named, stored, _moved(names, under, renamed))
+    if part is not None and under is None:
+        names = {}  # of a part that lies at the top now
+    return Import(kind, named, stored, _moved(names, under, part, renamed))
 
 
 def _moved(
-    names: Positions, under: str | None, renamed: Mapping[str, str]
+    names: Positions, under: str | None, part: str | None, renamed: Mapping[str, str]
 ) -> dict[str, list[list[Position]]]:
-    """The names, where what they name lies elsewhere now."""
+    """The names, where what they name lies elsewhere now; a part of a state has the names of the whole state."""
 
     def moved(path: str) -> str:
-        top, slash, rest = (path if under is None else f"{under}/{path}").partition("/")
+        top, slash, rest = (path if under is None or part is not None else f"{under}/{path}").partition("/")
+        if part is not None and under is not None and top == part:
+            top = under
         return f"{renamed.get(top, top)}{slash}{rest}"
 
     return {
@@ -114,17 +119,28 @@ def _moved(
     }
 
 
-def _read(path: Path) -> tuple[str, Any, str | None, Sequence[StoredTensor]]:
-    """The format, the tree, the name that it goes under by itself, and what has bytes of it."""
+class _Foreign(NamedTuple):
+    """What was read: the format, the tree, the part of a state that it is, what has bytes of it, and its names."""
+
+    kind: str
+    tree: Any
+    part: str | None
+    stored: Sequence[StoredTensor]
+    names: Positions
+
+
+def _read(path: Path) -> _Foreign:
     if path.is_dir():
         tree, stored = read_dcp(path)
-        return "dcp", tree, None, stored
+        part, names = read_names(path)
+        return _Foreign("dcp", tree, part, stored, names)
     with path.open("rb") as file:
         magic = file.read(16)
     if magic[:4] == _ZIP_MAGIC:
-        return "torch", _read_torch(path), None, ()
+        return _Foreign("torch", _read_torch(path), None, (), _names(path))
     if magic[8:9] == b"{":
-        return "safetensors", *read_safetensors(path), ()
+        found = read_safetensors(path)
+        return _Foreign("safetensors", found.tree, found.only, (), found.names)
     raise DamageError(
         f"{path}: the file begins with {magic[:4]!r}, so it is neither a torch file in zip format nor a safetensors "
         "file; if it is an older torch file, load it with torch.load and save it with torch.save"

@@ -9,7 +9,8 @@ import json
 import math
 import mmap
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,13 +25,28 @@ from trainer_side.doors.safetensors_format import (
     VALUES,
     VALUES_FORMAT,
 )
+from trainer_side.state.position_names import Positions, from_rows
 
 _DIMENSIONS_MAX = 64  # of torch
 _EXTENT_END = 1 << 63
 
 
-def read_safetensors(path: Path) -> tuple[Any, str | None]:
-    """The tree, and the name that it had in the state if it is a part of one (`--only`).
+class SafetensorsState(NamedTuple):
+    """What is in a file.
+
+    Attributes:
+        tree: The state, or a part of it.
+        only: The name that the part had in the state (`--only`).
+        names: Of what has numbers in it; their paths begin at the top of the state.
+    """
+
+    tree: Any
+    only: str | None = None
+    names: Positions = MappingProxyType({})
+
+
+def read_safetensors(path: Path) -> SafetensorsState:
+    """The state.
 
     Raises:
         DamageError: It is not such a file.
@@ -53,13 +69,14 @@ def read_safetensors(path: Path) -> tuple[Any, str | None]:
         tensors = {name: _tensor(memory, base, told) for name, told in header.items()}
         values = _json(metadata[VALUES].encode()) if VALUES in metadata else None
         if values is None or values["format"] != VALUES_FORMAT:
-            return tensors, None
+            return SafetensorsState(tensors)
         for name, other in values["tied"].items():
             tensors[name] = tensors[other]
         only = values["only"]
+        names = from_rows(values.get("names", {}))  # earlier versions wrote none
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamageError(f"{path}: the file is not a safetensors file: {error!r:.200}") from error
-    return decode(values["state"], tensors), None if only is None else str(only)
+    return SafetensorsState(decode(values["state"], tensors), None if only is None else str(only), names)
 
 
 def _json(raw: bytes) -> Any:

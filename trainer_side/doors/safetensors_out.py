@@ -36,6 +36,7 @@ from trainer_side.doors.safetensors_format import (
     VALUES_FORMAT,
 )
 from trainer_side.doors.tensor_names import Flat, flatten
+from trainer_side.state.position_names import to_rows
 
 _READERS = 4
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -158,6 +159,7 @@ class SafetensorsPlan:
             "attempt": manifest.attempt,
             "only": only,
             "tied": self.tied,
+            "names": to_rows(self._contents.names),
             "state": encode(self._contents.tree, names),
         }
         document: dict[str, Any] = {METADATA: {"format": "pt", VALUES: json.dumps(values, allow_nan=False)}}

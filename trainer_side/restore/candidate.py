@@ -37,8 +37,10 @@ from trainer_side.restore.inventory import Found, Shelf
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.loading import check, live_trees, load
 from trainer_side.restore.narrowing import StageNames, is_other, narrow
+from trainer_side.restore.offloaded import offloaded
 from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
 from trainer_side.restore.parcels import Parcels
+from trainer_side.restore.per_rank_values import may_refuse, open_own
 from trainer_side.restore.reading import Means, Reading, Use, read
 from trainer_side.restore.rounds import Rounds
 from trainer_side.restore.split_parts import Placed, beside_live, place, split_moments, split_parts
@@ -131,6 +133,7 @@ class Trial:
         self._placed = Placed({}, frozenset(), 0)
         self._deal = Deal()
         self._adopted_bytes = 0
+        self._offloaded: frozenset[int] = frozenset()  # tensors of the tree, by id()
         self._in_place: frozenset[str] = frozenset()  # names of the state
         self._crossing: DeviceSections | None = None
 
@@ -158,7 +161,13 @@ class Trial:
         assert self._structure is not None
         if self._job.locked is not None:
             self._crossing = take_to_device(
-                self._structure, self._placed, self._job.state, self._live, self._job.locked, self._peers
+                self._structure,
+                self._placed,
+                self._job.state,
+                self._live,
+                self._job.locked,
+                self._peers,
+                self._offloaded,
             )
         self._deal = deal(self._structure, self._placed, self._peers)
         try:
@@ -264,20 +273,29 @@ class Trial:
         assert self._structure is not None
         begun = time.monotonic()
         job, candidate = self._job, self._candidate
+        tree, names, rank = self._structure.tree, self._structure.names, self._peers.rank
         values: dict[str, Any] = {}
-        error: HoldfastError | None = None
-        try:
+
+        def open_all() -> None:
             self._deal.settle()
-            tree = self._structure.tree
             self._suspects.see(tree)
+            open_own(job.state, self._live, tree, names, rank=rank)
+
+        def load_all() -> None:
             # From here on only the tree keeps what was read beside: each object's part is free when it is loaded.
             self._structure, self._deal, self._placed = None, Deal(), Placed({}, frozenset(), 0)
-            values = load(job.state, self._live, tree, rank=self._peers.rank, in_place=self._in_place)
-        except HoldfastError as refused:
-            error = refused
-        problem = agree(self._peers, error)
-        if problem is not None:
-            raise DamageError(f"step {candidate.step}: {problem}")
+            in_place, on_host = self._in_place, self._offloaded
+            values.update(load(job.state, self._live, tree, in_place=in_place, on_host=on_host))
+
+        for work in (open_all, load_all):
+            error: HoldfastError | None = None
+            try:
+                work()
+            except HoldfastError as refused:
+                error = refused
+            problem = agree(self._peers, error)
+            if problem is not None:
+                raise DamageError(f"step {candidate.step}: {problem}")
         self._seconds["load"] = time.monotonic() - begun
         self._report(skipped)
         return Restored(
@@ -381,6 +399,7 @@ class Trial:
         else:
             file, store = f"slices of {self._candidate.name}", None
         self._structure = Structure(file, self._image, data, store)
+        self._offloaded = offloaded(self._structure)
         with telling(optimizers_of(self._job.state)) as given:
             self._live = live_trees(self._job.state)
         if isinstance(self._structure.tree, dict):
@@ -412,7 +431,7 @@ class Trial:
             job.state, self._live, structure.tree, self._image, structure.entry_of, step
         )
         # While it is open whether the bytes will be taken, none of them goes into live memory.
-        is_open = bool(self._suspects.groups)
+        is_open = bool(self._suspects.groups) or may_refuse(job.state)
         in_place = {} if is_open else read_in_place(job.state, self._live, structure.tree)
         self._in_place = frozenset(name for name, one in in_place.items() if tensor_paths([one]))
         own = {name: tree for name, tree in self._live.items() if name not in in_place}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.device_sections import DeviceSections, Locked
+from trainer_side.restore.offloaded import elsewhere
 from trainer_side.restore.region_targets import RegionTarget, bytes_in
 from trainer_side.restore.split_parts import Placed
 from trainer_side.restore.structure import Structure, once
@@ -61,6 +62,7 @@ def take_to_device(
     live: Mapping[str, Any],
     locked: Locked,
     peers: Peers,
+    on_host: Collection[int] = (),
 ) -> DeviceSections | None:
     """Give what is read memory on the device that loading would bring it to. Training thread; collective.
 
@@ -73,11 +75,12 @@ def take_to_device(
         live: What `live_trees` gave for it.
         locked: Makes locked host memory.
         peers: The ranks.
+        on_host: Tensors of the tree that stay there (`offloaded.py`).
 
     Returns:
         None: this rank has nothing to bring there, or some rank no room.
     """
-    wish = _wish(structure, placed, state, live)
+    wish = _wish(structure, placed, dict(_destinations(state, live, structure.tree, on_host)))
     is_nothing = not wish.whole and not wish.regions
     has_room = wish.device is None or _has_room(wish.device, wish.nbytes(structure, placed))
     if peers.all_agree(is_nothing or not has_room):
@@ -115,8 +118,7 @@ def take_to_device(
     return DeviceSections(wish.device, locked)
 
 
-def _wish(structure: Structure, placed: Placed, state: Mapping[str, Any], live: Mapping[str, Any]) -> _Wish:
-    wanted = dict(_destinations(state, live, structure.tree))
+def _wish(structure: Structure, placed: Placed, wanted: Mapping[str, _Destination]) -> _Wish:
     groups: dict[int, list[Named]] = {}
     tensors = structure.tensors
     clear = once(path for path, _ in tensors)
@@ -182,13 +184,13 @@ def _device_of(named: Named, end: _Destination | None, tensors: int) -> torch.de
 
 
 def _destinations(
-    state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]
+    state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any], on_host: Collection[int]
 ) -> Iterator[tuple[str, _Destination]]:
     for name, value in state.items():
         if name not in tree or name not in live:
             continue
         if isinstance(value, torch.optim.Optimizer):
-            yield from _moments(name, value, tree[name])
+            yield from _moments(name, value, tree[name], on_host)
         elif isinstance(value, torch.nn.Module | torch.Tensor):
             here = tensor_paths({name: live[name]})
             clear = once(path for path, _ in here)
@@ -197,7 +199,9 @@ def _destinations(
                     yield path, _Destination(tensor.device, tensor.dtype, alone=False)
 
 
-def _moments(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[tuple[str, _Destination]]:
+def _moments(
+    name: str, optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]
+) -> Iterator[tuple[str, _Destination]]:
     """As torch's own loading moves them: to the device of their parameter, counters of steps only where asked to."""
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
@@ -209,6 +213,7 @@ def _moments(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> Iterato
     ]
     if len(numbered) != len(parameters):
         return  # refused by load_state_dict, with a better message
+    others = elsewhere(optimizer, saved, on_host)
     for (number, group), parameter in zip(numbered, parameters, strict=True):
         moments = saved["state"].get(number)
         if (
@@ -218,7 +223,7 @@ def _moments(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> Iterato
         ):
             continue
         for key, moment in moments.items():
-            if not isinstance(moment, torch.Tensor):
+            if not isinstance(moment, torch.Tensor) or key in others.get(number, ()):
                 continue
             if key != "step":
                 yield f"{name}/state/{number}/{key}", _Destination(parameter.device, None, alone=True)

@@ -80,9 +80,7 @@ def join_by_name(
     orders: dict[int, GroupOrder] = {}
     for path, optimizer in optimizers.items():
         saved = at(tree, path)
-        if not is_form(saved) or any(
-            isinstance(key, str) for group in saved["param_groups"] for key in group["params"]
-        ):
+        if not is_form(saved):
             continue
         there = _saved_positions(saved, names.get(path))
         own = here[path]
@@ -99,10 +97,13 @@ def join_by_name(
         order = join.order()
         join.see_shapes(order, optimizer, saved, shapes)
         join.see_twice(order, optimizer, saved)
+        join.say_unnamed(optimizer)
         groups = join.groups(order, len(own))
-        if order != sorted(order) or groups != sorted(groups):
+        is_by_text = any(isinstance(key, str) for group in saved["param_groups"] for key in group["params"])
+        if is_by_text or order != sorted(order) or groups != sorted(groups):
             _arrange(saved, at(live, path), order, groups)
             orders[id(optimizer)] = GroupOrder(path, groups)
+        if order != sorted(order) or groups != sorted(groups):
             _log.warning(
                 "%s: its parameters are in another order than in the checkpoint, so their state is loaded by name",
                 path,
@@ -140,7 +141,10 @@ def _see_lists(state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[
 def _saved_positions(
     saved: Mapping[str, Any], known: Sequence[Sequence[Position]] | None
 ) -> list[list[Position]]:
-    """Those of the file, or what torch has kept of the names; without both nothing is known but the order."""
+    """Those of the file, or what torch has kept of the names; without both nothing is known but the order.
+
+    torch's `get_optimizer_state_dict` has names in the place of numbers.
+    """
     if known is not None:
         return [list(group) for group in known]
     found: list[list[Position]] = []
@@ -148,7 +152,10 @@ def _saved_positions(
         own = group.get("param_names")
         if not isinstance(own, list) or len(own) != len(group["params"]):
             own = [None] * len(group["params"])
-        found.append([Position(() if name is None else (str(name),)) for name in own])
+        named = [
+            key if isinstance(key, str) else name for key, name in zip(group["params"], own, strict=True)
+        ]
+        found.append([Position(() if name is None else (str(name),)) for name in named])
     return found
 
 
@@ -179,6 +186,14 @@ def _inside(name: str) -> str:
     return _unwrapped(name.partition("/")[2] or name)
 
 
+def _in_module(name: str) -> str:
+    """The name within its module, which is all that torch's own functions say."""
+    return _unwrapped(name.rpartition("/")[2])
+
+
+_RENAMED = (_inside, _in_module)
+
+
 class _Join:
     """The join of one optimizer.
 
@@ -199,7 +214,7 @@ class _Join:
             StateError: One has no counterpart.
         """
         found: dict[int, int] = {}
-        for level in (str, _unwrapped, _inside):
+        for level in (str, _unwrapped, _inside, _in_module):
             self._match(level, found)
         taken = set(found.values())
         rest_here = [number for number in range(len(self._here.flat)) if number not in found]
@@ -216,7 +231,7 @@ class _Join:
         pairs: dict[int, int] = {}
         for name, own in here.items():
             other = there.get(name)
-            if own is None or other is None or (level is _inside and not self._is_renamed(own, other)):
+            if own is None or other is None or (level in _RENAMED and not self._is_renamed(own, other)):
                 continue
             if pairs.setdefault(own, other) != other:
                 raise StateError(
@@ -329,6 +344,24 @@ class _Join:
                     f"parameter in its place in the checkpoint, it has {list(parameters[number].shape)}: the "
                     "parameters were in another order, and no names say which is which; nothing was loaded"
                 )
+
+    def say_unnamed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Name in the log parameters of one shape that have no names, so that nobody can see another order of them."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        by_shape: dict[tuple[int, ...], list[int]] = {}
+        for number in self._by_order:
+            by_shape.setdefault(tuple(parameters[number].shape), []).append(number)
+        alike = [number for numbers in by_shape.values() if len(numbers) > 1 for number in numbers]
+        if alike:
+            _log.warning(
+                "%s: %d parameters are loaded in the order in which they were saved, since no names join them, "
+                "and their shapes do not tell them apart: %s and %s are the first; if the script makes it in another "
+                "order now, their moments are exchanged",
+                self._path,
+                len(alike),
+                self._say(self._here, alike[0]),
+                self._say(self._here, alike[1]),
+            )
 
     def see_twice(
         self, order: Sequence[int], optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]

@@ -24,10 +24,9 @@ from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import once
 from trainer_side.restore.torch_loading import is_loaded_by_torch, read_in_place
 from trainer_side.restore.uncast import uncast, uncasting
-from trainer_side.restore.wrappers import rewrap
 from trainer_side.state.inference import writable
 from trainer_side.state.optimizer_places import optimizers_of
-from trainer_side.state.per_rank import PerRank, decode
+from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
 from trainer_side.state.tree import refusal, tensor_paths
 
@@ -167,17 +166,18 @@ def load(
     live: Mapping[str, Any],
     tree: dict[str, Any],
     *,
-    rank: int,
     in_place: Collection[str] = (),
+    on_host: Collection[int] = (),
 ) -> dict[str, Any]:
     """Load every name of `state` that the tree has, and take it out of the tree. Training thread.
 
     Args:
         state: As the script gave it.
         live: What `live_trees` gave for it.
-        tree: What was saved. The memory of each object's part is free as soon as the object is loaded.
-        rank: This one.
+        tree: What was saved, with this rank's own values (`open_own`). The memory of each object's part is free as
+            soon as the object is loaded.
         in_place: Names whose tensors were read over.
+        on_host: Tensors of the tree that optimizers keep in host memory (`offloaded.py`), by `id()`.
 
     Returns:
         The plain values. Lists and dictionaries of the state have got their saved content in place; numbers, texts and
@@ -192,13 +192,13 @@ def load(
         value, saved = state[name], tree.pop(name)
         try:
             if isinstance(value, PerRank):
-                _load_per_rank(name, value, saved, rank)
+                _load_per_rank(name, value, saved)
             elif isinstance(value, torch.Tensor):
                 if saved is not value:  # a DTensor
                     with writable(value):
                         value.copy_(saved)  # of itself, where it was read in place: then torch copies nothing
             elif _loadable(value):
-                _load_object(name, value, saved, live[name])
+                _load_object(name, value, saved, live[name], on_host)
             else:
                 values[name] = value if refill(value, saved) else saved
         except StateError as refused:
@@ -236,29 +236,20 @@ def _how_far(names: list[str], refused: int, in_place: Collection[str]) -> str:
     return "; ".join([*said, "do not train on with this state"])
 
 
-def _load_per_rank(name: str, value: PerRank, blobs: Any, rank: int) -> None:
-    if rank >= len(blobs):
-        _log.warning(
-            "%s: the checkpoint has values of %d ranks and none for rank %d, so that rank keeps the script's value",
-            name,
-            len(blobs),
-            rank,
-        )
+def _load_per_rank(name: str, value: PerRank, saved: Any) -> None:
+    if _loadable(value.value):
+        _load_object(name, value.value, saved, {})
         return
-    saved = decode(blobs[rank], name=f"{name} of rank {rank}")
-    inner, tree = value.value, {name: saved}
-    if isinstance(inner, torch.nn.Module):
-        rewrap({name: inner}, {name: inner.state_dict()}, tree)
-    with _refusal_named(name, inner), rolled_back_on_error(inner, {}):
-        value.load(tree[name])
+    with _refusal_named(name, value.value):
+        value.load(saved)
 
 
-def _load_object(name: str, value: Any, saved: Any, live: Any) -> None:
+def _load_object(name: str, value: Any, saved: Any, live: Any, on_host: Collection[int] = ()) -> None:
     by_torch, is_optimizer = is_loaded_by_torch(value, saved), isinstance(value, torch.optim.Optimizer)
     undone = nullcontext() if by_torch else rolled_back_on_error(value, live)
     lists = same_group_lists(value) if is_optimizer else nullcontext()
     with _refusal_named(name, value), undone:
-        with uncasting(optimizers_of({name: value})) as done, lists, writable(value):
+        with uncasting(optimizers_of({name: value}), on_host) as done, lists, writable(value):
             value.load_state_dict(saved)
         if is_optimizer and not done:
             uncast(value, saved, only_casts=True)  # its own loading may cast as torch's does

@@ -29,7 +29,7 @@ from holdfast.store.base import Store
 from holdfast.store.ranged import RangedFile
 from trainer_side.restore.image_map import Described, ends_of, is_storage
 from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle
-from trainer_side.state.position_names import Position, from_record
+from trainer_side.state.position_names import Position, from_record, on_host_in
 from trainer_side.state.split_tensor import is_split
 from trainer_side.state.tree import Named, refusal, tensor_paths
 from trainer_side.state.unfilled import unfilled
@@ -107,6 +107,12 @@ class Structure:
         data: Head and tail, back to back.
         store: Asked for bytes that are in neither; None where there is no portable file.
 
+    Attributes:
+        tree: With tensors in memory that nobody has touched.
+        storages: By entry.
+        names: Of what the tree has by number only.
+        on_host: Paths of state of optimizers that lay in host memory, and its parameter did not.
+
     Raises:
         DamageError: Not a file that torch reads, or it contradicts its manifest.
         StateError: It is whole, but holds what `torch.load(weights_only=True)` does not allow.
@@ -146,7 +152,7 @@ class Structure:
             raise DamageError(f"{self._what}: not a file that torch reads: {error}") from error
         self.storages = self._assign(created)
         self._check_paths()
-        self.names = self._names(data)
+        self.names, self.on_host = self._said(data)
 
     @property
     def tensors(self) -> list[Named]:
@@ -199,12 +205,13 @@ class Structure:
             adopted_bytes += memory.nbytes()
         return adopted_bytes
 
-    def _names(self, data: bytes) -> dict[str, list[list[Position]]]:
-        """The names of what the tree has by number only."""
+    def _said(self, data: bytes) -> tuple[dict[str, list[list[Position]]], frozenset[str]]:
+        """What stands behind the pickle."""
         for entry in self._image.entries:
             if entry.name.endswith("/data.pkl") and entry.offset + entry.nbytes <= ends_of(self._image)[0]:
-                return from_record(data[entry.offset : entry.offset + entry.nbytes], source=self._what)
-        return {}
+                record = data[entry.offset : entry.offset + entry.nbytes]
+                return from_record(record, source=self._what), on_host_in(record)
+        return {}, frozenset()
 
     def _assign(self, created: list[torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
         """Entry index → storage.

@@ -2,19 +2,20 @@
 
 saved    {"master": float32, "moment": {"codes": int8, "scales": [float32]}}      of a bfloat16 parameter
 loaded   all of them bfloat16, at any depth
-after    as saved, on the device to which the optimizer has taken them
+after    as saved, on the device to which the optimizer has taken them, or on that of `offloaded.py`
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from trainer_side.restore.offloaded import elsewhere
 from trainer_side.state.tree import children, with_changes
 
 _SPOILT = "<generator object"  # torch makes a new text from the letters of a text, and gets this
@@ -23,15 +24,21 @@ _SPOILT = "<generator object"  # torch makes a new text from the letters of a te
 class Shielded:
     """A value that torch's loading would refuse, or warn of. It leaves objects of other classes as they are."""
 
-    __slots__ = ("value",)
+    __slots__ = ("device", "value")
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, value: Any, device: torch.device | None = None) -> None:
+        self.value, self.device = value, device
 
 
 @contextmanager
-def uncasting(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
+def uncasting(
+    optimizers: Iterable[torch.optim.Optimizer], on_host: Collection[int] = ()
+) -> Iterator[list[torch.optim.Optimizer]]:
     """Within it, what these optimizers load comes out of torch's own loading as it was saved. Training thread.
+
+    Args:
+        optimizers: They.
+        on_host: Saved tensors that they keep in host memory (`offloaded.py`), by `id()`.
 
     The repair precedes hooks that run after the loading, and all that a class does with what torch has loaded.
 
@@ -42,7 +49,7 @@ def uncasting(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[list[torc
     done: list[torch.optim.Optimizer] = []
     for optimizer in optimizers:
         if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):  # not where `__init__` was left out
-            repair = _Repair(done)
+            repair = _Repair(done, on_host)
             hooks.append(optimizer.register_load_state_dict_pre_hook(repair.shield))
             hooks.append(optimizer.register_load_state_dict_post_hook(repair.uncast, prepend=True))
     try:
@@ -55,14 +62,18 @@ def uncasting(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[list[torc
 class _Repair:
     """Of one optimizer."""
 
-    def __init__(self, done: list[torch.optim.Optimizer]) -> None:
+    def __init__(self, done: list[torch.optim.Optimizer], on_host: Collection[int]) -> None:
         self._saved: Any = None
-        self._done = done
+        self._done, self._on_host = done, on_host
 
-    def shield(self, _optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    def shield(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         self._saved = dict(saved)  # torch goes on with another one, and a hook may change what it is given
         numbers = {number for group in saved["param_groups"] for number in group["params"]}
-        state = {key: _shielded(one) if key in numbers else one for key, one in saved["state"].items()}
+        others = elsewhere(optimizer, saved, self._on_host)
+        state = {
+            key: _shielded(one, others.get(key, {})) if key in numbers else one
+            for key, one in saved["state"].items()
+        }
         return {**saved, "state": state}
 
     def uncast(self, optimizer: torch.optim.Optimizer) -> None:
@@ -93,12 +104,15 @@ def uncast(optimizer: torch.optim.Optimizer, saved: Any, *, only_casts: bool = F
                 optimizer.state[parameter] = restored
 
 
-def _shielded(value: Any) -> Any:
+def _shielded(value: Any, elsewhere: Mapping[str, torch.device], path: str = "") -> Any:
     if isinstance(value, torch.Tensor):
-        return Shielded(value) if value.is_complex() else value
+        device = elsewhere.get(path)
+        return Shielded(value, device) if value.is_complex() or device is not None else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return Shielded(value)
-    shields = {key: _shielded(one) for key, one in children(value)}
+    shields = {
+        key: _shielded(one, elsewhere, f"{path}/{key}" if path else str(key)) for key, one in children(value)
+    }
     changed = {key: shield for key, shield in shields.items() if shield is not value[key]}
     return with_changes(value, changed) if changed else value
 
@@ -107,7 +121,7 @@ def _restored(loaded: Any, saved: Any, device: torch.device, *, only_casts: bool
     """`loaded` with the dtypes of `saved`, wherever both have the same form; itself where it has them already."""
     again = functools.partial(_restored, device=device, only_casts=only_casts)
     if isinstance(loaded, Shielded):
-        return _moved(loaded.value, device)
+        return _moved(loaded.value, loaded.device or device)
     if isinstance(saved, torch.Tensor):
         if isinstance(loaded, torch.Tensor) and loaded.dtype != saved.dtype:
             return saved.to(loaded.device) if not only_casts or _is_cast(loaded, saved) else loaded

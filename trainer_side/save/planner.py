@@ -34,6 +34,7 @@ from trainer_side.save.rank_context import RankContext
 from trainer_side.save.tearing import TearCheck
 from trainer_side.state.arriving import settle
 from trainer_side.state.given_state import GivenState
+from trainer_side.state.per_rank_names import PerRankNames
 from trainer_side.state.position_names import SavedNames
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state.tree import classify, collect
@@ -89,6 +90,7 @@ class Planner:
         self._agreeing = RanksAgreeing(given, context)
         self._agreed = Agreement(0, {})
         self._names = SavedNames(self._state, is_writer=context.link.rank == 0)
+        self._own_names = PerRankNames(self._state)
 
     def take(self) -> tuple[SavePlan, Capture]:
         """Capture the state, planning first if its tensors are new.
@@ -114,6 +116,7 @@ class Planner:
                 collected = collect(self._state, may_arrive=True)
         if self._plan is not None:
             self._names.look(collected, told)
+            self._own_names.look(collected)
         tree = self._agreeing.named(collected, self._agreed)
         self._widen(tree)
         self._spare()
@@ -127,6 +130,7 @@ class Planner:
         settle(collected)
         self._left_out.look(collected, new_layout=True)
         self._names.renew(collected, told)
+        self._own_names.look(collected, is_new=True)
         self._agreed = self._agreeing.agree(collected, len(self._names.trailer))
         tree = self._agreeing.named(collected, self._agreed)
         planned = self._renew_together(tree)

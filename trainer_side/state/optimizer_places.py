@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.tree import children
+from trainer_side.state.tree import children, tensor_paths
 
 _DEPTH_MAX = 6
 _OBJECTS_MAX = 20_000  # a data set may be a list of millions
@@ -49,30 +49,33 @@ def optimizers_of(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
 
 def reachable(state: Mapping[str, Any]) -> Iterator[Any]:
     """The objects of the state, and what they hold as attributes or in containers, each once."""
+    return (value for _, value in with_paths(state))
+
+
+def with_paths(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """As `reachable`, each with the names and keys that lead to it, such as `loop/nets/0`."""
     seen: set[int] = set()
-    pending: list[tuple[Any, int]] = [(value, 0) for value in reversed(list(state.values()))]
+    pending: list[tuple[str, Any, int]] = [(name, value, 0) for name, value in reversed(list(state.items()))]
     while pending and len(seen) < _OBJECTS_MAX:
-        value, depth = pending.pop()
+        path, value, depth = pending.pop()
         if value is None or isinstance(value, _NEVER) or id(value) in seen:
             continue
         seen.add(id(value))
-        yield value
+        yield path, value
         if depth < _DEPTH_MAX:
-            pending += [(one, depth + 1) for one in reversed(list(_below(value)))]
+            pending += [(f"{path}/{key}", one, depth + 1) for key, one in reversed(list(_below(value)))]
 
 
-def _below(value: Any) -> Iterable[Any]:
+def _below(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, dict | list | tuple):
-        if len(value) > _WITHIN_MAX:
-            return ()
-        return value.values() if isinstance(value, dict) else value
+        return children(value) if len(value) <= _WITHIN_MAX else ()
     attributes = getattr(value, "__dict__", {})
     skipped: frozenset[str] = frozenset()
     if isinstance(value, torch.optim.Optimizer):
         skipped = _OF_OPTIMIZERS
     elif isinstance(value, torch.nn.Module):
         skipped = _OF_MODULES
-    return [one for name, one in attributes.items() if name not in skipped]
+    return [(name, one) for name, one in attributes.items() if name not in skipped]
 
 
 @contextmanager
@@ -163,3 +166,26 @@ def at(tree: Any, path: str) -> Any:
             if path.startswith(f"{own}/"):
                 pending.append((f"{own}/", value))
     return None
+
+
+def on_host(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
+    """Paths of the tensors of optimizers' state that lie in host memory while their parameter lies on a device.
+
+    Not those of numbers, which torch's optimizers keep there.
+
+    Args:
+        tree: What the state gave, with live tensors.
+        optimizers: By the path of their dictionaries in it.
+    """
+    found: list[str] = []
+    for path, optimizer in optimizers.items():
+        saved = at(tree, path)
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if parameter.device.type != "cpu":
+                state = {f"{path}/state/{number}": saved["state"].get(number)}
+                found += [
+                    one for one, tensor in tensor_paths(state) if tensor.dim() and tensor.device.type == "cpu"
+                ]
+    return found

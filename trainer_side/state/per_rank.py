@@ -1,6 +1,6 @@
 """`PerRank`: values that differ from rank to rank, such as random number generators. A checkpoint has every rank's own.
 
-    rank r: PerRank(value) ─► torch.save bytes ─► length │ bytes │ zeros up to the reserve
+    rank r: PerRank(value) ─► torch.save bytes ─► length │ bytes │ names (`per_rank_names.py`) │ zeros up to the reserve
     file:   state["rng"] = [rank 0's blob, rank 1's blob, …]            one uint8 tensor each, all of one size
 
 The ranks agree on one size for all blobs, so that the layout of the image does not depend on the values. On disk a blob
@@ -40,6 +40,9 @@ class PerRank:
         same_ranks: Refuse a checkpoint of another number of ranks. Set it for values that are shared out among the
             ranks, such as shards of data: with more or fewer ranks some would be repeated or left out.
 
+    Attributes:
+        names: What a blob says beside the value: the names of what has numbers in it.
+
     Raises:
         StateError: `same_ranks` is not a bool, or `value` is a `PerRank` already.
     """
@@ -50,6 +53,7 @@ class PerRank:
         if isinstance(value, PerRank):
             raise StateError("PerRank: its value is a PerRank already; leave out one of the two")
         self.value, self.same_ranks = value, same_ranks
+        self.names = b""
 
     def snapshot(self) -> Any:
         """The value as a checkpoint has it: its `state_dict()`, or the value itself if it has none."""
@@ -74,12 +78,13 @@ def reserve_bytes(used_bytes: int) -> int:
     return ((used_bytes * 5 // 4 + _SLACK_BYTES) // _UNIT_BYTES + 1) * _UNIT_BYTES
 
 
-def encode(value: Any, *, name: str) -> bytes:
+def encode(value: Any, *, name: str, beside: bytes = b"") -> bytes:
     """The blob of `value`, without padding.
 
     Args:
         value: The result of `PerRank.snapshot`.
         name: Name of the value in the state, for messages.
+        beside: `PerRank.names`; does not end with a zero.
 
     Raises:
         StateError: `torch.save` cannot save the value.
@@ -93,7 +98,7 @@ def encode(value: Any, *, name: str) -> bytes:
             f"{name}: this PerRank value cannot be saved: {error}; use tensors, numbers, strings, lists and dicts"
         ) from error
     blob = out.getvalue()
-    return _LENGTH.pack(len(blob) - _LENGTH.size) + blob[_LENGTH.size :]
+    return _LENGTH.pack(len(blob) - _LENGTH.size) + blob[_LENGTH.size :] + beside
 
 
 def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "PerRank value") -> Any:
@@ -106,7 +111,7 @@ def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "
     Raises:
         DamageError: The bytes are not a blob that `encode` has written.
     """
-    raw = memoryview(cast(Any, blob.contiguous().numpy()) if isinstance(blob, torch.Tensor) else blob)
+    raw = _raw(blob)
     if raw.itemsize != 1 or raw.ndim != 1 or raw.nbytes < _LENGTH.size:
         raise DamageError(
             f"{name}: expected a PerRank blob of at least {_LENGTH.size} bytes, got {raw.nbytes} bytes; "
@@ -128,3 +133,14 @@ def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "
         raise DamageError(
             f"{name}: the PerRank blob cannot be read ({error}); take the checkpoint before this one"
         ) from error
+
+
+def beside_of(blob: torch.Tensor | bytes | bytearray | memoryview) -> bytes:
+    """What `encode` has put beside the value; nothing in a blob of an earlier version. `decode` has read it before."""
+    raw = _raw(blob)
+    (length,) = _LENGTH.unpack_from(raw)
+    return bytes(raw[_LENGTH.size + length :]).rstrip(b"\0")
+
+
+def _raw(blob: torch.Tensor | bytes | bytearray | memoryview) -> memoryview:
+    return memoryview(cast(Any, blob.contiguous().numpy()) if isinstance(blob, torch.Tensor) else blob)

@@ -5,6 +5,9 @@
                                         two paths: tied                               in no part of the state
     {"shadow": [t0, t1]} of an object with a list of parameters [a.weight, b.weight]: the names of these
 
+With them stands which state of optimizers lay in host memory although its parameter did not: tensors are saved as on
+the CPU, so nothing else in the file tells.
+
 They lie behind the pickle, at the end of the room that `data.pkl` has for growing. Every reader of pickles stops at the
 pickle's own end, so the tree of the file stays the one that the objects of the state gave:
 
@@ -23,7 +26,17 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import DamageError, StateError
-from trainer_side.state.optimizer_places import Given, is_form, located, optimizers_of, reachable, telling
+from trainer_side.state.optimizer_places import (
+    Given,
+    is_form,
+    located,
+    on_host,
+    optimizers_of,
+    reachable,
+    telling,
+    with_paths,
+)
+from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.tree import children, tensor_paths, view_of
 
@@ -58,11 +71,12 @@ def positions(
         optimizers: By the path of their dictionaries in it.
     """
     names: dict[int, list[str]] = {}
-    for at, value in state.items():
+    for at, value in opened(state).items():
         if isinstance(value, torch.nn.Module):
             for name, parameter in value.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(f"{at}/{name}")
     places: dict[Any, list[str]] | None = None
+    inner: dict[int, list[str]] | None = None
     found: dict[str, list[list[Position]]] = {}
     for at, optimizer in optimizers.items():
         found[at] = []
@@ -74,10 +88,31 @@ def positions(
                     if places is None:
                         places = _places(tree, optimizers)
                     own = places.get(view_of(local_of(parameter))) or _own_name(group, number)
+                if not own:
+                    inner = _inner_names(state) if inner is None else inner
+                    own = inner.get(id(parameter), [])
                 shape = None if own else tuple(parameter.shape)
                 found[at][-1].append(Position(tuple(own), shape))
     found.update(_lists(state, tree, names))
     return found
+
+
+def opened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with what its `PerRank` values hold in their place."""
+    return {name: value.value if isinstance(value, PerRank) else value for name, value in state.items()}
+
+
+def _inner_names(state: Mapping[str, Any]) -> dict[int, list[str]]:
+    """The names of parameters of modules below objects of the script, by the attributes that lead there.
+
+    For parameters whose object saves them as copies, or not at all.
+    """
+    names: dict[int, list[str]] = {}
+    for path, value in with_paths(opened(state)):
+        if "/" in path and isinstance(value, torch.nn.Module):
+            for name, parameter in value.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), []).append(f"{path}/{name}")
+    return names
 
 
 def _lists(
@@ -162,7 +197,7 @@ class SavedNames:
     def __init__(self, state: Mapping[str, Any], *, is_writer: bool) -> None:
         self._state, self._is_writer = state, is_writer
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._parameters: list[list[list[weakref.ref[torch.Tensor]]]] | None = None
+        self._parameters: Parameters | None = None
         self.trailer = b""
 
     def telling(self) -> AbstractContextManager[Given]:
@@ -178,7 +213,7 @@ class SavedNames:
             tree: What was collected.
             given: What `telling` noted meanwhile.
         """
-        if self._is_writer and not self._is_as_it_was():
+        if self._is_writer and (self._parameters is None or self._parameters.have_changed()):
             self._make(tree, given)
 
     def renew(self, tree: Mapping[str, Any], given: Given) -> None:
@@ -191,38 +226,45 @@ class SavedNames:
             self._optimizers, self._parameters = found, None
 
     def _make(self, tree: Mapping[str, Any], given: Given) -> None:
-        self._parameters = [
-            [[weakref.ref(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-            for optimizer in self._optimizers
-        ]
+        self._parameters = Parameters(self._optimizers)
         try:
-            self.trailer = to_trailer(positions(self._state, tree, located(tree, self._state, given)))
+            found = located(tree, self._state, given)
+            self.trailer = to_trailer(positions(self._state, tree, found), on_host(tree, found))
         except StateError:
             self.trailer = b""  # the state cannot be saved; the ranks are told so when they agree on it
 
-    def _is_as_it_was(self) -> bool:
-        if self._parameters is None:
-            return False
-        for optimizer, groups in zip(self._optimizers, self._parameters, strict=True):
+
+class Parameters:
+    """The parameters of some optimizers, as they are in their groups now."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._groups = [
+            [[weakref.ref(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+            for optimizer in optimizers
+        ]
+
+    def have_changed(self) -> bool:
+        """Whether an optimizer has others by now, or has them in another order."""
+        for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             if len(groups) != len(optimizer.param_groups):
-                return False
+                return True
             for group, known in zip(optimizer.param_groups, groups, strict=True):
                 own = group["params"]
                 if len(own) != len(known) or not all(
                     ref() is one for ref, one in zip(known, own, strict=True)
                 ):
-                    return False
-        return True
+                    return True
+        return False
 
 
-def to_trailer(found: Positions) -> bytes:
+def to_trailer(found: Positions, of_host: Sequence[str] = ()) -> bytes:
     """The bytes that say it; none where there is nothing to say."""
     if not any(group for groups in found.values() for group in groups):
         return b""
-    rows = {at: [[_row(position) for position in group] for group in groups] for at, groups in found.items()}
-    text = json.dumps({"names": rows}, separators=(",", ":"), ensure_ascii=False).encode(
-        errors="surrogatepass"
-    )
+    said = {"names": to_rows(found), **({"on_host": list(of_host)} if of_host else {})}
+    rows = json.dumps(said, separators=(",", ":"), ensure_ascii=False)
+    text = rows.encode(errors="surrogatepass")
     return text + _END.pack(len(text), _MAGIC)
 
 
@@ -237,21 +279,42 @@ def from_record(record: bytes, *, source: str) -> dict[str, list[list[Position]]
     Raises:
         DamageError: They are not as holdfast writes them.
     """
+    try:
+        return from_rows(_said(record).get("names", {}))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamageError(f"{source}: the names behind the pickle cannot be read: {error!r:.200}") from error
+
+
+def on_host_in(record: bytes) -> frozenset[str]:
+    """What `on_host` gave when a data.pkl was written that `from_record` has read."""
+    return frozenset(map(str, _said(record).get("on_host", ())))
+
+
+def _said(record: bytes) -> dict[str, Any]:
     if len(record) < _END.size:
         return {}
     nbytes, magic = _END.unpack(record[-_END.size :])
     if magic != _MAGIC:
         return {}
     begin = len(record) - _END.size - nbytes
-    try:
-        if begin < 0:
-            raise ValueError(f"{nbytes} bytes of {len(record)}")
-        rows = json.loads(record[begin : len(record) - _END.size].decode(errors="surrogatepass"))["names"]
-        return {
-            str(at): [[_position(row) for row in group] for group in groups] for at, groups in rows.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamageError(f"{source}: the names behind the pickle cannot be read: {error!r:.200}") from error
+    if begin < 0:
+        raise ValueError(f"{nbytes} bytes of {len(record)}")
+    said = json.loads(record[begin : len(record) - _END.size].decode(errors="surrogatepass"))
+    return {"names": said["names"], "on_host": [str(one) for one in said.get("on_host", ())]}
+
+
+def to_rows(found: Positions) -> dict[str, Any]:
+    """What JSON has of them."""
+    return {at: [[_row(position) for position in group] for group in groups] for at, groups in found.items()}
+
+
+def from_rows(rows: Any) -> dict[str, list[list[Position]]]:
+    """What `to_rows` was given.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: It is something else.
+    """
+    return {str(at): [[_position(row) for row in group] for group in groups] for at, groups in rows.items()}
 
 
 def _row(position: Position) -> Any:

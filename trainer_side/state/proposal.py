@@ -79,7 +79,7 @@ def table(
         StateError: A tensor, or a plain value, is of a kind that cannot be saved; names its path.
     """
     needed = {
-        name: reserve_bytes(len(encode(value.snapshot(), name=name)))
+        name: reserve_bytes(len(encode(value.snapshot(), name=name, beside=value.names)))
         for name, value in tree.items()
         if isinstance(value, PerRank)
     }

@@ -309,7 +309,7 @@ def capture(
     for name, entries in skeleton._blob_entries.items():
         entry = entries[skeleton.rank]
         reserve = skeleton.layout.entries[entry].nbytes
-        blob = encode(per_rank[name].snapshot(), name=name)
+        blob = encode(per_rank[name].snapshot(), name=name, beside=per_rank[name].names)
         if len(blob) > reserve:
             raise Outgrown(name, len(blob), reserve)
         contents[entry] = blob.ljust(reserve, b"\0")

@@ -1,10 +1,11 @@
 """A training job whose state is changed in one of the ways of tests/support/changes.py, and saved after every update.
 
-`python changing.py OUT TRAINING SAVES [--blind] [--trusting] [--from STEP] [--drawn STEP,STEP …]`. Writes to OUT what
+`python changing.py OUT TRAINING SAVES [OPTION …]`, of which `--from STEP` and `--drawn STEP,STEP`. Writes to OUT what
 was there at each save: `STEP.json`, the CRC-32 of each tensor by its path; and how each rank counted: `stats-
 RANK.json`. `--blind`: nothing is detected, nothing waits. `--trusting`: nothing waits, so that detection stands
 alone. `--from`: the first step that changes a few bytes. `--drawn`: the saves after which the whole state is
-compared, beside those before anything is proven.
+compared, beside those before anything is proven. `--only`: one rank alone changes a few bytes, and each writes
+`truth-STEP-RANK.pt`, its own state at each save.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def sums(tree: Any) -> dict[str, int]:
 
 def kinds() -> dict[str, type[changes.Training]]:
     """All trainings, by name."""
-    every = (*changes.WAITING, *changes.TEARING, *changes.FEW_BYTES)
+    every = (*changes.WAITING, *changes.TEARING, *changes.FEW_BYTES, *changes.OF_ALL)
     return {kind.__name__: kind for kind in every} | changes.PACKAGES
 
 
@@ -58,6 +59,9 @@ def main() -> None:
     if drawn := {int(step) for step in _option("--drawn").split(",") if step}:
         setattr(Quietness, "is_drawn", drawn.__contains__)  # noqa: B010
     changes.RowsThroughData.begins = int(_option("--from") or 0)
+    only = _option("--only")
+    if only and int(only) != rank:
+        changes.RowsThroughData.begins = saves
     training = kind()
     training.step(0)
     checkpointer = Checkpointer(training.state)
@@ -68,6 +72,8 @@ def main() -> None:
     for step in range(saves):
         if rank == 0:
             (out / f"{step}.json").write_text(json.dumps(sums(collect(training.state))))
+        if only:
+            torch.save(collect(training.state), out / f"truth-{step}-{rank}.pt")
         checkpointer.save(step)
         training.saved(step)
         training.step(step + 1)

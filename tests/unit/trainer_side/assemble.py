@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.crc import crc32
 from holdfast.image.layout import Layout
 from holdfast.wire.state_messages import Agreement
+from trainer_side.state.per_rank_names import PerRankNames
 from trainer_side.state.position_names import SavedNames
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
@@ -47,6 +48,7 @@ def named(state: Mapping[str, Any]) -> bytes:
     with names.telling() as given:
         tree = collect(state)
     names.renew(tree, given)
+    PerRankNames(state).look(tree, is_new=True)
     return names.trailer
 
 
@@ -82,9 +84,9 @@ def _content(captured: Capture, entry: int) -> bytes:
     source = captured.sources[entry]
     assert source is not None
     assert source.entry == entry
-    data = ctypes.string_at(source.data_ptr, source.nbytes)
-    assert data == bytes(source.bytes().cpu().numpy())
-    return data
+    copied = bytes(source.bytes().cpu().numpy())
+    assert source.device.type != "cpu" or copied == ctypes.string_at(source.data_ptr, source.nbytes)
+    return copied
 
 
 def assembled(layout: Layout, frames: Sequence[Mapping[int, bytes]]) -> bytes:

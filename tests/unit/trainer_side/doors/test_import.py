@@ -22,14 +22,12 @@ from holdfast.command import cli
 from holdfast.errors import DamageError, StateError
 from holdfast.store import open_store
 from tests.support.restoring import publish
-from tests.unit.trainer_side.assemble import save
 from tests.unit.trainer_side.doors.test_safetensors_out import training_state
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same, bring_back
 from tests.unit.trainer_side.state.test_skeleton import _same, _states
 from trainer_side.doors.foreign import open_foreign
 from trainer_side.doors.safetensors_out import write_safetensors
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.position_names import from_record
 from trainer_side.state.rng import RngState
 
 Command = Callable[..., tuple[int, str, str]]
@@ -88,27 +86,6 @@ def test_any_state_is_taken_as_it_is(
     code, _, err = run(file, root / "run", "--step", 0)
     assert code == 0, err
     _same(load(root / "run", 0), torch.load(file, weights_only=True))
-
-
-@pytest.mark.parametrize("options", [(), ("--rename", "model=net"), ("--under", "all")])
-def test_the_names_in_a_file_of_holdfast_come_along(
-    tmp_path: Path, run: Command, options: tuple[str, ...]
-) -> None:
-    def job() -> dict[str, Any]:
-        model = torch.nn.Linear(3, 3)
-        groups: list[dict[str, Any]] = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}]
-        optimizer = torch.optim.AdamW(groups)
-        return {"model": model, "optimizer": optimizer}
-
-    save(job(), tmp_path / "old.pt")
-    code, _, err = run(tmp_path / "old.pt", tmp_path / "run", "--step", 3, *options)
-    assert code == 0, err
-    reader = torch._C.PyTorchFileReader(str(tmp_path / "run" / "step-000000003.pt"))
-    found = from_record(reader.get_record("data.pkl"), source="file")
-    names = {at: [[one.names for one in group] for group in groups] for at, groups in found.items()}
-    within = "all/" if "--under" in options else ""
-    model = "net" if "--rename" in options else f"{within}model"
-    assert names == {f"{within}optimizer": [[(f"{model}/weight",)], [(f"{model}/bias",)]]}
 
 
 def test_several_chunks(tmp_path: Path, run: Command) -> None:
