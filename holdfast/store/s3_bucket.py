@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import re
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.store.base import refuse_large
-from holdfast.store.s3_client import crc_header, make_client
-from holdfast.store.s3_errors import code_of, status_of, translated
+from holdfast.store.s3_client import crc_header, credentials_of, make_client
+from holdfast.store.s3_errors import EXPIRED, code_of, status_of, translated
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -26,6 +29,14 @@ _READ_BYTES = 120 << 10  # above 128 KiB malloc maps fresh memory for each piece
 _PARTS_PER_PAGE = 1000
 _NO_UPLOAD = frozenset({"NoSuchUpload", "InvalidArgument", "NoSuchKey", "404"})
 """What servers say of an upload id that is not theirs, or not any more."""
+_MAY_BE_RENEWED = EXPIRED | {
+    "InvalidToken",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "403",
+    "AccessDenied",
+}
+_RENEW_SECONDS_MIN = 1.0  # many parts fail at the same moment
 _UPLOAD_ID = re.compile(r"[!-~]{1,1024}")
 
 
@@ -35,6 +46,7 @@ class S3Bucket:
     def __init__(self, name: str) -> None:
         self.name = name
         self._client: S3Client | None = None
+        self._renewed_at = -_RENEW_SECONDS_MIN
         self._making_client = threading.Lock()
         self._strays: set[str] = set()  # keys of which an upload may be open that nobody here knows
 
@@ -56,24 +68,54 @@ class S3Bucket:
     def url(self, key: str) -> str:
         return f"s3://{self.name}/{key}"
 
+    @contextmanager
+    def translated(self, doing: str, key: str) -> Iterator[None]:
+        """Turn an error of boto3 inside the block into ours.
+
+        What the server says of credentials may be no longer so: they are read anew from their file, process or role,
+        and what failed is tried again with them, as a part of the same upload.
+        """
+        from botocore.exceptions import ClientError
+
+        try:
+            with translated(doing, self.url(key).rstrip("/")):
+                yield
+        except StoreError as error:
+            cause = error.__cause__
+            if not isinstance(cause, ClientError) or code_of(cause) not in _MAY_BE_RENEWED:
+                raise
+            if not self._read_credentials_anew() or error.retriable:
+                raise
+            raise StoreError(str(error), retriable=True) from cause
+
+    def _read_credentials_anew(self) -> bool:
+        """Make another client, unless that was done just now; returns whether it may have other credentials."""
+        with self._making_client:
+            if self._client is None or time.monotonic() - self._renewed_at < _RENEW_SECONDS_MIN:
+                return True  # another thread has done it: its credentials are to be tried first
+            before = credentials_of(self._client)
+            # Others may be using the old one, so it is not closed.
+            self._client, self._renewed_at = make_client(f"s3://{self.name}"), time.monotonic()
+            return credentials_of(self._client) != before
+
     def check(self, prefix: str) -> None:
-        with translated("list", self.url(prefix).rstrip("/")):
+        with self.translated("list", prefix):
             self.client.list_objects_v2(Bucket=self.name, Prefix=prefix, MaxKeys=1)
 
     def sizes(self, prefix: str) -> list[tuple[str, int]]:
         """Keys under a prefix, with the size of each object."""
-        with translated("list", self.url(prefix).rstrip("/")):
+        with self.translated("list", prefix):
             pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
             return [(item["Key"], int(item["Size"])) for page in pages for item in page.get("Contents", [])]
 
     def head(self, key: str) -> dict[str, Any]:
         """The metadata of an object. Raises `StoreMissing`."""
-        with translated("read", self.url(key)):
+        with self.translated("read", key):
             return dict(self.client.head_object(Bucket=self.name, Key=key))
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """The whole of an object; raises `DamageError` if it is larger."""
-        with translated("read", self.url(key)):
+        with self.translated("read", key):
             answer = self.client.get_object(Bucket=self.name, Key=key)
             with answer["Body"] as body:
                 promised = int(answer.get("ContentLength", 0))
@@ -95,7 +137,7 @@ class S3Bucket:
 
         end = offset + view.nbytes
         done = 0
-        with translated("read", self.url(key)):
+        with self.translated("read", key):
             try:
                 answer = self.client.get_object(Bucket=self.name, Key=key, Range=f"bytes={offset}-{end - 1}")
             except ClientError as error:
@@ -120,7 +162,7 @@ class S3Bucket:
 
     def put(self, key: str, data: bytes) -> None:
         """Write a small object; the server checks its CRC-32."""
-        with translated("write", self.url(key)):
+        with self.translated("write", key):
             self._put(key, data)
 
     def create(self, key: str, data: bytes) -> bool:
@@ -132,7 +174,7 @@ class S3Bucket:
         """
         from botocore.exceptions import ClientError
 
-        with translated("create", self.url(key)):
+        with self.translated("create", key):
             try:
                 self._put(key, data, IfNoneMatch="*")
             except ClientError as error:
@@ -150,7 +192,7 @@ class S3Bucket:
             ) from error
 
     def delete(self, key: str) -> None:
-        with translated("delete", self.url(key)):
+        with self.translated("delete", key):
             self.client.delete_object(Bucket=self.name, Key=key)
 
     def abort_uploads(self, key: str, *, only: str | None = None) -> list[str]:
@@ -159,7 +201,7 @@ class S3Bucket:
         """
         from botocore.exceptions import ClientError
 
-        with translated("abort uploads of", self.url(key)):
+        with self.translated("abort uploads of", key):
             found = [only] if only else self._open_uploads(key)
             for upload_id in found:
                 try:
@@ -187,7 +229,7 @@ class S3Bucket:
         if not _UPLOAD_ID.fullmatch(upload_id):
             raise unknown
         found: list[PartTypeDef] = []
-        with translated("list the parts of", self.url(key)):
+        with self.translated("list the parts of", key):
             pages = self.client.get_paginator("list_parts").paginate(
                 Bucket=self.name,
                 Key=key,

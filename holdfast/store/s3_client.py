@@ -65,6 +65,15 @@ def make_client(url: str) -> S3Client:
         ) from error
 
 
+def credentials_of(client: S3Client) -> tuple[str, str | None] | None:
+    """Access key and session token that a client signs with now; None where boto3 does not tell."""
+    credentials = getattr(getattr(client, "_request_signer", None), "_credentials", None)
+    if credentials is None:
+        return None
+    frozen = credentials.get_frozen_credentials()
+    return frozen.access_key, frozen.token
+
+
 def _settings_for(endpoint_url: str) -> Any:
     endpoint = urlsplit(endpoint_url)
     settings: dict[str, Any] = {}

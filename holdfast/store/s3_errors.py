@@ -41,7 +41,9 @@ _ADVICE = {
     "QuotaExceeded": "delete old checkpoints, or ask for a larger quota",
     "InvalidObjectState": "the object is archived; restore it to a readable storage class first",
 }
-_RETRIABLE = frozenset(
+# Whoever renews them may be late: read anew (s3_bucket.py), they are tried for as long as anything is.
+EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
+_RETRIABLE = EXPIRED | frozenset(
     {
         "SlowDown",
         "RequestTimeout",

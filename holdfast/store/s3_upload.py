@@ -22,7 +22,6 @@ from holdfast.store.body import ViewsBody
 from holdfast.store.parts import PartLedger
 from holdfast.store.s3_bucket import S3Bucket
 from holdfast.store.s3_client import crc_header
-from holdfast.store.s3_errors import translated
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef, PartTypeDef
@@ -123,7 +122,7 @@ class S3Upload:
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         """Send a part; the server refuses it if its bytes do not have this CRC-32."""
-        with self._ledger.entry(index, buffers), translated(f"send part {index} of", self._name):
+        with self._ledger.entry(index, buffers), self._bucket.translated(f"send part {index} of", self._key):
             answer = self._bucket.client.upload_part(
                 Bucket=self._bucket.name,
                 Key=self._key,
@@ -191,7 +190,7 @@ class S3Upload:
 
     def _begin(self) -> str:
         try:
-            with translated("begin upload of", self._name):
+            with self._bucket.translated("begin upload of", self._key):
                 return self._bucket.client.create_multipart_upload(
                     Bucket=self._bucket.name,
                     Key=self._key,
@@ -251,7 +250,7 @@ class S3Upload:
 
     def _complete(self) -> None:
         parts = [self._sent[index] for index in range(self._ledger.parts)]
-        with translated("publish", self._name):
+        with self._bucket.translated("publish", self._key):
             self._bucket.client.complete_multipart_upload(
                 Bucket=self._bucket.name,
                 Key=self._key,
