@@ -352,7 +352,7 @@ class Reception:
                 self._reactor, sock, Status.LOST, "this stager does not know its job: it was started after it"
             )
         elif present is not None and hello.launch != present.launch and present.is_alive:
-            text = f"this stager serves another job ({present.launch}, {present.ranks} ranks), which is alive"
+            text = f"this stager serves another job, of {present.ranks} ranks, which is alive"
             refuse(self._reactor, sock, Status.BUSY, text)
         else:
             self._wait(sock, hello, received)

@@ -25,6 +25,7 @@ from holdfast.net.tls import StagerTls
 from holdfast.process import wait_readable
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.wanted import RingKeeper
+from holdfast.stager_key import StagerKey
 from holdfast.store import normalise_url
 from holdfast.telemetry.status_document import TEXT_CHARACTERS_MAX, StatusDocument
 from holdfast.telemetry.status_socket import serve_status
@@ -43,7 +44,7 @@ _ANY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - no address to connec
 
 
 def key_of(config: StagerConfig) -> bytes:
-    """The key with which ranks are to prove themselves; empty where only this machine reaches the stager.
+    """The key with which ranks are to prove themselves; empty: one is to be made for ranks of this machine.
 
     Raises:
         ConfigError: There is none, and the address can be reached from other machines.
@@ -54,7 +55,8 @@ def key_of(config: StagerConfig) -> bytes:
         raise ConfigError(
             f"stager setting listen: {address} may be reached from other machines, and there is no key: whoever "
             "reaches it could read and replace checkpoints; make a key with `holdfast stager --new-key`, and give the "
-            "same one to stager and ranks in HOLDFAST_KEY or HOLDFAST_KEY_FILE; without a key listen to 127.0.0.1 alone"
+            "same one to stager and ranks in HOLDFAST_KEY or HOLDFAST_KEY_FILE; or listen to 127.0.0.1 alone: then the "
+            "stager makes a key, which ranks of the same user find"
         )
     return key
 
@@ -95,6 +97,10 @@ class StandingStager:
         address = parse_address(config.listen or "")
         sock = listen(address)
         self.address = Address(address.host, int(sock.getsockname()[1]))
+        # Before any connection is answered: ranks look for it then.
+        self._own_key = None if key else StagerKey(self.address)
+        if self._own_key is not None:
+            key = self._own_key.key
         self._keeper: RingKeeper | None = RingKeeper(runtime_directory(config.store, config.runtime_dir))
         self._reactor = Reactor()
         self._reception = Reception(sock, self._reactor, key, ranks=config.ranks, tls=tls)
@@ -146,6 +152,8 @@ class StandingStager:
                 self._attached.close()
             if self._keeper is not None:
                 self._keeper.close()
+            if self._own_key is not None:
+                self._own_key.close()
 
     def _await_job(self) -> bool:
         directory = runtime_directory(self._config.store, self._config.runtime_dir)

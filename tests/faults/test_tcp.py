@@ -380,7 +380,7 @@ def test_a_second_job_is_refused_while_the_first_lives(
 
     stager.until(refused)
     beating.set()
-    assert "serves another job (launch, 1 ranks)" in _refused(stager, second, ConfigError)
+    assert "serves another job, of 1 ranks, which is alive" in _refused(stager, second, ConfigError)
     assert stager.lost == []
 
 

@@ -6,6 +6,7 @@ The reference that the resumed runs are compared with was made under mpirun.
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401 - which the other user may not read
 import os
 import signal
 import urllib.request
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.net.address import parse_address
 from holdfast.net.key import new_key
 from tests.integration.jobs import pacing, train
 from tests.support.certificates import TestAuthority
@@ -33,6 +35,7 @@ from tests.support.main_job import EVERY, PAUSE_AT, RUN, SAVED, STEPS
 from tests.support.standing_stager import StandingProcess, standing_stager
 from tests.support.swift import free_port
 from tests.support.torchrun import by_torchrun
+from trainer_side.ranks.connecting import Door
 
 RANKS = 2
 NEVER, MANY = 10_000, 100_000
@@ -231,3 +234,39 @@ def _page(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         page: bytes = answer.read()
     return page.decode()
+
+
+def _as_nobody(address: str, key: bytes | None) -> str:
+    """What a process of another user hears that asks this stager to be admitted."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            door = Door(parse_address(address), key, rank=0, ranks=1, launch="theirs", incarnation=b"2" * 16)
+            door.open(0, seconds_max=20)
+            said = "admitted"
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        said = answer.read()
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="plays another user")
+def test_without_a_key_ranks_of_this_user_are_served_and_other_users_are_not(tmp_path: Path) -> None:
+    env = environment(tmp_path / "stager-runtime")
+    (tmp_path / "store").mkdir()
+    with standing_stager(str(tmp_path / "store"), env, tmp_path / "stager.log") as stager:
+        scene = Scene(tmp_path, stager, "")
+        said = [_as_nobody(stager.address, key) for key in (None, b"", b"x" * 32)]
+        assert said[0].startswith("ConfigError: the stager at 127.0.0.1")
+        assert "need the same key" in said[0]
+        assert all("has another key than this rank" in one for one in said[1:]), said
+        with scene.start(RUN) as job:
+            job.succeed(240)

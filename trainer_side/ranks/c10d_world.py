@@ -113,7 +113,8 @@ class C10dWorld:
         if self._port is None:
             self._port = TcpStagerPort.connect(
                 address=config.stager,
-                key=read_key(None if config.key is None else config.key.get_secret_value(), config.key_file),
+                key=read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
+                or None,
                 rank=self.rank,
                 ranks=self.ranks,
                 launch=self.launch,

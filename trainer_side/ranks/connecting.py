@@ -23,6 +23,7 @@ from holdfast.net.handshake import (
 )
 from holdfast.net.lifelines import find_dead_peers
 from holdfast.net.tls import AnySocket, RankTls
+from holdfast.stager_key import key_found
 
 _log = logging.getLogger("holdfast.trainer.tcp")
 
@@ -52,7 +53,7 @@ class Door:
 
     Args:
         address: Where the stager listens.
-        key: Of the run; empty for none.
+        key: Of the run; None: that of a stager of this user on this machine (holdfast/stager_key.py).
         rank: This rank, of `ranks`.
         launch: Names the launcher's job.
         incarnation: Random bytes of this start of the job, the same on all its ranks.
@@ -62,7 +63,7 @@ class Door:
     def __init__(
         self,
         address: Address,
-        key: bytes,
+        key: bytes | None,
         *,
         rank: int,
         ranks: int,
@@ -136,8 +137,9 @@ class Door:
         hello = Hello(self.rank, self._ranks, channel, self._launch, self._incarnation, nonce, resuming)
         data = hello.to_bytes()
         sock.sendall(data)
+        key = key_found(self.address) if self._key is None else self._key
         try:
-            proof = answer_challenge(self._key, data, _exactly(sock, CHALLENGE_BYTES, deadline), received)
+            proof = answer_challenge(key, data, _exactly(sock, CHALLENGE_BYTES, deadline), received)
         except WantsTls:
             raise ConfigError(
                 f"the stager at {self.address} takes connections with TLS alone, and this rank has no tls_ca; name the "

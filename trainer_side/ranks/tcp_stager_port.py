@@ -74,7 +74,7 @@ class TcpStagerPort:
         cls,
         *,
         address: str,
-        key: bytes,
+        key: bytes | None,
         rank: int,
         ranks: int,
         launch: str,
@@ -88,7 +88,7 @@ class TcpStagerPort:
 
         Args:
             address: `HOST:PORT`.
-            key: Of the run; empty for none.
+            key: Of the run; None: that of a stager of this user on this machine.
             rank: This rank.
             ranks: How many there are.
             launch: Names the launcher's job.

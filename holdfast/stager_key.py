@@ -1,0 +1,80 @@
+"""The key that a stager without one makes: ranks of its user on its machine find it, and nobody else can read it.
+
+    stager, listening at 127.0.0.1:29411 ─► /dev/shm/holdfast-UID/stager-29411.key, mode 0600 ─► ranks of this user
+
+Each local user can connect to a loopback address. Without a key whoever does would be served: it could take the job's
+place and read every byte of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from holdfast.config import default_runtime_dir
+from holdfast.errors import ConfigError
+from holdfast.net.address import Address
+from holdfast.net.key import new_key, read_key
+from holdfast.ring.directory import make_private_directory, open_private_file
+
+
+def stager_key_path(address: Address) -> Path:
+    """Where it lies; the same for all runtime directories of this user."""
+    return default_runtime_dir() / f"stager-{address.port}.key"
+
+
+class StagerKey:
+    """A key for the ranks of a stager that listens at `address`, until `close`.
+
+    Attributes:
+        key: It.
+
+    Raises:
+        ConfigError: It cannot be put where ranks would find it.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._path = stager_key_path(address)
+        self.key = new_key().encode()
+        try:
+            make_private_directory(self._path.parent)
+            self._path.unlink(missing_ok=True)  # of one that was killed: the port is ours now
+            file = open_private_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                os.write(file, self.key)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise ConfigError(
+                f"stager setting key: none is given, and none can be made in {self._path.parent} "
+                f"({error.strerror or error}); give one to stager and ranks in HOLDFAST_KEY_FILE (`holdfast stager "
+                "--new-key`)"
+            ) from error
+
+    def close(self) -> None:
+        """Take the key away, unless another stager has put its own there."""
+        try:
+            if self._path.read_bytes() == self.key:
+                self._path.unlink()
+        except OSError:
+            return
+
+
+def key_found(address: Address) -> bytes:
+    """The key of a stager of this user on this machine. For a rank that was given none, once it is connected: the
+    stager has put the key there before it answers.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    path = stager_key_path(address)
+    try:
+        file = open_private_file(path, os.O_RDONLY)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the stager at {address} and this rank need the same key, and there is none here ({path}): the stager was "
+            "given one, or another user or another machine runs it; give this rank its key in HOLDFAST_KEY or "
+            "HOLDFAST_KEY_FILE"
+        ) from None
+    os.close(file)
+    return read_key(None, path)
