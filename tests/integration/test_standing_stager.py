@@ -6,7 +6,7 @@ The reference that the resumed runs are compared with was made under mpirun.
 from __future__ import annotations
 
 import contextlib
-import encodings.idna  # noqa: F401 - which the other user may not read
+import encodings.idna
 import os
 import signal
 import urllib.request

@@ -134,6 +134,8 @@ def _read(path: Path) -> _Foreign:
         tree, stored = read_dcp(path)
         part, names = read_names(path)
         return _Foreign("dcp", tree, part, stored, names)
+    if not path.is_file():  # to open a FIFO would wait for whoever writes into it
+        raise ConfigError(f"{path}: expected a file or a directory, it is a FIFO, a socket or a device")
     with path.open("rb") as file:
         magic = file.read(16)
     if magic[:4] == _ZIP_MAGIC:

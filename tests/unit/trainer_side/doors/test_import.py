@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -19,7 +20,7 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.claim import Claim
 from holdfast.checkpoints.verification import verify_file
 from holdfast.command import cli
-from holdfast.errors import DamageError, StateError
+from holdfast.errors import ConfigError, DamageError, StateError
 from holdfast.store import open_store
 from tests.support.restoring import publish
 from tests.unit.trainer_side.doors.test_safetensors_out import training_state
@@ -222,6 +223,13 @@ def test_what_the_checkpoint_has_is_restored_although_it_may_lack_it(tmp_path: P
     restored = bring_back({"x": target, "n": 5}, tmp_path, may_lack=("n", "x"))
     assert torch.equal(target, torch.ones(4))
     assert restored.values == {"n": 6}
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="expected a file or a directory"):
+            open_foreign(path, under=None, renamed={}, dropped=[])
 
 
 def test_entries_that_share_their_bytes_are_refused(tmp_path: Path) -> None:
