@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from operator_side.supervise.job_output import Follower
 from operator_side.supervise.supervisor import environment_of_job
 
 _END_SECONDS = 60.0
+_TORCHRUN_FAILS = re.compile(r"^[EW]\d{4} [\d:.]+ \d+ \S*torch/distributed/elastic", re.MULTILINE)
 _PARENT_FIELD = 1  # of /proc/PID/stat, counted from behind the command's name
 # A drill must not touch the store, logs and tiers of the user's own run.
 _LEFT_OUT = (
@@ -136,6 +138,13 @@ class DrillRun(abc.ABC):
     def last_words(self, lines: int = 25) -> str:
         """The last lines of its output."""
         text = (self.folder / "output.log").read_text(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def words_before_the_end(self, lines: int = 25) -> str:
+        """The last lines before torchrun says that a rank has failed; without torchrun, the last of all."""
+        text = (self.folder / "output.log").read_text(errors="replace")
+        if (found := _TORCHRUN_FAILS.search(text)) is not None:
+            text = text[: found.start()]
         return "\n".join(text.splitlines()[-lines:])
 
     def _start(self, line: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -96,7 +96,7 @@ def play(
     check_folder(folder)
     deadline = time.monotonic() + seconds_max
     say("running the script undisturbed, as the reference")
-    with _RUNS[setup.launcher](setup, folder / "reference") as reference:
+    with _RUNS[setup.launcher](setup, folder / "reference", kills=0) as reference:
         while not reference.look()[0]:
             wait_until(deadline)
         _succeeded(reference)
@@ -109,7 +109,7 @@ def play(
     saved = [item.step for item in Catalog(open_store(str(reference.store))).list() if not item.fault]
     outcome = DrillOutcome(plan(seed, kills, ways, ranks=setup.ranks, checkpoints=saved))
     say(f"the reference did {len(set(steps))} steps and saved {len(saved)} checkpoints; now {kills} kills")
-    with _RUNS[setup.launcher](setup, folder / "drilled") as drilled:
+    with _RUNS[setup.launcher](setup, folder / "drilled", kills=kills) as drilled:
         struck = disturb(drilled, outcome.planned, setup.notice_seconds, deadline, say)
     if drilled.exit_code != 0:
         outcome.wrong.append(
@@ -124,7 +124,7 @@ def _succeeded(run: DrillRun) -> None:
     if run.exit_code:
         raise ConfigError(
             f"the script failed without any kill, with exit code {run.exit_code}; fix it first. Its last output:\n"
-            f"{run.last_words()}"
+            f"{run.words_before_the_end()}"
         )
 
 

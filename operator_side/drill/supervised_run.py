@@ -18,9 +18,10 @@ class SupervisedRun(DrillRun):
     Args:
         setup: The job.
         folder: New folder for store, logs and diary.
+        kills: How many restarts there are to be; 0: the first failure ends the run.
     """
 
-    def __init__(self, setup: Setup, folder: Path) -> None:
+    def __init__(self, setup: Setup, folder: Path, *, kills: int) -> None:
         super().__init__(setup, folder)
         line = [
             sys.executable,
@@ -35,6 +36,7 @@ class SupervisedRun(DrillRun):
         ]
         line += ["--logs", str(self.logs), "--set", "keep_last=0"]
         line += [word for setting in setup.settings for word in ("--set", setting)]
+        line += [] if kills else ["--crashes-max", "1", "--set-aside-max", "0"]
         line += [*setup.options, "--", *setup.command]
         self._process = self._start(line, {**self._env, "HOLDFAST_STORE": str(self.store)})
 

@@ -27,7 +27,6 @@ from operator_side.drill.kill_plan import Kill, KillTarget
 from operator_side.supervise.flusher import KeptFlusher
 
 _LISTEN_SECONDS_MAX = 120.0
-_RESTARTS_MAX = 100  # by torchrun's agent, of one torchrun: more than a drill has kills
 # torchrun sends SIGTERM to the workers that are left when one has died. Where that is a notice they wait for a step
 # that does not come; a drill has no use for the 30 seconds that they are given.
 _SHUTDOWN_SECONDS = 5
@@ -87,13 +86,15 @@ class TorchrunRun(DrillRun):
     Args:
         setup: The job.
         folder: New folder for store, logs and diary.
+        kills: How many restarts there are to be; 0: the first failure ends the run.
 
     Raises:
         PeerLost: The stager does not come to listen.
     """
 
-    def __init__(self, setup: Setup, folder: Path) -> None:
+    def __init__(self, setup: Setup, folder: Path, *, kills: int) -> None:
         super().__init__(setup, folder)
+        self._restarts_max = 2 * kills  # a kill may cost a second one, of those that it leaves alone
         self._starts = Starts(setup.ranks)
         self._key, self._address = new_key(), "127.0.0.1:0"
         self._may_start_again = False
@@ -134,7 +135,7 @@ class TorchrunRun(DrillRun):
 
     def _start_torchrun(self) -> subprocess.Popen[bytes]:
         line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        line += ["--nproc-per-node", str(self._setup.ranks), "--max-restarts", str(_RESTARTS_MAX)]
+        line += ["--nproc-per-node", str(self._setup.ranks), "--max-restarts", str(self._restarts_max)]
         line += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS), "--no-python", *self._setup.command]
         job = {"HOLDFAST_STAGER": self._address, "HOLDFAST_KEY": self._key}
         return self._start(line, {"OMP_NUM_THREADS": "1", **self._env, **job})

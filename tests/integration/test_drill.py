@@ -63,6 +63,35 @@ def test_a_script_that_forgets_random_numbers_and_data_is_found_out(tmp_path: Pa
     assert (tmp_path / "drill" / "drilled" / "store").is_dir(), "what failed is kept"
 
 
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_a_script_that_fails_by_itself_ends_the_drill_at_once_with_its_own_words(
+    tmp_path: Path, launcher: str
+) -> None:
+    """Not after the restarts that a run with kills is given."""
+    failing = tmp_path / "failing.py"
+    failing.write_text('print("begins", flush=True)\nraise RuntimeError("the data is not there")\n')
+    line = [sys.executable, "-m", "holdfast", "drill", "-n", "1", "--json", "--launcher", launcher]
+    done = subprocess.run(
+        [*line, "--dir", str(tmp_path / "drill"), *_SETTINGS, "--", sys.executable, str(failing)],
+        env=environment(tmp_path / "runtime"),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    message = json.loads(done.stdout)["error"]["message"]
+    assert "the script failed without any kill" in message
+    assert "RuntimeError: the data is not there" in message
+    assert "ChildFailedError" not in message
+    reference = tmp_path / "drill" / "reference"
+    output = (reference / "output.log").read_text()
+    assert "attempt 2" not in output
+    if launcher == "torchrun":
+        assert output.count("begins\n") == 1
+    assert not left(tmp_path / "runtime")
+
+
 def test_a_directory_with_checkpoints_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "drill"
     run.mkdir()
