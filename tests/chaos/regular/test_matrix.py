@@ -6,13 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.cells import CELLS, GROWTH_CELLS, READING_CELLS, SPLIT_CELLS, TCP_CELLS, TORN_CELLS, Cell
+from tests.chaos.cells import (
+    CELLS,
+    GROWTH_CELLS,
+    OUTAGE_CELLS,
+    READING_CELLS,
+    SPLIT_CELLS,
+    TCP_CELLS,
+    TORN_CELLS,
+    Cell,
+)
 from tests.chaos.playing import parameters, play
 
 pytestmark = [pytest.mark.mpi]
 
 
-ALL = (*CELLS, *TORN_CELLS, *SPLIT_CELLS, *TCP_CELLS, *READING_CELLS, *GROWTH_CELLS)
+ALL = (*CELLS, *TORN_CELLS, *SPLIT_CELLS, *TCP_CELLS, *READING_CELLS, *GROWTH_CELLS, *OUTAGE_CELLS)
 
 
 @pytest.mark.parametrize("cell", parameters(cell for cell in ALL if cell.regular))
