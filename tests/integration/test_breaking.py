@@ -147,8 +147,8 @@ def test_an_exception_of_the_script_is_said_first_and_ends_the_block_although_no
         assert json.loads((out / f"met-{rank}").read_text())["error"]
     if 0 in ranks:
         assert (
-            f"step {breaking.BREAKS_AT - 1} is durable; to go on from there, start the same command again"
-            in said
+            f"step {breaking.BREAKS_AT - 1} is durable, step {breaking.BREAKS_AT} is staged, and the flusher makes it "
+            "durable; to go on from there, start the same command again" in said
         ), said
     cluster.wait_for_flusher()
 
