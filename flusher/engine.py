@@ -5,8 +5,9 @@
                                       └── held ◄───┘ tried again for as long as it takes; the ring keeps the chunks
 
 Runs in the event loop's thread; only the jobs run elsewhere. Recovery of a dead flusher's ring uses it as it is. An
-error of the store never costs a checkpoint: disks get room again, permissions are mended. What costs one is damage, a
-stager that breaks the protocol, and chunks that are neither in the ring nor in the store.
+error of the store never costs the newest checkpoint: disks get room again, permissions are mended. While the store
+takes nothing and the ring has no room for the next one, the newest whole one takes the place of older ones. What else
+costs one is damage, a stager that breaks the protocol, and chunks that are neither in the ring nor in the store.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from flusher.steps import (
 )
 from flusher.upkeep import Pruned, ReadBack, Upkeep
 from flusher.workers import Workers
-from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
+from holdfast.errors import BusyError, FencedError, HoldfastError, ProtocolError, StoreError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
@@ -53,6 +54,9 @@ from holdfast.store.lanes import Lanes
 _log = logging.getLogger("holdfast.flusher")
 _CHECKERS = 2  # one computes CRCs faster than most networks bring chunks
 _LOST_ROUNDS = 3  # of an error that says both: try again, and if that is in vain begin anew
+# So long the store has taken nothing before a whole checkpoint gives its place to a newer one. One of which the store
+# has parts waits longer: a store that answers now and then would otherwise never get to the end of any.
+_STANDS_SECONDS, _STANDS_SECONDS_BEGUN = 5.0, 30.0
 
 
 class Engine:
@@ -94,6 +98,10 @@ class Engine:
         self._discards: set[Key] = set()
         self._given_up: set[Key] = set()  # and the stager was told
         self._running = 0  # jobs that have not answered yet
+        self._stands_since = (
+            time.monotonic()
+        )  # when the store took something last, or the first came to wait for it
+        self._look_at: float | None = None  # when an older checkpoint may have to make room
         self._growing = False
         self._opened_early: list[Opened] = []
 
@@ -152,6 +160,8 @@ class Engine:
         stager = said.record.get("stager") if said else None
         at = stager.get("staged_at_unix") if isinstance(stager, dict) else None
         self._jobs.staged_at_unix[key] = float(at) if isinstance(at, int | float) else time.time()
+        if not self._pipeline.any_staged():
+            self._stands_since = time.monotonic()
         self._tell(Staged(key))
 
     def abort(self, key: Key, error: HoldfastError) -> None:
@@ -189,6 +199,10 @@ class Engine:
         """Checkpoints that wait for chunks, oldest first."""
         return self._pipeline.receiving()
 
+    def missing(self, key: Key) -> int:
+        """How many chunks of one of `receiving` have not come."""
+        return self._pipeline.missing(key)
+
     def knows(self, key: Key) -> bool:
         """Whether this checkpoint is under way, or being given up."""
         return self._pipeline.knows(key) or key in self._discards
@@ -225,7 +239,11 @@ class Engine:
 
     def wait_seconds(self) -> float | None:
         """How long the loop may sleep for all that this engine knows; None: until the inbox is readable."""
-        return self._later.wait_seconds
+        later, look_at = self._later.wait_seconds, self._look_at
+        if look_at is None:
+            return later
+        look = max(0.0, look_at - time.monotonic()) + 0.001
+        return look if later is None else min(later, look)
 
     def turn(self) -> None:
         """Take what the threads have said, and start what is due.
@@ -242,6 +260,7 @@ class Engine:
             else:
                 self._take(item)
         self._later.do_due()
+        self._make_room()
         self._upkeep.give_way(self._running > 0)
 
     def stop(self) -> None:
@@ -363,6 +382,7 @@ class Engine:
 
     def _progressed(self, key: Key) -> None:
         """When the store takes something of a held checkpoint, all that waits for the store is tried at once."""
+        self._stands_since = time.monotonic()
         if self._held.progressed(key):
             self._later.at_once()
 
@@ -371,6 +391,30 @@ class Engine:
         self._say_given_up(event.key, actions)
         for action in actions:
             self._act(action)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """While the store takes nothing: let an older whole checkpoint go if what comes in has no room."""
+        self._look_at = None
+        for begun, seconds in ((False, _STANDS_SECONDS), (True, _STANDS_SECONDS_BEGUN)):
+            found = self._pipeline.superseded(begun=begun)
+            if found is None:
+                continue
+            if time.monotonic() < self._stands_since + seconds:
+                self._look_at = self._stands_since + seconds
+                return
+            older, newest = found
+            stood_seconds = time.monotonic() - self._stands_since
+            error = BusyError(
+                f"{older} gives its place in the ring to {newest}, which is whole there: the store has taken nothing "
+                f"for {stood_seconds:.0f} s, and the ring has no room for the next checkpoint"
+            )
+            _log.warning("%s", error)
+            # First of all: with a slot of it free, its file would promise what is no longer there.
+            self._ring.remove_checkpoint(*older)
+            reach(Point.SUPERSEDED)
+            self.abort(older, error)
+            return
 
     def _say_given_up(self, key: Key, actions: list[Action]) -> None:
         """Before the first of its slots is free: to a stager a free slot means that the store has the chunk.

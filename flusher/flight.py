@@ -26,6 +26,7 @@ class Flight:
     entry_left: list[int] = field(init=False)  # segments of the entry that are not verified yet
     chunk_left: list[int] = field(init=False)  # entries that the chunk's CRC fields still wait for
     chunk_crcs: list[int | None] = field(init=False)
+    unfinished: int = field(init=False)  # chunks whose CRC is not known yet
     segment_crcs: dict[int, tuple[int, ...]] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)  # chunk → its slot, until it is freed
     came: dict[int, ChunkFull] = field(default_factory=dict)  # the event of each chunk in `slots`
@@ -50,6 +51,7 @@ class Flight:
         self.entry_crcs = [None if left else 0 for left in self.entry_left]
         self.chunk_left = [sum(self.entry_left[e] > 0 for e in needs) for needs in index.needs]
         self.chunk_crcs = [None] * index.layout.chunks
+        self.unfinished = index.layout.chunks
         if self.resume is not None:
             self._take_over(self.resume)
 
@@ -90,9 +92,20 @@ class Flight:
     def finish_chunk(self, chunk: int) -> None:
         """All of a chunk is as it will stand in the file."""
         segments = self.index.layout.segments(chunk)
+        self.unfinished -= self.chunk_crcs[chunk] is None
         self.chunk_crcs[chunk] = combine_all(
             zip(self.segment_crcs[chunk], [nbytes for _, nbytes, _ in segments], strict=True)
         )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is staged, and every byte of it was found good."""
+        return self.staged and self.error is None and not self.unfinished
+
+    def may_go(self, *, begun: bool) -> bool:
+        """Whether its place may be given to another. `begun`: also when the store has parts of it."""
+        # Opened: an upload that is taken up again may turn out to be published.
+        return not self.publishing and (not self.parts_done or (begun and self.opened))
 
     def is_written(self, chunk: int) -> bool:
         """Whether the store has the part with this chunk."""

@@ -2,8 +2,8 @@
 
     a job fails ─► held: 1 s, 2 s, 4 s … 60 s, for as long as it takes ─► one succeeds ─► resumed
 
-Nothing is lost by waiting: the chunks stay in the ring, what was written stays in the store. When the ring is full the
-next steps are declined.
+The newest whole checkpoint loses nothing by waiting: its chunks stay in the ring, what was written stays in the store.
+When the ring is full, it takes the place of older ones (`Engine._make_room`), or the next steps are declined.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RetryCounts:
             hold = self._holds[key] = _Hold(0, self._clock(), 0.0)
             _log.error(
                 "%s: the store fails; the checkpoint stays in the ring and is retried until it succeeds. When the "
-                "ring is full, further steps are declined. The cause: %s",
+                "ring is full, newer steps take the place of older ones, or are declined. The cause: %s",
                 key,
                 error,
             )

@@ -16,6 +16,8 @@ Rules:
 5. What is known already may be said again (a stager that has found a new flusher says all it knows): nothing happens.
 6. What a dead flusher had written counts once the upload is open again. Until then its chunks only wait: if the store
    has lost the upload, those that are still in the ring are needed.
+7. When there is no room for what comes in, an older whole checkpoint may give up its place; the newest whole one never
+   does (`superseded`). When that is done is not decided here, because it takes a clock.
 
 No threads, clocks, files or memory here: events in, actions out. Not thread-safe.
 """
@@ -86,6 +88,36 @@ class Pipeline:
             if flights[key].opened and not flights[key].resumable and not flights[key].keeps_slots
             if flights[key].parts_sent
         ]
+
+    def any_staged(self) -> bool:
+        """Whether something waits only for the store."""
+        return any(flight.staged and flight.error is None for flight in self._flights.values())
+
+    def superseded(self, *, begun: bool) -> tuple[Key, Key] | None:
+        """The oldest whole checkpoint that can make room, and the newest whole one, which takes its place.
+
+        Args:
+            begun: Whether one may go of which the store has parts already.
+
+        Returns:
+            None: there is room for all that comes in, or nothing can go.
+        """
+        flights = [flight for flight in self._flights.values() if flight.error is None]
+        if sum(flight.staged for flight in flights) < 2:
+            return None
+        # Slots of what is being given up become free by themselves.
+        room = self.ring_chunks - sum(len(flight.slots) for flight in flights)
+        coming = sum(flight.index.layout.chunks - len(flight.seen) for flight in flights if not flight.staged)
+        if coming <= room:
+            return None
+        whole = sorted((flight for flight in flights if flight.is_whole), key=lambda flight: flight.key)
+        may_go = [flight.key for flight in whole[:-1] if flight.may_go(begun=begun)]
+        return (may_go[0], whole[-1].key) if may_go else None
+
+    def missing(self, key: Key) -> int:
+        """How many chunks of this checkpoint have not come; it is one of `receiving`."""
+        flight = self._flights[key]
+        return flight.index.layout.chunks - len(flight.seen)
 
     def knows(self, key: Key) -> bool:
         """Whether this checkpoint is under way, or being given up."""

@@ -52,7 +52,7 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
         if said is not None and said.state == "staged":
             engine.staged(key)
         else:
-            engine.abort(key, PeerLost(f"{key}: {why} before all chunks came"))
+            engine.abort(key, _not_staged(key, why, engine.missing(key)))
     for slot in range(ring.ring_chunks):
         try:
             if ring.state(slot) is SlotState.FILLING:
@@ -66,7 +66,16 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
             for record in slots:
                 if (record.attempt, record.step) == key:
                     ring.free(record.slot)
-            engine.give_up(key, PeerLost(f"{key}: {why} before all chunks came"))
+            engine.give_up(key, _not_staged(key, why))
+
+
+def _not_staged(key: Key, why: str, missing: int | None = None) -> PeerLost:
+    """The reason for giving up what was never staged. `missing`: how many chunks have not come, where that is known."""
+    if missing == 0:
+        return PeerLost(f"{key}: {why} before every rank had said that its bytes are as they were at save()")
+    return PeerLost(
+        f"{key}: {why} before all chunks came" if missing else f"{key}: {why} before it was staged"
+    )
 
 
 def recorded(ring: Ring) -> list[Progress]:

@@ -183,8 +183,9 @@ class FlusherService:
         waits = [self._engine.wait_seconds()]
         if self._desk is None and self._kept:
             waits.append(_LOOK_FOR_KEEPER_SECONDS)
-        if self._desk is None and self._engine.held_error is not None:
-            left_seconds = self._config.held_seconds_max - self._engine.held_seconds()
+        refused = self._refused()
+        if self._desk is None and refused is not None:
+            left_seconds = self._config.held_seconds_max - refused[0]
             if left_seconds > 0 or not self._kept:
                 waits.append(max(0.0, left_seconds) + 0.001)
         waiting = self._waits_for_old_stager or not self._config.linger
@@ -321,16 +322,23 @@ class FlusherService:
 
     def _end_if_held(self) -> None:
         """Leave the ring to the next flusher when the store takes nothing and there is no more use in waiting."""
-        error = self._engine.held_error
-        if error is None or (self._desk is not None and not self._terminating):
+        refused = self._refused()
+        if refused is None or (self._desk is not None and not self._terminating):
             return
-        waited_seconds = self._engine.held_seconds()
+        waited_seconds, error = refused
         if self._terminating or (waited_seconds >= self._config.held_seconds_max and not self._is_kept()):
             why = "told to end" if self._terminating else f"nothing succeeded for {waited_seconds:.0f} s"
             raise StoreError(
                 f"{error} ({why}). Nothing is lost: staged checkpoints stay in {self._ring.directory}; fix the "
                 f"store, then run `holdfast flusher --store {self._store.url}` to publish them"
             )
+
+    def _refused(self) -> tuple[float, HoldfastError] | None:
+        """For how many seconds nothing was left to do but what the store refuses, and why; None while there is."""
+        error = self._engine.held_error
+        if error is not None:
+            return self._engine.held_seconds(), error
+        return self._upkeep.marks_refused if self._engine.idle else None
 
     def _take_no_more(self) -> None:
         """Told to end: what is staged is published. What is being received may be called staged at this very moment.

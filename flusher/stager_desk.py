@@ -119,7 +119,7 @@ class StagerDesk:
                 engine.doubt()
             case "finish":
                 self.finishing = True
-                engine.abort_receiving(PeerLost("the training ended before all chunks had come"))
+                engine.abort_receiving(PeerLost("the training ended before it was staged"))
             case _:
                 raise ProtocolError(f"{message.kind} is not a message that a stager may send")
 

@@ -120,6 +120,7 @@ class Upkeep:
         self._write_ids: dict[str, str] = {}  # of each manifest, the last write that was heard of
         self._doubts: tuple[DoubtedSteps, ...] = ()
         self._unmarked = False
+        self._marks_refused: tuple[float, HoldfastError] | None = None  # since when, and why at last
         self._waiting: set[str] = set()  # write-ids whose turn comes, or has come; each is looked after once
         self._removed: set[str] = set()  # those of them that retention was faster with
         self._slices = Slices(
@@ -181,6 +182,12 @@ class Upkeep:
     def owes_marks(self) -> bool:
         """Whether a published checkpoint may lack the mark that it is doubtful."""
         return self._unmarked
+
+    @property
+    def marks_refused(self) -> tuple[float, HoldfastError] | None:
+        """For how many seconds the store has refused such marks, and why at last; None while it does not."""
+        refused = self._marks_refused
+        return None if refused is None else (time.monotonic() - refused[0], refused[1])
 
     def catch_up(self) -> None:
         """Do what an earlier flusher left undone: make a file of slices, and read the newest files back."""
@@ -298,7 +305,7 @@ class Upkeep:
 
     def _mark_all(self) -> None:
         """Mark the manifests of all steps that are doubted, for as long as the store takes it. In the worker thread."""
-        doubts = self._doubts
+        doubts, since = self._doubts, time.monotonic()
         while not self._stopped:
             try:
                 self._mark_published(doubts)
@@ -307,8 +314,11 @@ class Upkeep:
                 return
             except HoldfastError as error:
                 _log.warning("doubtful checkpoints are not marked yet, and it is tried again: %s", error)
+                self._marks_refused = since, error
+                self._inbox.put(None)  # the loop may have nothing else to do, and no stager to do it for
                 time.sleep(_MARK_AGAIN_SECONDS)
             else:
+                self._marks_refused = None
                 self._unmarked = doubts is not self._doubts
                 return
 

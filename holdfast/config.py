@@ -185,6 +185,9 @@ class TrainerConfig(RoleConfig):
             them, and the stager's setting of this name says what happens when replicas differ. Without a stager this
             one says it: `warn` logs it and keeps the step, `refuse` fails the step. Must then be the same on every
             rank.
+        on_not_durable: What the end of the `with` block does, or `close()`, if the newest step that was to be saved is
+            not durable (the stager was lost, the store takes nothing, the step was declined): `fail` raises
+            `NotDurable`, so that the job does not end with 0; `warn` logs it.
         tiers: Where this rank keeps its slices besides the stager, or without one, nearest first: `memory`,
             `nvme:/mnt/nvme0`, `store`. Separated by commas in the environment. Must be the same on every rank. Empty:
             nowhere.
@@ -246,6 +249,7 @@ class TrainerConfig(RoleConfig):
     copy_inside_ms_max: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     copy_seconds_max: _Seconds = 300.0
     on_divergence: _OnDivergence = "warn"
+    on_not_durable: Literal["fail", "warn"] = "fail"
     tiers: Annotated[tuple[_TierSpec, ...], BeforeValidator(_listed), NoDecode] = ()
     tier_slots: Annotated[int, Field(ge=2, le=64)] | None = None
     tier_writers: Annotated[int, Field(ge=1, le=64)] | None = None

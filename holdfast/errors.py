@@ -9,7 +9,8 @@
     ├── ProtocolError      a peer sent what the protocol does not allow       exit 7
     ├── FencedError        another writer owns this run; stop                 exit 8
     ├── PeerLost           a peer died or missed a deadline                   exit 9
-    └── BusyError          there is no room; the step is declined             exit 10
+    ├── BusyError          there is no room; the step is declined             exit 10
+    └── NotDurable         the job ends, and its newest checkpoint is not safe  exit 11
 
 Each class has a stable `code` (for logs and `--json`) and the exit code of the command line; a StoreError also says
 whether a retry may help. Messages name what failed, where, what was expected, what was found, and what to do. The code
@@ -26,6 +27,7 @@ __all__ = [
     "DamageError",
     "FencedError",
     "HoldfastError",
+    "NotDurable",
     "PeerLost",
     "ProtocolError",
     "StateError",
@@ -152,3 +154,10 @@ class BusyError(HoldfastError):
 
     code = "busy"
     exit_code = 10
+
+
+class NotDurable(HoldfastError):
+    """The training has ended by itself, and the newest step that was to be saved is not durable; start it again."""
+
+    code = "not_durable"
+    exit_code = 11

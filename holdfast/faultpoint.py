@@ -44,6 +44,8 @@ class Point(StrEnum):
     DOUBT_HEARD = "doubt_heard"  # stager: a rank doubts steps, nothing says so
     DOUBT_WRITTEN = "doubt_written"  # stager: that is beside the ring, neither flusher nor ranks were told
     STAGED_HEARD = "staged_heard"  # flusher: was told that it is staged
+    # flusher: an older whole checkpoint is to make room, nothing names it any more, its slots are FULL
+    SUPERSEDED = "superseded"
     PART_BEGUN = "part_begun"  # flusher: a part is about to go to the store
     PART_WRITTEN = "part_written"  # flusher: the store has it, the ring's own record does not say so
     PART_RECORDED = "part_recorded"  # flusher: that is recorded, its slots are not free yet

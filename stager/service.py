@@ -176,7 +176,7 @@ class StagerService:
             is_settled = not (self._line.cut or self._session.may_stage)
             if self.lost_ranks and is_settled and is_kept(self._line.flusher.ring.directory):
                 return
-            # What is whole and only waits for the flusher's `began` is still to be staged: finish would end it.
+            # What still streams through a ring smaller than it may become staged: finish would end it.
             if told is not self._line.flusher and not self._line.cut and not self._session.may_stage:
                 told = self._line.flusher
                 self._line.send("finish")

@@ -18,7 +18,7 @@ import time
 from types import FrameType
 
 from holdfast.config import StagerConfig
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.net.address import Address, parse_address
 from holdfast.net.key import read_key
 from holdfast.net.tls import StagerTls
@@ -106,6 +106,7 @@ class StandingStager:
         self._reception = Reception(sock, self._reactor, key, ranks=config.ranks, tls=tls)
         self._port: TcpTrainersPort | None = None
         self._stopped = False
+        self._left_alone: list[int] = []  # ranks of a job that was not over when this stager was told to stop
         # A signal wakes the loop, which then stops between two turns and not in the middle of one.
         self._signalled, self._woken = socket.socketpair()
         for end in (self._signalled, self._woken):
@@ -137,6 +138,7 @@ class StandingStager:
             jobs: End after so many; None: never by itself.
 
         Raises:
+            PeerLost: It was told to stop while ranks of a job had not left; what was staged of it is written.
             HoldfastError: Staged checkpoints of the last job could not be written.
         """
         served = 0
@@ -154,6 +156,11 @@ class StandingStager:
                 self._keeper.close()
             if self._own_key is not None:
                 self._own_key.close()
+        if self._left_alone:
+            raise PeerLost(
+                f"the stager was told to stop before its job had ended: ranks {self._left_alone} are left alone. What "
+                "was staged is written; start the stager and the job again"
+            )
 
     def _await_job(self) -> bool:
         directory = runtime_directory(self._config.store, self._config.runtime_dir)
@@ -194,6 +201,8 @@ class StandingStager:
         try:
             attached, self._attached = self._attached, None
             lost = serve(port, self._config, attached=attached)
+            if self._stopped:
+                self._left_alone = sorted(lost)
             _log.info(
                 "the job has ended after %.0f s%s; the next one may join",
                 time.monotonic() - begun,

@@ -20,7 +20,6 @@ doors/        the parts of `holdfast export` and `holdfast import` that need tor
 joining, ledger, transfer, checks    how a rank joins the job, the counts of its checkpoints, the state of one step on
               its way, and the trainers' part of `holdfast doctor`
 opaque        keeps torch.compile out of all of this
-finished_step the last step that a script has finished, for the save after a notice when an exception ends the loop
 leaving       the end of a rank's part in its job, with an exception or without
 seat          one Checkpointer in a process, and none in its forked children
 background_thread  how a thread of this rank runs, and what is said when one dies

@@ -33,7 +33,6 @@ from holdfast.store import open_store
 from holdfast.supervised import report, report_end, tell
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.doubt import Doubt
-from trainer_side.finished_step import FinishedStep
 from trainer_side.joining import join, open_tier_set
 from trainer_side.leaving import EXIT_SECONDS_MAX, Leaving
 from trainer_side.ledger import Ledger, Stats
@@ -48,6 +47,7 @@ from trainer_side.save.areas import Areas
 from trainer_side.save.beginning import Beginning
 from trainer_side.save.copier import Copier
 from trainer_side.save.copy_engine import CopyEngine
+from trainer_side.save.finished_step import FinishedStep
 from trainer_side.save.host_memory import locked_buffer
 from trainer_side.save.left_out import LeftOut
 from trainer_side.save.places import Room
@@ -161,7 +161,14 @@ class Checkpointer:
         self._tiers.council.when_doubted(_weakly(self._hear_doubt))
         self._not_at_exit = at_exit(self._tiers.close, EXIT_SECONDS_MAX)
         seconds_max = self._config.close_seconds_max
-        self._leaving = Leaving(self._copier, self._tiers, self._link, self._ledger, seconds_max=seconds_max)
+        self._leaving = Leaving(
+            self._copier,
+            self._tiers,
+            self._link,
+            self._ledger,
+            seconds_max=seconds_max,
+            on_not_durable=self._config.on_not_durable,
+        )
         if not self._tiers.takes_steps:
             limit = self._config.host_bytes_max
             self._link.appointments.ability = Ability(area_bytes_max=NO_LIMIT if limit is None else limit)
@@ -303,6 +310,7 @@ class Checkpointer:
         """
         self._seat.require("step()")
         step = step_number(step, "step()")
+        self._saver.decline_late()
         if not self._stepped:
             self._stepped = True
             tell("stepped", step=step)
@@ -336,9 +344,10 @@ class Checkpointer:
 
         Returns:
             False if this rank declines the step: all staging areas are still being sent, or the stager is lost and
-            there are no local tiers. True if this rank has begun the step, for the stager or for a tier. The step may
-            still fail: another rank may decline it, this rank's copy may fail, or plain values may outgrow the room
-            that is reserved for them. `stats` counts each of these.
+            there are no local tiers. If training goes no further, a step for which there was no room is not declined:
+            the end of the `with` block waits until it can be saved. True if this rank has begun the step, for the
+            stager or for a tier. The step may still fail: another rank may decline it, this rank's copy may fail, or
+            plain values may outgrow the room that is reserved for them. `stats` counts each of these.
 
         Raises:
             StateError: The state cannot be saved, or the ranks' states differ; the message names the place.
@@ -355,6 +364,7 @@ class Checkpointer:
             self._finished.note(step)  # of a script that does not call step()
         self._report_progress()
         saved = self._saver.save(step)
+        self._leaving.wanted_step = max(self._leaving.wanted_step, step)
         if saved:
             self._leaving.newest_step = step
         return saved
@@ -387,6 +397,7 @@ class Checkpointer:
 
         Raises:
             PeerLost: A thread of this rank had died, so that checkpoints are missing.
+            NotDurable: The newest step that was to be saved is not durable, and `on_not_durable` is not `warn`.
         """
         error = sys.exc_info()[1]
         self._leave(None if error is self._handled_before else error)
@@ -399,11 +410,14 @@ class Checkpointer:
             error = None  # sys.exit() and sys.exit(0) are how scripts end that have done their work
         self._closed = True
         self._seat.give_up()
+        failed = self._save_late() if error is None else None
+        error = error or failed
         if error is not None:
             self._leaving.say(error)
             notice = None if isinstance(error, GeneratorExit) else self._pending_notice()
             if notice is not None and self._finished is not None:
                 self._leaving.save_last(self._finished, self._saver.save, notice)
+            self._saver.decline_late()
         elif self._stepped and not self._asked and self.rank == 0 and self._pacer is None:
             _log.warning(
                 "no checkpoint was taken: %s, and save() was not called; give Checkpointer(..., every=N), or call it",
@@ -428,6 +442,17 @@ class Checkpointer:
                 _log.warning("rank %d: %s", self.rank, summary)
             self._report_progress()
             self._events.close()
+        if failed is not None:
+            raise failed
+
+    def _save_late(self) -> BaseException | None:
+        """Save the last step if it found no room before; what has gone wrong with that."""
+        try:
+            saved = self._saver.save_late(self._config.close_seconds_max)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - raised when all is ended
+            return error
+        self._leaving.newest_step = max(self._leaving.newest_step, saved)
+        return None
 
     def _notice(self, notice: Notice) -> None:
         """Called in the watch's thread."""

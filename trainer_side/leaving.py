@@ -1,6 +1,6 @@
 """How a rank leaves its job: with its last checkpoint durable, or soon where the script has failed.
 
-    the block ends, close() ─► waits until all is durable, at most close_seconds_max
+    the block ends, close() ─► waits until all is durable, at most close_seconds_max ─► NotDurable if the newest is not
     an exception ends it ────► says it ─► waits until all is staged, at most EXIT_SECONDS_MAX ─► says what is safe
     after a preemption notice ► saves the last finished step first, or says why it cannot
     Ctrl-C meanwhile ────────► waits for nothing more; the flusher makes durable what is staged
@@ -17,15 +17,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Literal
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, NotDurable
 from holdfast.notices.notice import Notice
 from holdfast.telemetry.causes import DeclineCause
 from trainer_side.background_thread import ThreadDied
-from trainer_side.finished_step import FinishedStep
 from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
 from trainer_side.save.copier import Copier
+from trainer_side.save.finished_step import FinishedStep
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import TransferState
 
@@ -47,17 +48,26 @@ class Leaving:
         link: To the stager.
         ledger: Knows which steps were given up.
         seconds_max: How long the last steps may take to become durable.
+        on_not_durable: As the setting.
 
     Attributes:
         newest_step: The newest step of which a save was begun; -1: none.
+        wanted_step: The newest step that was to be saved, whatever became of that; -1: none.
     """
 
     def __init__(
-        self, copier: Copier, tiers: TierSet, link: ToStager, ledger: Ledger, *, seconds_max: float
+        self,
+        copier: Copier,
+        tiers: TierSet,
+        link: ToStager,
+        ledger: Ledger,
+        *,
+        seconds_max: float,
+        on_not_durable: Literal["fail", "warn"],
     ) -> None:
         self._copier, self._tiers, self._link, self._ledger = copier, tiers, link, ledger
-        self._seconds_max = seconds_max
-        self.newest_step = -1
+        self._seconds_max, self._on_not_durable = seconds_max, on_not_durable
+        self.newest_step = self.wanted_step = -1
 
     @property
     def died(self) -> ThreadDied | None:
@@ -72,6 +82,7 @@ class Leaving:
 
         Raises:
             ThreadDied: A thread of this rank has died; checkpoints are missing.
+            NotDurable: The newest step that was to be saved is not durable.
         """
         try:
             if self.died is None:
@@ -83,6 +94,28 @@ class Leaving:
             raise
         if self.died is not None:
             raise self.died
+        if why := self._not_durable():
+            if self._on_not_durable == "fail":
+                raise NotDurable(why)
+            _log.error("rank %d: %s", self._link.rank, why)
+
+    def _not_durable(self) -> str:
+        """What is wrong with the newest step that was to be saved; empty if it is durable, or none was."""
+        step, durable, problem = self.wanted_step, self._link.durable_step, self._link.problem
+        kept = (
+            -1 if self._link.lives else self._tiers.complete_step
+        )  # without a stager there is nothing safer
+        if max(durable, kept) >= step:
+            return ""
+        said = [f"step {step}, the newest that was to be saved, is not durable"]
+        said.append(f"step {durable} is" if durable >= 0 else "nor is any other of this job")
+        if problem is not None:
+            said.append(f"the stager is lost ({problem})")
+        elif self._link.staged_step >= step:
+            said.append("it is staged, and the flusher goes on with it alone")
+        else:
+            said.append(f"{self._ledger.summary() or 'it was given up'}")
+        return "; ".join(said)
 
     def save_last(self, finished: FinishedStep, save: Callable[[int], bool], notice: Notice) -> None:
         """Save the last finished step because of `notice`, before the block ends by an exception; or say why not.

@@ -55,12 +55,16 @@ def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
     """
     deadline = time.monotonic() + _SECONDS_MAX
     progress("undisturbed")
-    with SupervisedRun(_setup(folder, "undisturbed", epochs, width), folder / "undisturbed") as undisturbed:
+    with SupervisedRun(
+        _setup(folder, "undisturbed", epochs, width), folder / "undisturbed", kills=0
+    ) as undisturbed:
         while not undisturbed.look()[0]:
             wait_until(deadline)
     kills = _kills(epochs)
     progress(f"killed {len(kills)} times")
-    with SupervisedRun(_setup(folder, "killed", epochs, width), folder / "killed") as killed:
+    with SupervisedRun(
+        _setup(folder, "killed", epochs, width), folder / "killed", kills=len(kills)
+    ) as killed:
         struck = disturb(killed, kills, 0.0, deadline, progress)
     for one in (undisturbed, killed):
         if one.exit_code != 0:

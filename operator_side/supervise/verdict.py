@@ -10,6 +10,8 @@
     silent, or no step for too long, and ended by us        lost
     all that ended complain of a peer, which is out of      lost         (only `holdfast rank`; the supervisor sees
     sight                                                                 the end of every rank)
+    ended by itself, and its last checkpoint is not         lost
+    durable
     a process ended with a code or a fault of its own       crashed      exit code, exception, tail of its log
     no process ever began                                   unlaunched
 
@@ -150,6 +152,7 @@ def judge(evidence: Evidence) -> Verdict:
         _killed(evidence)
         or _given_up(evidence)
         or _crashed(evidence)
+        or _not_durable(evidence)
         or _left_alone(evidence)
         or _silent_end(evidence)
     )
@@ -194,7 +197,11 @@ def _given_up(evidence: Evidence) -> Verdict | None:
 
 
 def _crashed(evidence: Evidence) -> Verdict | None:
-    crashed = [death for death in evidence.deaths if death.own_fault and not death.lost_peer]
+    crashed = [
+        death
+        for death in evidence.deaths
+        if death.own_fault and not death.lost_peer and not _is_not_durable(death, evidence)
+    ]
     if not crashed:
         return None
     # A rank that names an exception says more than one that lost its connection to it a moment before.
@@ -216,6 +223,21 @@ def _crashed(evidence: Evidence) -> Verdict | None:
         first.exception,
         hopeless=short in _SETTLED or first.status == _USAGE_EXIT_CODE,
     )
+
+
+def _is_not_durable(death: Death, evidence: Evidence) -> bool:
+    """Whether it was the end of a training that has done its work. Of the ranks that end so one says it."""
+    said = any(class_of(one.exception) is errors.NotDurable for one in evidence.deaths)
+    return said and death.status == errors.NotDurable.exit_code
+
+
+def _not_durable(evidence: Evidence) -> Verdict | None:
+    left = next((death for death in evidence.deaths if _is_not_durable(death, evidence)), None)
+    if left is None:
+        return None
+    how = f"{_who(left.rank, evidence)} has ended, and the newest step that was to be saved is not durable"
+    code = errors.NotDurable.exit_code
+    return Verdict(Cause.LOST, how, "not durable", left.rank, code, left.exception)
 
 
 def _left_alone(evidence: Evidence) -> Verdict | None:

@@ -198,11 +198,9 @@ class Checkpoint:
             return f"the stager granted chunk {chunk} to rank {rank} and it did not arrive within {limit:g} s"
         if self.credits or now - self.progress_at <= limit:
             return ""
-        if no_flusher and (self.phase is Phase.PREPARED or self.next_chunk is not None):
-            return f"the stager waited {limit:g} s for another flusher to make room in the ring: {no_flusher}"
-        if self.phase is Phase.PREPARED:
-            return f"the stager waited {limit:g} s for the flusher to take it"
         if self.next_chunk is not None:
+            if no_flusher:
+                return f"the stager waited {limit:g} s for another flusher to make room in the ring: {no_flusher}"
             return f"the ring had no free slot for {limit:g} s; is the store slow, or the ring too small?"
         silent = [rank for rank in range(self.ranks) if rank not in self.done and rank not in lost]
         return f"the stager waited {limit:g} s for {_ranks(silent)} to say that all was sent"

@@ -1,17 +1,19 @@
 """The stager's view of all checkpoints in flight: events in, actions out. No MPI, no clock, no threads.
 
-    (first offer)        all offers     credits  flusher began      every chunk full, all DONE
-         │   ┌──────────┐ same digest ┌──────────┐  part size ┌───────────┐            ┌────────┐  durable
-         └──►│ OFFERING ├────────────►│ PREPARED ├───────────►│ RECEIVING ├───────────►│ STAGED ├─────────► gone
-             └────┬─────┘             └────┬─────┘            └─────┬─────┘            └───┬────┘
-                  └──── decline, failure, rank lost, deadline ──────┴─ ENDED ◄─────────────┘ failed
+                                                ┌── every chunk full, all DONE ──────────┐
+    (first offer)        all offers     credits │ flusher began     every chunk full,    ▼
+         │   ┌──────────┐ same digest ┌─────────┴┐  part size ┌───────────┐ all DONE ┌────────┐  durable
+         └──►│ OFFERING ├────────────►│ PREPARED ├───────────►│ RECEIVING ├─────────►│ STAGED ├─────────► gone
+             └────┬─────┘             └────┬─────┘            └─────┬─────┘          └───┬────┘
+                  └──── decline, failure, rank lost, deadline ──────┴─ ENDED ◄───────────┘ failed
                                                                        └─ forgotten when its last credit is settled
 
 The same table, event by event, is in docs/wire.md. Which offers are taken is in `session_admission`, which chunks get a
 slot, and until when they keep it, in `session_slots`; here is what leads from one phase to the next. Every wait has a
-deadline, and its end names who waited for whom. A flusher that dies ends nothing: credits are granted and chunks come
-in while slots are free; one that has come in whole is staged, began or not. The next flusher is told what `known` says,
-and goes on.
+deadline, and its end names who waited for whom. What has come in whole is staged, whether the flusher has begun to
+write it or not: the ring has it, and a store that takes nothing changes nothing in that. Only an image larger than the
+ring needs `began`. A flusher that dies ends nothing: credits are granted and chunks come in while slots are free. The
+next flusher is told what `known` says, and goes on.
 """
 
 from __future__ import annotations
@@ -270,7 +272,6 @@ class Session:
             checkpoint.phase = Phase.RECEIVING
             checkpoint.part_chunks = max(1, event.part_chunks)
             checkpoint.progress_at = self._now
-            self._check_staged(checkpoint)
 
     def _on_credit(self, event: Sent | Received | Returned) -> None:
         checkpoint = self._open.get(event.step)
@@ -294,9 +295,8 @@ class Session:
         self._check_staged(checkpoint)
 
     def _check_staged(self, checkpoint: Checkpoint) -> None:
-        # Without a flusher nobody says `began`; what is whole in the ring waits there for the next one.
-        whole_unheard = checkpoint.phase is Phase.PREPARED and self._no_flusher
-        if checkpoint.phase is not Phase.RECEIVING and not whole_unheard:
+        # Not begun is no hindrance: no slot is freed before, so the ring has all of it.
+        if checkpoint.phase not in (Phase.PREPARED, Phase.RECEIVING):
             return
         if checkpoint.frames_missing:
             return
@@ -373,8 +373,6 @@ class Session:
 
     def _on_flusher_gone(self, event: FlusherGone) -> None:
         self._no_flusher = event.reason
-        for checkpoint in list(self._open.values()):
-            self._check_staged(checkpoint)
 
     def _on_flusher_back(self, event: FlusherBack) -> None:
         self._no_flusher = ""

@@ -5,13 +5,14 @@
     cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere, with a
               state that each rank holds or one that FSDP2 has split, over MPI or over TCP
 
-Two parts have stages of their own: ranks that read the stager's ring themselves, in a job after one that was killed at
-once (`READING_CELLS`), and a ring that grows for the first checkpoint (`GROWTH_CELLS`).
+Three parts have stages of their own: ranks that read the stager's ring themselves, in a job after one that was killed
+at once (`READING_CELLS`), a ring that grows for the first checkpoint (`GROWTH_CELLS`), and a store that refuses every
+checkpoint until the victims are dead (`OUTAGE_CELLS`).
 
 `make chaos` runs every cell. `MOMENTS` are further points, killed at by who reaches them and by all at once. What is
 `regular` is run by `make check` as well: a cell for each set of victims, a flusher that is killed again in recovery,
 a torn copy, and a doubt on its way; of split state a kill of a rank, of the stager and of the flusher; over TCP of a
-rank and of the stager; and of the flusher while a rank reads the ring, and while the ring grows.
+rank and of the stager; and of the flusher while a rank reads the ring, while it grows, and while the store refuses.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = [
     "EVERYBODY",
     "GROWTH_CELLS",
     "MOMENTS",
+    "OUTAGE_CELLS",
     "RANKS",
     "READING_CELLS",
     "SAVES",
@@ -65,6 +67,8 @@ class Stage(NamedTuple):
         doubted: Whether rank 0 has published the second checkpoint torn, and a comparison has shown it.
         ring_left: Whether an earlier job was killed at once when its second checkpoint was staged, and left its ring.
         grows: Whether nobody has set the ring's size, and it grows for the first checkpoint.
+        refused: Whether the store has no room for a checkpoint before the victims are dead.
+        gone: How many of the staged ones have given their place in the ring to newer ones when it is reached.
     """
 
     name: str
@@ -83,6 +87,8 @@ class Stage(NamedTuple):
     doubted: bool = False
     ring_left: bool = False
     grows: bool = False
+    refused: bool = False
+    gone: int = 0
 
     @property
     def reacher(self) -> str:
@@ -178,6 +184,8 @@ _REGULAR = frozenset(
         "doubt written x everything",
         "a rank reads the ring x flusher",
         "slots in the journal x flusher",
+        "staged, and the store refuses x stager and flusher",
+        "an older one makes room x flusher",
     }
 )
 _ON_S3 = (
@@ -354,3 +362,19 @@ DOUBT_CELLS = (
     Cell(_DOUBT_WRITTEN, _BY_NAME["stager"], tcp=True),
 )
 TORN_CELLS = (Cell(TORN, _BY_NAME["a rank"]), Cell(TORN, _BY_NAME["everything"]))
+_REFUSED = Stage("staged, and the store refuses", "stager@staged", 2, staged=2, staged_max=2, refused=True)
+_MAKES_ROOM = Stage(
+    "an older one makes room", "flusher@superseded", 1, staged=2, staged_max=2, refused=True, gone=1
+)
+OUTAGE_CELLS = (
+    *(
+        Cell(_REFUSED, _BY_NAME[name])
+        for name in ("all ranks", "mpirun", "stager", "flusher", "stager and flusher", "everything")
+    ),
+    *(
+        Cell(_MAKES_ROOM, _BY_NAME[name])
+        for name in ("all ranks", "stager", "flusher", "stager and flusher", "everything")
+    ),
+    Cell(_REFUSED, _BY_NAME["all ranks"], tcp=True),
+    Cell(_REFUSED, _BY_NAME["stager"], tcp=True),
+)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from tests.faults.failing_disk import Calls
 from tests.support.s3_place import S3Place, plain_client
 
-__all__ = ["BucketPlace", "DirectoryPlace", "GrowingPlace", "Place"]
+__all__ = ["BucketPlace", "DirectoryPlace", "GrowingPlace", "Place", "RefusingPlace"]
 
 
 class Place(Protocol):
@@ -78,6 +80,20 @@ class DirectoryPlace:
         self._directory.mkdir(exist_ok=True)
         for file in files:
             shutil.copy(file, self._directory)
+
+
+class RefusingPlace(DirectoryPlace):
+    """A directory on a disk that has no room for a checkpoint until it is mended. Small files find room."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._calls = Calls(directory.with_name("shim"), directory)
+        self._calls.fail("fallocate", errno.ENOSPC)
+        self.env = {**self.size, **self._calls.environment}
+
+    def mend(self) -> None:
+        """There is room."""
+        self._calls.clear()
 
 
 class GrowingPlace(DirectoryPlace):

@@ -11,7 +11,7 @@ import pytest
 from holdfast.faultpoint import Point
 from holdfast.store.posix_reuse import writes_in_place
 from tests.chaos.cells import EVERYBODY, SAVES, Cell
-from tests.chaos.place import BucketPlace, DirectoryPlace, GrowingPlace, Place
+from tests.chaos.place import BucketPlace, DirectoryPlace, GrowingPlace, Place, RefusingPlace
 from tests.chaos.scenario import Scenario
 
 __all__ = ["parameters", "play"]
@@ -41,7 +41,7 @@ def play(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
         place = GrowingPlace(tmp_path / "store")
         reference, number = request.getfixturevalue("growing_reference"), stage.number
     else:
-        place = DirectoryPlace(tmp_path / "store")
+        place = (RefusingPlace if stage.refused else DirectoryPlace)(tmp_path / "store")
         reference, number = request.getfixturevalue("directory_reference"), stage.number
     goes_on = victims.processes in {(), ("flusher",)}
     first_chunks = GrowingPlace.first_chunks if stage.grows and goes_on else 0
@@ -70,6 +70,8 @@ def play(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
             torn=SAVES[1] if stage.torn else -1,
             doubted=SAVES[1] if stage.doubted else -1,
             first_chunks=first_chunks,
+            gone=stage.gone,
+            mend=place.mend if isinstance(place, RefusingPlace) else lambda: None,
         )
         assert len(scenario.staged_at_kill) <= stage.staged_max, "the kill came too late to show anything"
         if stage.torn and victims.name == "a rank":

@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,6 +110,8 @@ class Scenario:
         torn: int = -1,
         doubted: int = -1,
         first_chunks: int = 0,
+        gone: int = 0,
+        mend: Callable[[], None] = lambda: None,
     ) -> Scenario:
         """Train until `at`, kill the victims there, and wait until what they left behind has ended.
 
@@ -123,6 +125,8 @@ class Scenario:
             staged: How many of the saves are staged at that point although no event may say so yet, and `durable`.
             torn: Rank 0 finds its copy of this step torn when the point is reached; -1: none.
             doubted: Rank 0 has published this step torn, and the point is on the way of its doubt; -1: none.
+            gone: How many of the staged ones have given their place in the ring to newer ones.
+            mend: Called when the victims are dead.
             first_chunks: Slots of a ring that grows; the job goes on, and fills slots that were added. 0: as it may be.
         """
         self._then = then
@@ -148,6 +152,7 @@ class Scenario:
                         os.kill(pid, signal.SIGKILL)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(stands, signal.SIGCONT)
+            mend()
             if machine:
                 self._lose_machine()
             if first_chunks:
@@ -157,7 +162,7 @@ class Scenario:
         all_staged = self._events("staged", "stager") | set(SAVES[:staged])
         all_durable = self._events("durable", "flusher") | set(SAVES[:durable])
         assert doubted in {-1, *self._doubts()}, f"nobody doubts step {doubted}:\n{self._all_said()}"
-        self._promised = all_durable if machine else all_staged
+        self._promised = all_durable if machine else all_staged - set(SAVES[:gone])
         self._check_listed(all_staged)
         if torn >= 0:
             assert torn not in all_staged | all_durable, (

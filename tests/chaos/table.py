@@ -21,6 +21,7 @@ from tests.chaos.cells import (
     DOUBT_CELLS,
     GROWTH_CELLS,
     MOMENTS,
+    OUTAGE_CELLS,
     READING_CELLS,
     SPLIT_CELLS,
     STAGES,
@@ -114,6 +115,15 @@ Nobody has set the size of the ring, and two checkpoints of 31 chunks do not fit
 comes. *Memory taken*: the ring's file is longer (`flusher@ring_taken`). *Slots in the journal*: the stager was not told
 (`flusher@ring_added`). *Stager told*: it has mapped none of them (`stager@growth_heard`). *Nobody*: who comes to that
 point stands still (SIGSTOP) until the ranks have trained up to the next save, and wakes.
+"""
+
+_OUTAGE_HEAD = """\
+## A store that refuses
+
+The disk has no room for a checkpoint until the victims are dead; then it has. *Staged*: the second checkpoint lies
+whole in the ring, and nothing of it or of the first was begun (`stager@staged`). *An older one makes room*: the third
+has no room in the ring, and the first gives its place to the second (`flusher@superseded`): it is the only one that may
+be missing in the end.
 """
 
 _WRAPPER_HEAD = """\
@@ -225,6 +235,7 @@ GRIDS = (
     ),
     Grid(_READING_HEAD, "moment", {(_row(cell), cell.victims.name): cell.name for cell in READING_CELLS}),
     Grid(_GROWTH_HEAD, "moment", {(_row(cell), cell.victims.name): cell.name for cell in GROWTH_CELLS}),
+    Grid(_OUTAGE_HEAD, "moment", {(_row(cell), cell.victims.name): cell.name for cell in OUTAGE_CELLS}),
     Grid(_WRAPPER_HEAD, "wrapper", {(cell.wrapper, "SIGKILL"): cell.name for cell in WRAPPER_CELLS}),
     Grid(
         _REPLACED_HEAD,

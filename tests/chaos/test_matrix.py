@@ -10,6 +10,7 @@ from tests.chaos.cells import (
     CELLS,
     DOUBT_CELLS,
     GROWTH_CELLS,
+    OUTAGE_CELLS,
     READING_CELLS,
     SPLIT_CELLS,
     TCP_CELLS,
@@ -21,7 +22,16 @@ from tests.chaos.playing import parameters, play
 pytestmark = [pytest.mark.mpi]
 
 
-ALL = (*CELLS, *TORN_CELLS, *DOUBT_CELLS, *SPLIT_CELLS, *TCP_CELLS, *READING_CELLS, *GROWTH_CELLS)
+ALL = (
+    *CELLS,
+    *TORN_CELLS,
+    *DOUBT_CELLS,
+    *SPLIT_CELLS,
+    *TCP_CELLS,
+    *READING_CELLS,
+    *GROWTH_CELLS,
+    *OUTAGE_CELLS,
+)
 
 
 @pytest.mark.parametrize("cell", parameters(cell for cell in ALL if not cell.regular))

@@ -42,6 +42,10 @@ def check_said(said: str, thread: str) -> None:
 
 
 def make(tmp_path: Path, **env: str) -> Cluster:
+    env = {
+        "HOLDFAST_ON_NOT_DURABLE": "warn",
+        **env,
+    }  # else the others may end first, by an error of their own
     return Cluster(tmp_path, str(tmp_path / "store"), env, script=breaking.__file__)
 
 
@@ -51,13 +55,15 @@ def test_with_a_stager(tmp_path: Path, how: str, thread: str) -> None:
     with cluster.start(2, how) as job:
         code = job.wait(SECONDS_MAX)
         said = job.output()
-    assert code == 9, said
+    assert code in {9, 11}, (
+        said
+    )  # of who ends first: the one that died, or one whose last step is not durable
     check_said(said, thread)
     first, second = met(cluster)
     assert second["saved"][: breaking.BREAKS_AT] == [True] * breaking.BREAKS_AT
     assert not any(second["saved"][breaking.BREAKS_AT + 1 :]), "a later save() says that it was begun"
     assert sum(second["causes"].values()) >= AFTER
-    assert sum(first["causes"].values()) >= AFTER - 1, "rank 0 was not told"
+    assert sum(first["causes"].values()) >= AFTER - 2, "rank 0 was not told"
     assert thread in second["error"]
     cluster.wait_for_flusher()
 
@@ -98,7 +104,7 @@ def check_tcp(tmp_path: Path, how: str, thread: str) -> None:
     check_said(said, thread)
     first, second = met(cluster)
     assert not any(second["saved"][breaking.BREAKS_AT + 1 :])
-    assert sum(first["causes"].values()) >= AFTER - 1, "rank 0 was not told"
+    assert sum(first["causes"].values()) >= AFTER - 2, "rank 0 was not told"
     assert thread in second["error"]
 
 
@@ -159,8 +165,8 @@ def check_exception(tmp_path: Path, how: str) -> None:
         assert json.loads((out / f"met-{rank}").read_text())["error"]
     if 0 in ranks:
         assert (
-            f"step {breaking.BREAKS_AT - 1} is durable; to go on from there, start the same command again"
-            in said
+            f"step {breaking.BREAKS_AT - 1} is durable, step {breaking.BREAKS_AT} is staged, and the flusher makes it "
+            "durable; to go on from there, start the same command again" in said
         ), said
     cluster.wait_for_flusher()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.errors import PeerLost
 from holdfast.net.address import parse_address
 from holdfast.net.key import new_key
 from tests.integration.jobs import pacing, train
@@ -138,16 +139,21 @@ def test_torchrun_restarts_the_workers_when_one_is_killed_and_the_stager_takes_t
     assert "was left behind: its job was started again" in scene.stager.output()
 
 
-def test_training_goes_on_when_the_stager_is_killed_and_another_one_takes_the_next_job(
-    scene: Scene, reference: Path
+@pytest.mark.parametrize("told", [False, True], ids=["killed", "told to stop"])
+def test_training_goes_on_when_the_stager_ends_and_another_one_takes_the_next_job(
+    scene: Scene, reference: Path, told: bool
 ) -> None:
-    with scene.start([*RUN, str(PAUSE_AT)]) as job:
+    with scene.start([*RUN, str(PAUSE_AT)], HOLDFAST_ON_NOT_DURABLE="warn") as job:
         scene.wait_for_pause(job)
-        scene.stager.kill()
+        if told:
+            assert scene.stager.stop() == PeerLost.exit_code, scene.stager.output()
+            assert "told to stop before its job had ended" in scene.stager.output()
+        else:
+            scene.stager.kill()
         (scene.cluster.out(1) / "go-on").touch()
         job.succeed(240)
-        assert "the stager" in job.output()
-        assert "could not be reached" in job.output()
+        assert "no more checkpoints are taken in this job" in job.output()
+        assert "the newest that was to be saved, is not durable" in job.output()
     env = environment(scene.directory / "stager-runtime", HOLDFAST_KEY=scene.env["HOLDFAST_KEY"])
     log = scene.directory / "second-stager.log"
     with standing_stager(str(scene.directory / "store"), env, log) as second:

@@ -1,7 +1,9 @@
 """What must hold after every event, whatever happened.
 
 staged  ⇒ recoverable    each chunk is FULL in the ring, or in a part that the store has and the record names, or all
-                         is published
+                         is published; unless the store has taken nothing for a while, the ring has no room for the
+                         next, and a newer one is as safe: then an older one may give its place
+whole   ⇒ staged         what lies whole in the ring, and every rank is done with, is staged, begun or not
 listed  ⇒ complete       every manifest that the real catalog lists fits exactly one checkpoint that was saved, and
                          its file is there with these bytes (or its CRCs show that the ring was damaged)
 recalled ⇒ saved         what a restore gets from the ring, in FULL slots or free ones, is of the step that it is said
@@ -51,6 +53,7 @@ Key = tuple[int, int]  # attempt, step
 
 RING_CHUNKS = 8
 _GROWTH_TOLD_SECONDS_MAX = 2.0
+_STANDS_SECONDS_MIN, _STANDS_SECONDS_MIN_BEGUN = 5.0, 30.0  # as docs/ring.md says
 _ADDED = struct.Struct("<I")
 UNSEEN_FAULTS = frozenset({"cut", "half", "slow"})  # of connections: nobody above the ports sees them
 
@@ -236,6 +239,46 @@ class Checks:
                     "ring nor in the store by its record"
                 )
 
+    def forgotten(self, ring: Ring, key: Key) -> None:
+        """The flusher removes the word of a checkpoint that is whole: it may only give its place to a newer one."""
+        if key not in self.promised or key in self.tainted or key in self.excused or self._intruded:
+            return
+        world, chunks = self._world, self._world.plan.image(0).layout.chunks
+        in_ring = self._chunks_in(ring)
+
+        def is_whole(other: Key) -> bool:
+            return (
+                len(in_ring.get(other, set()) | (self._recorded_chunks(ring, other) & set(range(chunks))))
+                == chunks
+            )
+
+        if not is_whole(key):
+            return  # given up for another reason, and looked at elsewhere
+        rots = any(fault.what == "rot" for fault in world.plan.faults)
+        newer = [
+            other
+            for other in self.promised
+            if other > key
+            and is_whole(other)
+            and (rots or other not in self.tainted)
+            and other not in self.excused
+        ]
+        if not newer:
+            self.broken(
+                f"step {key[1]} (attempt {key[0]}) is dropped from the ring, and no newer one is whole there"
+            )
+        names = [name for name in ring.checkpoint_names() if ring.checkpoint(*name).state == "receiving"]  # type: ignore[union-attr]
+        coming = sum(chunks - len(in_ring.get(name, set())) for name in names)
+        if coming <= ring.ring_chunks - sum(map(len, in_ring.values())):
+            self.broken(f"step {key[1]} (attempt {key[0]}) is dropped from the ring, which has room")
+        begun = bool(self._recorded_chunks(ring, key))
+        stood_seconds = world.scheduler.now - world.store.took_at
+        if stood_seconds < (_STANDS_SECONDS_MIN_BEGUN if begun else _STANDS_SECONDS_MIN):
+            self.broken(
+                f"step {key[1]} is dropped from the ring, and the store took something {stood_seconds:.1f} s ago"
+            )
+        self.excused[key] = f"gave its place to step {max(newer)[1]}"
+
     @staticmethod
     def _chunks_in(ring: Ring) -> dict[Key, set[int]]:
         """Chunks in FULL slots of the ring, of each checkpoint."""
@@ -296,6 +339,8 @@ class Checks:
 
     def _session_is_sound(self, process: Process, service: Any) -> None:
         session = service._session
+        if self._between_turns(process):
+            self._whole_is_staged(session)
         under_way = [c for c in session._open.values() if c.under_way]
         if len(under_way) > IN_FLIGHT_MAX:
             self.broken(f"{len(under_way)} checkpoints are in flight, at most {IN_FLIGHT_MAX} may be")
@@ -317,6 +362,17 @@ class Checks:
             for (chunk, rank), credit in checkpoint.credits.items():
                 if checkpoint.phase is not Phase.STAGED and checkpoint.open_slots.get(chunk) != credit.slot:
                     self.broken(f"rank {rank} has a credit for slot {credit.slot}, which is not its chunk's")
+
+    def _whole_is_staged(self, session: Any) -> None:
+        for checkpoint in session._open.values():
+            done = checkpoint.done | session._admission.absent
+            if (
+                checkpoint.under_way
+                and checkpoint.layout
+                and not checkpoint.frames_missing
+                and len(done) == session.ranks
+            ):
+                self.broken(f"step {checkpoint.step} lies whole in the ring, and is {checkpoint.phase.value}")
 
     def _growth_is_known(self, service: Any, ring: Ring) -> None:
         """The stager has the slots that the journal has, as soon as a flusher has told it; never others."""
@@ -508,8 +564,8 @@ class Checks:
 
 
 def watch_ring(world_of: Any) -> None:
-    """Have the ring tell when a checkpoint is staged or a slot is freed."""
-    write_checkpoint, free = Ring.write_checkpoint, Ring.free
+    """Have the ring tell when a checkpoint is staged or forgotten, or a slot is freed."""
+    write_checkpoint, free, remove = Ring.write_checkpoint, Ring.free, Ring.remove_checkpoint
 
     def write(self: Ring, attempt: int, step: int, state: Any, layout_digest: str, record: Any) -> None:
         world_of().scheduler.check_alive()
@@ -522,4 +578,9 @@ def watch_ring(world_of: Any) -> None:
         free(self, slot)
         world_of().checks.ring_changed = True
 
-    Ring.write_checkpoint, Ring.free = write, freed  # type: ignore[method-assign]
+    def forget(self: Ring, attempt: int, step: int) -> None:
+        world_of().scheduler.check_alive()
+        world_of().checks.forgotten(self, (attempt, step))
+        remove(self, attempt, step)
+
+    Ring.write_checkpoint, Ring.free, Ring.remove_checkpoint = write, freed, forget  # type: ignore[method-assign]

@@ -132,6 +132,38 @@ MUTATIONS = {
             "        return True\n",
             900,
         ),
+        # -- a store that takes nothing
+        _one(
+            "staged_waits_for_began",
+            "what lies whole in the ring is staged only when the flusher has begun to write it",
+            "stager.session.session",
+            "if checkpoint.phase not in (Phase.PREPARED, Phase.RECEIVING):",
+            "if checkpoint.phase is not Phase.RECEIVING:",
+        ),
+        _one(
+            "newest_makes_room",
+            "the newest whole step makes room for one that is still being received",
+            "flusher.pipeline",
+            "for flight in whole[:-1] if",
+            "for flight in reversed(whole) if",
+            900,
+        ),
+        _one(
+            "place_given_before_it_is_said",
+            "slots of a step that makes room are free while its file still says that it is staged",
+            "flusher.engine",
+            "            self._ring.remove_checkpoint(*older)\n",
+            "",
+            900,
+        ),
+        _one(
+            "begun_is_dropped_at_once",
+            "a step of which the store has parts goes as soon as one of which it has none",
+            "flusher.flight",
+            "(begun and self.opened)",
+            "self.opened",
+            3000,
+        ),
         # -- steps that may be torn
         _one(
             "doubt_unwritten",

@@ -49,6 +49,7 @@ class StoreState:
         full: Why nothing can be written now, such as a full disk; empty when all is well.
         fail_share: Share of calls that fail in a way that waiting mends; half of these did what was asked.
         version: Changes with every change.
+        took_at: When it took a part of an upload last, and said so.
     """
 
     def __init__(self, kind: str, part_chunks: int) -> None:
@@ -62,6 +63,7 @@ class StoreState:
         self.version = 0
         self.begun = 0
         self.calls = 0
+        self.took_at = -1e9
 
 
 class StoreClient:
@@ -98,6 +100,8 @@ class StoreClient:
             sim.step(place + ".done")
         if lost:
             raise StoreError(f"{URL}/{name}: {what}: the answer was lost", retriable=True)
+        if what == "write_part":
+            state.took_at = sim.now
         return result
 
     request_bytes = 16 << 20

@@ -62,6 +62,7 @@ class TcpPlan(Plan):
         if chance.random() < 0.5:
             made.faults = []  # only connections suffer, which nobody above the ports is to see
             made.full, made.fail_share, made.slow_seconds, made.slowest_message_seconds = "", 0.0, 0.0, 0.05
+            made.pause_seconds = 0.0
         for _ in range(chance.choice([0, 1, 1, 2, 3])):
             what = chance.choices(_FAULTS, _WEIGHTS)[0]
             made.faults.append(Fault(what, at_event=int(2 ** chance.uniform(5, 10.5))))

@@ -21,6 +21,7 @@ TIER_SEEDS_MAX = 3000
 # nobody comes back late. tests/soak has all.
 ALWAYS = {
     "torn_is_staged",
+    "newest_makes_room",
     "staged_before_last_chunk",
     "manifest_before_file",
     "credit_twice",

@@ -146,6 +146,7 @@ class Plan:
     growth_chunks: int = (
         -1
     )  # slots for which there is memory beside the ring's; -1: its size is set, and kept
+    pause_seconds: float = 0.0  # between two steps, at most: while it takes longer, an outage goes on
     reads_slowly: bool = (
         False  # ranks that read the ring themselves: others act between their look and their copy
     )
@@ -234,6 +235,28 @@ class Plan:
         if chance.random() < 0.6:
             what, (kind, point) = chance.choice(["kill", "kill", "stop"]), chance.choice(_GROWTH_POINTS)
             self.faults.append(Fault(what, kind=kind, point=point, number=number))
+
+    def may_stand(self, seed: int) -> None:
+        """In some worlds the store takes nothing for many steps. From dice of their own, as in `may_freeze`."""
+        chance = random.Random(f"stand {seed}")
+        if chance.random() >= 0.15:
+            return
+        self.steps, self.pause_seconds = chance.randint(4, 7), chance.choice([6.0, 20.0])
+        self.shape, self.growth_chunks, self.slow_seconds, self.doubt_share = (
+            chance.choice([0, 0, 1]),
+            -1,
+            0.0,
+            0.0,
+        )
+        self.faults = [] if chance.random() < 0.5 else self.faults
+        self.full = chance.choice(["window", "window", "ever"])
+        self.faults.append(Fault("full", at_event=int(2 ** chance.uniform(5, 10))))
+        if chance.random() < 0.5:
+            self.faults.append(
+                Fault("kill", kind="flusher", point="superseded", number=chance.choice([1, 1, 2]))
+            )
+        elif chance.random() < 0.5:
+            self.faults.append(Fault("job", at_event=int(2 ** chance.uniform(8, 11))))
 
     def may_read_slowly(self, seed: int) -> None:
         """In some worlds much happens while a rank reads the ring. From dice of their own, as in `may_freeze`."""
@@ -362,6 +385,7 @@ class World:
         plan.may_split(self.seed)
         plan.may_grow(self.seed)
         plan.may_read_slowly(self.seed)
+        plan.may_stand(self.seed)
         return plan
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -519,7 +543,7 @@ class World:
         for step in range(first, first + job.steps):
             made = plan.image((job.number * 5 + step * 7 + first) % _VARIANTS)
             self.images[job.number, step] = made
-            sim.wait(None, sim.chance.choice([0.0, 0.01, 1.0, 5.0]), "train")
+            sim.wait(None, sim.chance.choice([0.0, 0.01, 1.0, max(5.0, plan.pause_seconds)]), "train")
             reread(self, ring, kept)
             if sim.chance.random() < 0.7 and len(sending) == len(sources):
                 before = sending[sources[0]]

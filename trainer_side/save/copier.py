@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,7 @@ class Copier:
     Attributes:
         gate: The gate.
         updates: How many steps of optimizers have begun.
+        on_update: Called when one begins, on the training thread.
         problem: Why nothing is copied any more; None while all is well.
         update_streams: The streams of a device on which updates were queued lately.
     """
@@ -133,6 +134,7 @@ class Copier:
         self._proof, self._quietness = HookProof(gated), quietness
         self.update_streams: list[Any] = []
         self.updates = 0
+        self.on_update: Callable[[], None] = lambda: None
         self._by_hand = 0  # so many `with checkpointer.changing()` the training thread is in
         self._job: CopyJob | None = None  # under way; it holds a staging area and tensors, so not for longer
         self._stuck: CopyJob | None = None  # the one that was not waited for any longer
@@ -277,6 +279,7 @@ class Copier:
 
     def _hooked(self, optimizer: torch.optim.Optimizer) -> None:
         self.updates += 1
+        self.on_update()
         if (kind := accelerator.kind()) is not None:
             self._note_stream(accelerator.module_of(kind).current_stream(), optimizer)
         self.look_whether_quiet()

@@ -100,7 +100,7 @@ class Room:
         ]
         for before in late:
             reason = DeclineCause.LATE.because(
-                f"its tensors have changed since, and {self._waited_for(before)}"
+                f"its tensors have changed since, and {self._waited_for(before, self._config.full_seconds_max)}"
             )
             self._link.decline(before.step, reason)
             if before.keeping is not None:
@@ -173,20 +173,26 @@ class Room:
 
     # -- for a step ----------------------------------------------------------------------------------------------
 
-    def wait(self, step: int) -> float:
+    def wait(self, step: int, seconds_max: float | None = None) -> float:
         """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once.
+
+        Args:
+            step: Whose room it is.
+            seconds_max: Wait whatever `on_full` says, for as long; None: as the settings say.
 
         If all areas are taken, that is until the oldest is staged, or has ended: every rank has sent it then, and the
         stager has room. Also ends when another rank has declined the step.
 
         Returns:
-            How long it took.
+            How long training stood still; 0 with `seconds_max`, when training is over.
 
         Raises:
-            NoRoom: Not within `full_seconds_max`.
+            NoRoom: Not within `full_seconds_max`, or `seconds_max`.
         """
-        if self._config.on_full == "skip":
+        if seconds_max is None and self._config.on_full == "skip":
             return 0.0
+        is_over = seconds_max is not None
+        seconds_max = self._config.full_seconds_max if seconds_max is None else seconds_max
         begun, waited_seconds = time.monotonic(), 0.0
         try:
             while len(in_flight := self._areas.in_flight()) >= self._areas.count_max:
@@ -195,14 +201,16 @@ class Room:
                 waited_seconds = time.monotonic() - begun
                 if not gone and self._link.answer(step) is not None:
                     break  # another rank does not wait any longer
-                if not gone and waited_seconds > self._config.full_seconds_max:
+                if not gone and waited_seconds > seconds_max:
                     raise NoRoom(
                         DeclineCause.LATE.because(
-                            f"{self._waited_for(oldest)}. Find out why the store is slow, enlarge the ring, save "
-                            'less often, or set on_full = "skip"'
+                            f"{self._waited_for(oldest, seconds_max)}. Find out why the store is slow, enlarge the "
+                            'ring, save less often, or set on_full = "skip"'
                         )
                     )
         finally:
+            if is_over:
+                waited_seconds = 0.0
             if waited_seconds:
                 self._ledger.waited(waited_seconds)
         return waited_seconds
@@ -282,9 +290,9 @@ class Room:
             f"{which} still being {'sent' if sent else 'written to local tiers'}"
         )
 
-    def _waited_for(self, flight: AreaUse) -> str:
+    def _waited_for(self, flight: AreaUse, seconds_max: float) -> str:
         before = flight.transfer
-        who = f"rank {self._link.rank} waited {self._config.full_seconds_max:g} s for step {before.step}"
+        who = f"rank {self._link.rank} waited {seconds_max:g} s for step {before.step}"
         if before.released.is_set() and before.settled.is_set():
             return f"{who} to be written to its local tiers"
         who = f"{who} to be staged, and"

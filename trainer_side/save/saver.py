@@ -14,8 +14,9 @@
     hook_proof.py, quietness.py)
 
 No collective operation. A step that cannot be taken (all staging areas are still being sent) is declined by this rank,
-the stager tells the others, and training goes on. Local tiers take steps beside the stager, without one, and when it is
-lost: what one of the two declines may still go to the other.
+the stager tells the others, and training goes on. It is declined when training does go on: at the next `step()`,
+`save()` or update. If the block ends before, it was the last one, and is waited for (`save_late`). Local tiers take
+steps beside the stager, without one, and when it is lost: what one of the two declines may still go to the other.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import gc
 import logging
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.copy_plan import Route
 from trainer_side.save.device_lane import in_order_with, lane_of
 from trainer_side.save.fingerprint import Fingerprints
+from trainer_side.save.finished_step import FinishedStep
 from trainer_side.save.places import NoRoom, Room, StepPlace
 from trainer_side.save.planner import Planner, SavePlan
 from trainer_side.save.rank_context import RankContext
@@ -77,7 +79,7 @@ class Saver:
     """Takes the steps of one rank. Training thread.
 
     Args:
-        state: As the script gave it.
+        state: As the script gave it, and as every part of a save reads it.
         planner: Knows what of it is copied, and where to.
         room: Has areas and slots.
         copier: Copies behind the gate.
@@ -86,20 +88,61 @@ class Saver:
 
     def __init__(
         self,
-        state: Mapping[str, Any],
+        state: MutableMapping[str, Any],
         planner: Planner,
         room: Room,
         copier: Copier,
         context: RankContext,
     ) -> None:
-        self._state, self._planner, self._room, self._copier = state, planner, room, copier
+        self._planner, self._room, self._copier = planner, room, copier
         self._link, self._tiers = context.link, context.tiers
         self._ledger, self._events = context.ledger, context.events
         self._warned = ""
+        self._late = FinishedStep(state, lambda: copier.updates)
+        self._late_reason: Reason | None = None  # why the step that was noted there last is not taken yet
+        copier.on_update = self.decline_late
 
-    def save(self, step: int) -> bool:
-        """See `Checkpointer.save`."""
+    def decline_late(self) -> None:
+        """Training goes on past a step that found no room, so it is declined."""
+        reason, self._late_reason = self._late_reason, None
+        if reason is not None:
+            self._decline(self._late.step, reason)
+
+    def save_late(self, seconds_max: float) -> int:
+        """The block ends: save the last step if it found no room, and wait for that.
+
+        Args:
+            seconds_max: How long.
+
+        Returns:
+            The step, if a save of it was begun; else -1.
+
+        Raises:
+            StateError: As `Checkpointer.save`.
+        """
+        step = self._late.step
+        if self._late_reason is None:
+            return -1
+        if why := self._late.why_not():
+            self._late_reason = DeclineCause.LATE.because(
+                f"it found no room when it was due, and later {why}"
+            )
+            self.decline_late()
+            return -1
+        if self._link.rank == 0:
+            _log.warning(
+                "step %d, the last one, found no room (%s); it is waited for, at most %g s",
+                step,
+                self._late_reason,
+                seconds_max,
+            )
+        self._late.put_back()
+        return step if self.save(step, seconds_max) else -1
+
+    def save(self, step: int, wait_seconds_max: float | None = None) -> bool:
+        """See `Checkpointer.save`. `wait_seconds_max`: wait so long for room, whatever the settings say."""
         begun, saved_at_unix = time.monotonic(), time.time()
+        self._come_to(step)
         reach(Point.SAVE_BEGUN)
         self._copier.look_whether_quiet()
         if (refusal := self._refusal()) is not None:
@@ -122,13 +165,13 @@ class Saver:
         record: dict[str, Any] = {"saved_at_unix": saved_at_unix}
         try:
             # The training thread is here, so what was taken stays as it is meanwhile.
-            wait_seconds = self._room.wait(step)
+            wait_seconds = self._room.wait(step, wait_seconds_max)
             answer = self._link.answer(step)
             if answer is not None and not self._tiers.takes_steps:
                 return self._decline(step, answer, tell=False)  # all were told the same
             place = self._room.take(step, record)
         except NoRoom as no_room:
-            return self._decline(step, no_room.reason)
+            return self._no_room(step, no_room.reason, is_late=wait_seconds_max is not None)
         record["wait_seconds"] = wait_seconds
         try:
             with no_collections():
@@ -144,6 +187,19 @@ class Saver:
         if job is not None:
             self._copier.finish_what_would_tear(job)
         return job is not None
+
+    def _come_to(self, step: int) -> None:
+        if step != self._late.step:
+            self.decline_late()
+        self._late_reason = None
+
+    def _no_room(self, step: int, reason: Reason, *, is_late: bool) -> bool:
+        """Decline the step; one that was only busy when training goes on. `is_late`: it was waited for."""
+        if is_late or reason.cause != DeclineCause.BUSY:
+            return self._decline(step, reason)
+        self._late.note(step)
+        self._late_reason = reason
+        return False
 
     def _begin(
         self,

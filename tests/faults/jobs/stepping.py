@@ -1,7 +1,8 @@
 """Trains on, whatever becomes of its checkpoints: saves after every step and waits for none of them.
 
-`python stepping.py OUT STEPS`. Every parameter is the number of the step. After the last step it writes to OUT, per
-rank, what was taken, waits until OUT/go is there, and leaves the block of its Checkpointer.
+`python stepping.py OUT STEPS [SECONDS]`. Every parameter is the number of the step, which takes at least SECONDS. After
+the last step it writes to OUT, per rank, what was taken, waits until OUT/go is there, and leaves the block of its
+Checkpointer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WIDTH = 1000
 
 
 def main() -> None:
-    out, steps = Path(sys.argv[1]), int(sys.argv[2])
+    out, steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float((sys.argv[3:] or ["0"])[0])
     out.mkdir(parents=True, exist_ok=True)
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     model = torch.nn.Linear(WIDTH, 200)
@@ -30,6 +31,7 @@ def main() -> None:
         checkpointer.restore()
         taken = []
         for step in range(steps):
+            begun = time.monotonic()
             with torch.no_grad():
                 for part in model.parameters():
                     part.fill_(step)
@@ -39,6 +41,7 @@ def main() -> None:
             until = time.monotonic() + STAGED_SECONDS_MAX
             while checkpointer.staged_step < step and time.monotonic() < until:
                 time.sleep(0.005)
+            time.sleep(max(0.0, begun + seconds - time.monotonic()))
         said = {"taken": taken, "declined": checkpointer.stats.declined, "staged": checkpointer.staged_step}
         written = out / f"rank-{rank}.new"
         written.write_text(json.dumps(said))

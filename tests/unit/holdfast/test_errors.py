@@ -22,6 +22,7 @@ TREE = {
     "FencedError": ("HoldfastError", "fenced", 8),
     "PeerLost": ("HoldfastError", "peer_lost", 9),
     "BusyError": ("HoldfastError", "busy", 10),
+    "NotDurable": ("HoldfastError", "not_durable", 11),
 }
 
 

@@ -145,7 +145,8 @@ class Rank:
         self.model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(1000)) for _ in range(20))
         self.note = [1]
         self.state: dict[str, Any] = {"model": self.model, "note": self.note}
-        self.checkpointer = Checkpointer(self.state, config=TrainerConfig(**settings))
+        ends_soon = {"on_not_durable": "warn", "close_seconds_max": 0.1}  # no store is behind the link
+        self.checkpointer = Checkpointer(self.state, config=TrainerConfig(**{**ends_soon, **settings}))
 
     def save(self, step: int) -> bool:
         self.checkpointer._copier.gate.wait()  # as an optimizer would: there is none
@@ -171,12 +172,13 @@ def link(monkeypatch: pytest.MonkeyPatch) -> FakeLink:
 def test_so_many_steps_are_taken_as_there_are_areas(link: FakeLink, areas: int) -> None:
     rank = Rank(link, in_flight_max=areas)
     assert [rank.save(step) for step in range(5)] == [True] * areas + [False] * (5 - areas)
-    assert set(link.declined) == set(range(areas, 5))
+    assert set(link.declined) == set(range(areas, 4)), "training may end with step 4"
     which = "the checkpoint before is" if areas == 1 else f"the {areas} checkpoints before are"
     assert set(link.declined.values()) == {DeclineCause.BUSY.because(f"{which} still being sent")}
     assert all(rank.holds(step) for step in range(areas)), "a copy went into an area that is being sent"
     link.stage(0)
     assert rank.save(5)
+    assert set(link.declined) == set(range(areas, 5))
     assert rank.holds(5)
     assert all(rank.holds(step) for step in range(1, areas))
     assert len({id(area) for _, area in link.offers.values()}) == areas

@@ -57,6 +57,14 @@ STARTED = (joined(5), said("restored", attempt=4))  # the attempt before has sav
         (-6, STARTED, {"tail": f"[rank1] watchdog: {NCCL}"}, AGAIN),
         (9, (*STARTED, ended("holdfast.errors.PeerLost")), {}, AGAIN),
         (9, (ended("holdfast.errors.PeerLost"),), {}, 9),  # the stager never came
+        (11, (*STARTED, ended("holdfast.errors.NotDurable")), {}, AGAIN),
+        (
+            11,
+            (joined(20), said("restored", attempt=4), ended("holdfast.errors.NotDurable")),
+            {},
+            11,
+        ),  # in vain
+        (11, STARTED, {}, 11),  # the script's own
         (2, (ended("holdfast.errors.ConfigError"),), {}, 2),
         (3, (*STARTED, ended("holdfast.errors.StateError")), {}, 3),
         (1, (*STARTED, ended("RuntimeError", GLOO)), {}, AGAIN),

@@ -16,6 +16,7 @@ def evidence(*deaths: Death, mpirun_status: int = 1, **more: object) -> Evidence
 GONE = Death(1, -9)
 ECHO = Death(0, 1, "RuntimeError")  # what gloo says when its peer is gone
 BUG = Death(1, 1, "ValueError")
+NOT_DURABLE = Death(1, 11, "holdfast.errors.NotDurable")
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,10 @@ BUG = Death(1, 1, "ValueError")
         (evidence(Death(0, 1, "PeerLost"), lost_first=(1,), given_up="rank 0 has ended"), Cause.KILLED),
         (evidence(BUG, ECHO, lost_first=(1,)), Cause.CRASHED),  # it did report, a moment later
         (evidence(BUG, lost_first=(1,), gone={"spot-2"}), Cause.PREEMPTED),
+        (evidence(Death(0, 11), NOT_DURABLE), Cause.LOST),  # one of the ranks says it for all
+        (evidence(Death(0, 11)), Cause.CRASHED),  # a script's own code
+        (evidence(NOT_DURABLE, Death(2, -9)), Cause.KILLED),
+        (evidence(NOT_DURABLE, Death(0, 1, "ValueError")), Cause.CRASHED),
     ],
 )
 def test_causes(what: Evidence, cause: Cause) -> None:

@@ -81,14 +81,46 @@ def test_a_rank_that_goes_on_to_another_step_ends_the_wait_for_the_first(stager:
     assert phases_of(stager.session) == {2: Phase.OFFERING}
 
 
-def test_a_checkpoint_may_be_complete_before_the_flusher_began(stager: Stager) -> None:
+def test_what_lies_whole_in_the_ring_is_staged_before_the_flusher_began(stager: Stager) -> None:
     stager.offer_all(1, began=False)
     stager.pay_all(1)
     stager.take(Done(0, 1))
+    assert not stager.of(MarkStaged), "a rank may still withdraw it"
     stager.take(Done(1, 1))
+    assert [staged.step for staged in stager.of(MarkStaged)] == [1]
+    assert stager.take(Began(1)) == []
+    stager.offer_all(2, began=False)
+    assert not stager.said(Kind.DECLINED), "one that only waits for the store is in nobody's way"
+
+
+def test_an_image_larger_than_the_ring_needs_the_flusher_to_begin() -> None:
+    stager = Stager(make_layout(6), slots=4)
+    stager.offer_all(1, began=False)
+    stager.pay_all(1)
     assert not stager.of(MarkStaged)
-    (staged,) = stager.take(Began(1))
-    assert isinstance(staged, MarkStaged)
+    stager.take(Began(1))
+    stager.take(SlotsFreed((stager.of(MarkFull)[0].slot, stager.of(MarkFull)[1].slot)))
+    stager.pay_all(1)
+    for rank in range(2):
+        stager.take(Done(rank, 1))
+    assert [staged.step for staged in stager.of(MarkStaged)] == [1]
+
+
+def test_the_flusher_may_give_up_a_staged_one_for_a_newer_one() -> None:
+    stager = Stager(make_layout(), slots=12)
+    for step in (1, 2):
+        stager.offer_all(step, began=False)
+        stager.pay_all(step)
+        for rank in range(2):
+            stager.take(Done(rank, step))
+    stager.take(Failed(1, "busy", "it gives its place to step 2"))
+    stager.take(SlotsFreed(tuple(action.slot for action in stager.of(MarkFull) if action.step == 1)))
+    stager.offer_all(3, began=False)
+    stager.pay_all(3)
+    for rank in range(2):
+        stager.take(Done(rank, 3))
+    assert [staged.step for staged in stager.of(MarkStaged)] == [1, 2, 3]
+    assert [known.step for known in stager.session.known()] == [2, 3]
 
 
 def test_a_lost_rank_ends_what_it_still_owes_and_not_what_it_has_sent() -> None:
@@ -164,16 +196,6 @@ def test_without_a_flusher_what_comes_in_whole_is_staged(stager: Stager) -> None
     assert [staged.step for staged in stager.of(MarkStaged)] == [1]
     assert stager.take(Began(1)) == [], "heard when the next flusher is told of it"
     assert stager.session.known()[0].staged
-
-
-def test_what_was_whole_before_the_flusher_died_is_staged_when_it_dies(stager: Stager) -> None:
-    stager.offer_all(1, began=False)
-    stager.pay_all(1)
-    for rank in range(2):
-        stager.take(Done(rank, 1))
-    assert not stager.of(MarkStaged), "the flusher has yet to take it"
-    stager.take(FlusherGone("killed"))
-    assert [staged.step for staged in stager.of(MarkStaged)] == [1]
 
 
 def test_a_wait_for_another_flusher_has_a_deadline_that_says_so() -> None:
@@ -255,14 +277,6 @@ def test_deadline_of_room_blames_the_store() -> None:
     stager.now = 121.0
     stager.take(Tick())
     assert "ring had no free slot" in stager.said(Kind.FAILED)[0].body["message"]
-
-
-def test_deadline_of_the_flusher(stager: Stager) -> None:
-    stager.offer_all(1, began=False)
-    stager.pay_all(1)
-    stager.now = 121.0
-    stager.take(Tick())
-    assert "flusher to take it" in stager.said(Kind.FAILED)[0].body["message"]
 
 
 def test_deadline_of_done(stager: Stager) -> None:

@@ -67,7 +67,9 @@ class Run:
     def __init__(self, link: FakeLink, kind: type[Training]) -> None:
         self.link, self.training = link, kind()
         self.training.step(-1)  # the state of the optimizer is there
-        self.checkpointer = Checkpointer(self.training.state, config=TrainerConfig(in_flight_max=2))
+        self.checkpointer = Checkpointer(
+            self.training.state, config=TrainerConfig(in_flight_max=2, on_not_durable="warn")
+        )
         if kind is changes.PatientAverage:
             self.training.waits = self.checkpointer.wait_copied
         if kind is changes.AverageInContext:

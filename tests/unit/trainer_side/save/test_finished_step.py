@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_side.finished_step import _SLOW_STEPS, FinishedStep
+from trainer_side.save.finished_step import _SLOW_STEPS, FinishedStep
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
 
