@@ -58,7 +58,9 @@ class DeviceRank:
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **(beside or {})}
         self.checkpointer = Checkpointer(
             self.state,
-            config=TrainerConfig(events=None, copy_seconds_max=60, copy_inside_ms_max=0, **settings),
+            config=TrainerConfig(
+                events=None, copy_seconds_max=60, copy_inside_ms_max=0, on_not_durable="warn", **settings
+            ),
         )
         self._noted: dict[str, torch.Tensor] = {}
 

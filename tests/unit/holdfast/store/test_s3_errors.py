@@ -72,7 +72,6 @@ def test_how_long_the_server_wants_to_be_left_alone(said: str, seconds: float) -
         ("AccessDenied", 403, "allow this role"),
         ("InvalidAccessKeyId", 403, "AWS_ACCESS_KEY_ID"),
         ("SignatureDoesNotMatch", 403, "AWS_SECRET_ACCESS_KEY"),
-        ("ExpiredToken", 400, "get a new one"),
         ("RequestTimeTooSkewed", 403, "clock"),
         ("PermanentRedirect", 301, "AWS_REGION"),
         ("NoSuchUpload", 404, "begin it anew"),
@@ -85,6 +84,12 @@ def test_what_a_person_must_mend_says_how(code: str, status: int, remedy: str) -
     assert not error.retriable
     assert code in str(error)
     assert remedy in str(error)
+
+
+def test_a_token_that_is_over_may_be_renewed_and_says_what_to_mend() -> None:
+    error = _raised(_answer("ExpiredToken", 400))
+    assert error.retriable
+    assert "get a new one" in str(error)
 
 
 @pytest.mark.parametrize("code", ["NoSuchKey", "404"])

@@ -92,7 +92,7 @@ def _of_a_process(folder: Path, key: str) -> None:
 
 
 def _store() -> Retrying:
-    return Retrying(S3Store("bucket", "run"), budget=RetryBudget(6, 60.0, 0.01))
+    return Retrying(S3Store("bucket", "run"), budget=RetryBudget(400, 60.0, 0.01, 0.05))
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId", "TokenRefreshRequired", "403"])

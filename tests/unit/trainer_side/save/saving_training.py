@@ -55,6 +55,7 @@ class SavingTraining:
                 in_flight_max=2,
                 copy_seconds_max=60,
                 copy_inside_ms_max=0,
+                on_not_durable="warn",
                 device_bytes_max=self._device_bytes_max,
             ),
         )
