@@ -11,10 +11,17 @@ pytestmark = [pytest.mark.skipif(is_late(), reason="this is that device"), pytes
 # The other policies and the deliberate bugs take many minutes: tests/soak/test_late_policies.py, test_late_bugs.py.
 POLICIES = "side_lazy,lazy"
 BUGS = ROOT / "tests/late/test_planted_bugs.py"
-FILES = [
-    str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/late").glob("test_*.py")) if path != BUGS
-]
+# What looks at the memory of the whole process, or breaks its generator, has a process of its own.
+ALONE = ("test_devices", "test_graphs", "test_locked_memory", "test_memory_asked_for")
+_NAMES = sorted(path.stem for path in (ROOT / "tests/late").glob("test_*.py") if path != BUGS)
+GROUPS = [[name] for name in ALONE] + [[name for name in _NAMES if name not in ALONE]]
 
 
-def test_the_rules_hold() -> None:
-    run_late("--policies", POLICIES, *FILES)
+def files(group: list[str]) -> list[str]:
+    """The paths of these tests."""
+    return [f"tests/late/{name}.py" for name in group]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
+def test_the_rules_hold(group: list[str]) -> None:
+    run_late("--policies", POLICIES, *files(group))

@@ -22,6 +22,7 @@ def test_persistent_memory_is_written_from_a_locked_area(
         store=f"file://{tmp_path}/store",
         tiers=[f"pm:{tmp_path}"],
         on_full="wait",
+        copy="inside",  # and so nothing is compared: here the late device's kernel for that takes pageable memory
     )
     (tier,) = rank.checkpointer._tiers.tiers
     for step in range(3):
