@@ -9,6 +9,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,7 @@ def test_ctrl_c_twice_ends_the_wait_and_says_which_step_is_durable(tmp_path: Pat
             child.send_signal(signal.SIGINT)
             said = next(line for line in child.stderr if "KeyboardInterrupt" in line)
             assert "rank 0: KeyboardInterrupt (at <string>:" in said
+            time.sleep(0.5)  # so that what was written last is not what is interrupted
             child.send_signal(signal.SIGINT)
             _, rest = child.communicate(timeout=SECONDS_MAX)
         finally:

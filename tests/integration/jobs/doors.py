@@ -136,6 +136,7 @@ def made() -> dict[str, Any]:
 
 
 def main() -> None:
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a forked child has what is not written
     store, tier, case = sys.argv[1:]
     config = TrainerConfig(tiers=(tier,), store=store, close_seconds_max=30)
     torch.use_deterministic_algorithms(True)
