@@ -9,7 +9,7 @@ from tests.late.running import ROOT, SECONDS_MAX, run_late
 
 pytestmark = [pytest.mark.skipif(is_late(), reason="this is that device"), pytest.mark.timeout(SECONDS_MAX)]
 # The other policies and the deliberate bugs take many minutes: tests/soak/test_late_policies.py, test_late_bugs.py.
-POLICIES = "side_lazy,lazy"
+POLICIES = "lazy"
 BUGS = ROOT / "tests/late/test_planted_bugs.py"
 # What looks at the memory of the whole process, or breaks its generator, has a process of its own.
 ALONE = ("test_devices", "test_graphs", "test_locked_memory", "test_memory_asked_for")

@@ -138,7 +138,7 @@ def test_sigusr1_goes_past_torchrun_to_the_ranks_however_early_it_comes(tmp_path
     assert "holdfast rank: SIGUSR1 is kept: no process of this job handles it yet" in said
     # One that hears of it from the other, and ends with it, may not have its own any more.
     assert re.search("rank [01] received a preemption notice: terminate in", said)
-    assert "the checkpoint of step" in said
+    assert "the checkpoint of step" in said, said
     assert wrapper.returncode == AGAIN, said
 
 

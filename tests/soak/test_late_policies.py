@@ -11,7 +11,7 @@ from tests.gpu.test_on_the_late_device import WAYS, resumes_exactly
 from tests.late.running import run_late
 
 pytestmark = pytest.mark.timeout(1800)
-POLICIES = pytest.mark.parametrize("policy", ["eager", "dice:1"])
+POLICIES = pytest.mark.parametrize("policy", ["side_lazy", "eager", "dice:1"])
 
 
 @POLICIES
