@@ -11,17 +11,12 @@ pytestmark = [pytest.mark.skipif(is_late(), reason="this is that device"), pytes
 # The other policies and the deliberate bugs take many minutes: tests/soak/test_late_policies.py, test_late_bugs.py.
 POLICIES = "lazy"
 BUGS = ROOT / "tests/late/test_planted_bugs.py"
-# What looks at the memory of the whole process, or breaks its generator, has a process of its own.
-ALONE = ("test_devices", "test_graphs", "test_locked_memory", "test_memory_asked_for")
-_NAMES = sorted(path.stem for path in (ROOT / "tests/late").glob("test_*.py") if path != BUGS)
-GROUPS = [[name] for name in ALONE] + [[name for name in _NAMES if name not in ALONE]]
+# Each in a process of its own: they count what a whole process has locked and allocated.
+FILES = sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "tests/late").glob("test_*.py") if path != BUGS
+)
 
 
-def files(group: list[str]) -> list[str]:
-    """The paths of these tests."""
-    return [f"tests/late/{name}.py" for name in group]
-
-
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
-def test_the_rules_hold(group: list[str]) -> None:
-    run_late("--policies", POLICIES, *files(group))
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.partition("test_")[2][:-3])
+def test_the_rules_hold(file: str) -> None:
+    run_late("--policies", POLICIES, file)

@@ -59,7 +59,11 @@ class DeviceRank:
         self.checkpointer = Checkpointer(
             self.state,
             config=TrainerConfig(
-                events=None, copy_seconds_max=60, copy_inside_ms_max=0, on_not_durable="warn", **settings
+                events=None,
+                copy_seconds_max=60,
+                copy_inside_ms_max=0,
+                on_not_durable="warn",  # no store is behind the link
+                **{"close_seconds_max": 0.5, **settings},
             ),
         )
         self._noted: dict[str, torch.Tensor] = {}

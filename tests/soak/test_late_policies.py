@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.test_late_rules import GROUPS, files
+from tests.gpu.test_late_rules import FILES
 from tests.gpu.test_on_the_late_device import WAYS, resumes_exactly
 from tests.late.running import run_late
 
@@ -15,9 +15,9 @@ POLICIES = pytest.mark.parametrize("policy", ["side_lazy", "eager", "dice:1"])
 
 
 @POLICIES
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
-def test_the_rules_hold(group: list[str], policy: str) -> None:
-    run_late("--policies", policy, *files(group))
+@pytest.mark.parametrize("file", FILES)
+def test_the_rules_hold(file: str, policy: str) -> None:
+    run_late("--policies", policy, file)
 
 
 @POLICIES
