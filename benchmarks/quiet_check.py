@@ -80,7 +80,6 @@ def _run(way: str, place: Folders, number: int) -> dict[str, Any]:
     """One job; its slower rank."""
     out = place.scratch / f"out-{number}"
     out.mkdir()
-    events = out / "events.jsonl"
     line = [
         *(
             sys.executable,
@@ -92,7 +91,7 @@ def _run(way: str, place: Folders, number: int) -> dict[str, Any]:
             "--store",
             str(place.scratch / f"run-{number}"),
         ),
-        *("--logs", str(out), "--set", f"runtime_dir={place.runtime}", "--set", f"events={events}"),
+        *("--logs", str(out), "--set", f"runtime_dir={place.runtime}"),
         *("--set", "keep_last=1", "--", sys.executable, "-m", "benchmarks.quiet_check", way, str(out)),
     ]
     env = {**os.environ, "HOLDFAST_COPY": "inside" if way == "inside" else "auto"}
