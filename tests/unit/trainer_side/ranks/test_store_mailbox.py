@@ -61,11 +61,14 @@ def test_messages_come_once_in_order_and_to_the_byte(server: TCPStore) -> None:
     for message in (b"", b"\n", every_byte):
         first.send(1, message)
     third.send(1, b"from another rank")
+    for sender in (first, third):
+        sender.flush(5.0)
     found = second.poll()
     assert [message for rank, message in found if rank == 0] == [b"", b"\n", every_byte]
     assert [message for rank, message in found if rank == 2] == [b"from another rank"]
     assert second.poll() == first.poll() == []
     first.send(0, b"to itself")
+    first.flush(5.0)
     assert first.poll() == [(0, b"to itself")]
     assert first.lost() == frozenset()
 
@@ -83,6 +86,8 @@ def test_nothing_is_lost_of_what_many_send_while_one_takes(server: TCPStore) -> 
     boxes[0]._clock = iter(range(10**9)).__next__  # each look is a second after the one before
     while any(thread.is_alive() for thread in threads):
         found += boxes[0].poll()
+    for box in boxes[1:]:
+        box.flush(5.0)
     found += boxes[0].poll()
     for thread in threads:
         thread.join()
@@ -114,6 +119,7 @@ def test_an_idle_mailbox_looks_less_and_less_often_until_something_comes(server:
     assert 20 <= looks_in_a_second() < 40
     assert 4 <= looks_in_a_second() <= 6
     other.send(0, b"news")
+    other.flush(5.0)
     clock.now += 0.2
     assert box.poll() == [(1, b"news")]
     assert looks_in_a_second() >= 20
