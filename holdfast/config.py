@@ -188,6 +188,9 @@ class TrainerConfig(RoleConfig):
         on_not_durable: What the end of the `with` block does, or `close()`, if the newest step that was to be saved is
             not durable (the stager was lost, the store takes nothing, the step was declined): `fail` raises
             `NotDurable`, so that the job does not end with 0; `warn` logs it.
+        on_stager_lost: What a rank does whose stager is lost. `train`: it trains on, and tries to reach a stager at the
+            same address again (not under mpirun, where the stager is a process of the job). `end`: the next `step()` or
+            `save()` raises `PeerLost`, so that the launcher starts the job again.
         tiers: Where this rank keeps its slices besides the stager, or without one, nearest first: `memory`,
             `nvme:/mnt/nvme0`, `store`. Separated by commas in the environment. Must be the same on every rank. Empty:
             nowhere.
@@ -250,6 +253,7 @@ class TrainerConfig(RoleConfig):
     copy_seconds_max: _Seconds = 300.0
     on_divergence: _OnDivergence = "warn"
     on_not_durable: Literal["fail", "warn"] = "fail"
+    on_stager_lost: Literal["train", "end"] = "train"
     tiers: Annotated[tuple[_TierSpec, ...], BeforeValidator(_listed), NoDecode] = ()
     tier_slots: Annotated[int, Field(ge=2, le=64)] | None = None
     tier_writers: Annotated[int, Field(ge=1, le=64)] | None = None

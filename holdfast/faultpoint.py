@@ -73,6 +73,7 @@ class Point(StrEnum):
     IMAGE_NAMED = "image_named"  # flusher, tool: the file made of slices is in place, its manifest is not
     IMAGE_LISTED = "image_listed"  # flusher, tool: its manifest is there too, and so are the slices
     SEAL_DELETED = "seal_deleted"  # who removes slices: a seal is gone, its slice is not
+    REJOINED = "rejoined"  # rank: a stager has welcomed it again, and was told nothing yet
     RESTORE_READ = "restore_read"  # rank: has read a part of the checkpoint to restore
     RING_SEEN = "ring_seen"  # rank: has seen what a slot of the stager's ring holds, and copied nothing of it
     # rank: a slot with an older slice is to be used again, the record names it still

@@ -42,7 +42,8 @@ class DoubtDesk:
         told = {"of_rank": rank, "steps": list(doubt.steps or ()), "reason": doubt.reason}
         self._events.emit("doubt", told)
         if doubt.steps is not None:
-            self._known.append(DoubtedSteps(attempt, doubt))
+            written = doubt._replace(earlier_attempts=())
+            self._known += [DoubtedSteps(one, written) for one in (*doubt.earlier_attempts, attempt)]
             reach(Point.DOUBT_HEARD)
             self._write()
             reach(Point.DOUBT_WRITTEN)

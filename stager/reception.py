@@ -2,12 +2,14 @@
 
     accepted ─► handshake, within some seconds ─► of the job that is served ───────────► its port
                                                ├─ of the same launch, started again ───► the next job; that one ends
+                                               ├─ of the same start, a later generation ──► the same
                                                ├─ of another launch, the present one gone ───► the same
                                                ├─ of another launch, the present one alive ──► refused: BUSY
                                                └─ nobody is served ────────────────────► the next job
 
 What waits for the next job is answered when that is taken. An incarnation that another one has replaced stays out for
-good: its processes may have been frozen, and wake up late.
+good: its processes may have been frozen, and wake up late. Ranks that have lost this stager, or the one before it, come
+again as the next generation of their incarnation; they never replace another start of their launch.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from holdfast.errors import ConfigError, ProtocolError
 from holdfast.net.address import Address
 from holdfast.net.handshake import (
+    GENERATION_MAX,
     HELLO_BYTES_MAX,
     HELLO_BYTES_MIN,
     MESSAGES_CHANNEL,
@@ -53,7 +57,9 @@ _BACKLOG = 1024
 _ACCEPTED_PER_TURN_MAX = 64
 _GREETINGS_MAX = 256  # beyond so many that have not proved the key the oldest is ended
 _GREETING_SECONDS_MAX = 10.0
-_REPLACED_KEPT = 4096
+_PAST_KEPT = 4096
+_FOR_GOOD = GENERATION_MAX + 1
+_AGAIN = "its job was started again"
 _TLS_HELLO_BYTES_MAX = 16 * 1024
 _COMPLAINT_SECONDS = 10.0  # at most one line in the log of strangers in so long
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -80,6 +86,13 @@ class _Waiting:
     sock: AnySocket
     hello: Hello
     received: int
+
+
+class _Past(NamedTuple):
+    """A start of a job that is over up to this generation."""
+
+    launch: str
+    generation: int
 
 
 def listen(address: Address) -> socket.socket:
@@ -138,7 +151,7 @@ class Reception:
         self._tls = tls
         self._greetings: OrderedDict[AnySocket, _Greeting] = OrderedDict()
         self._waiting: dict[AnySocket, _Waiting] = {}
-        self._replaced: OrderedDict[bytes, None] = OrderedDict()
+        self._past: OrderedDict[bytes, _Past] = OrderedDict()  # by incarnation
         self._present: TcpTrainersPort | None = None
         self._ending = False
         self._complained_at = -_COMPLAINT_SECONDS
@@ -162,8 +175,7 @@ class Reception:
 
     def close_job(self) -> None:
         if self._present is not None:
-            self._replace(self._present.incarnation)
-            self._present = None
+            self._end_present(self._present.generation)
 
     def end(self) -> None:
         self._ending = True
@@ -334,41 +346,62 @@ class Reception:
 
     def _place(self, sock: AnySocket, hello: Hello, received: int) -> None:
         present = self._present
+        past = self._past.get(hello.incarnation)
         if self._ending:
             refuse(self._reactor, sock, Status.ENDING, "the stager is ending")
-        elif hello.incarnation in self._replaced:
-            refuse(self._reactor, sock, Status.LOST, "its job is over, or was started again without it")
+        elif past is not None and hello.generation <= past.generation:
+            status = Status.REPLACED if past.generation == _FOR_GOOD else Status.LOST
+            refuse(self._reactor, sock, status, "its job is over, or was started again without it")
         elif self._wanted_ranks not in {None, hello.ranks}:
             text = f"the job has {hello.ranks} ranks, and this stager was started with --ranks {self._wanted_ranks}"
             refuse(self._reactor, sock, Status.RANKS, text)
-        elif present is not None and hello.incarnation == present.incarnation:
+        elif present is not None and _is_of(hello, present):
             if hello.ranks != present.ranks:
                 text = f"rank {hello.rank} counts {hello.ranks} ranks, another one of its job {present.ranks}"
                 refuse(self._reactor, sock, Status.RANKS, text)
             else:
                 present.admit(sock, hello, received)
-        elif hello.resuming:
-            refuse(
-                self._reactor, sock, Status.LOST, "this stager does not know its job: it was started after it"
-            )
-        elif present is not None and hello.launch != present.launch and present.is_alive:
+        elif hello.resuming or self._is_behind(hello):
+            text = "this stager does not know its job: it was started after it, or the job goes on without it"
+            refuse(self._reactor, sock, Status.LOST, text)
+        elif present is not None and present.is_alive and not self._may_replace(hello, present):
             text = f"this stager serves another job, of {present.ranks} ranks, which is alive"
             refuse(self._reactor, sock, Status.BUSY, text)
         else:
             self._wait(sock, hello, received)
 
+    def _is_behind(self, hello: Hello) -> bool:
+        """Whether a later generation of the same start is served, or waits."""
+        known = [one.hello.generation for one in self._waiting.values() if _same_start(one.hello, hello)]
+        if self._present is not None and self._present.incarnation == hello.incarnation:
+            known.append(self._present.generation)
+        return any(generation > hello.generation for generation in known)
+
+    def _may_replace(self, hello: Hello, present: TcpTrainersPort) -> bool:
+        """Whether `present` ends for it: its launcher has started it again, or its ranks have lost this stager."""
+        is_same_start = hello.incarnation == present.incarnation
+        return hello.launch == present.launch and (hello.generation == 0 or is_same_start)
+
     def _wait(self, sock: AnySocket, hello: Hello, received: int) -> None:
         if self._present is not None:
             present = self._present
-            self._replace(present.incarnation)
-            self._present = None
-            present.end("was left behind: its job was started again")
-        # Of two starts of one launch the later one counts; of two launches the first: `open` refuses the other one.
+            is_start = hello.generation == 0 and hello.launch == present.launch
+            self._end_present(_FOR_GOOD if is_start else present.generation)
+            present.end(f"was left behind: {_AGAIN if is_start else 'ranks of it come again'}")
+        if hello.generation == 0:
+            # Of two starts of one launch the later one counts; of two launches the first: `open` refuses the other one.
+            for incarnation, past in list(self._past.items()):
+                if past.launch == hello.launch and incarnation != hello.incarnation:
+                    self._past[incarnation] = past._replace(generation=_FOR_GOOD)
         for one in list(self._waiting.values()):
-            if one.hello.launch == hello.launch and one.hello.incarnation != hello.incarnation:
+            is_same_start = one.hello.incarnation == hello.incarnation
+            is_older = one.hello.generation < hello.generation if is_same_start else hello.generation == 0
+            if one.hello.launch == hello.launch and is_older:
                 self._unwatch(one.sock)
-                self._replace(one.hello.incarnation)
-                refuse(self._reactor, one.sock, Status.LOST, "its job was started again without it")
+                generation = one.hello.generation if is_same_start else _FOR_GOOD
+                self._note_past(one.hello.incarnation, one.hello.launch, generation)
+                status = Status.LOST if is_same_start else Status.REPLACED
+                refuse(self._reactor, one.sock, status, "its job was started again without it")
         self._waiting[sock] = _Waiting(sock, hello, received)
         self._watch_end(sock)
 
@@ -384,7 +417,21 @@ class Reception:
         self._waiting.pop(sock, None)
         self._reactor.unwatch(sock)
 
-    def _replace(self, incarnation: bytes) -> None:
-        self._replaced[incarnation] = None
-        while len(self._replaced) > _REPLACED_KEPT:
-            self._replaced.popitem(last=False)
+    def _end_present(self, generation: int) -> None:
+        """The job that is served is over, up to this generation of its start."""
+        assert self._present is not None
+        self._note_past(self._present.incarnation, self._present.launch, generation)
+        self._present = None
+
+    def _note_past(self, incarnation: bytes, launch: str, generation: int) -> None:
+        self._past[incarnation] = _Past(launch, generation)
+        while len(self._past) > _PAST_KEPT:
+            self._past.popitem(last=False)
+
+
+def _same_start(hello: Hello, other: Hello) -> bool:
+    return hello.incarnation == other.incarnation
+
+
+def _is_of(hello: Hello, port: TcpTrainersPort) -> bool:
+    return (hello.incarnation, hello.generation) == (port.incarnation, port.generation)

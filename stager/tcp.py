@@ -55,7 +55,7 @@ class TcpTrainersPort:
         clock: Seconds that only go forward.
 
     Attributes:
-        ranks: How many there are. `launch`, `incarnation`: which job it is.
+        ranks: How many there are. `launch`, `incarnation`, `generation`: which job it is (`Hello`).
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class TcpTrainersPort:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._reactor, self._clock = reactor, clock
-        self.ranks, self.launch, self.incarnation = hello.ranks, hello.launch, hello.incarnation
+        self.ranks, self.launch = hello.ranks, hello.launch
+        self.incarnation, self.generation = hello.incarnation, hello.generation
         self._reconnect_seconds_max = reconnect_seconds_max
         self._start_deadline = clock() + start_seconds_max
         self._start_seconds_max = start_seconds_max

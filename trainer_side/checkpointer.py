@@ -307,9 +307,11 @@ class Checkpointer:
 
         Raises:
             ConfigError: `step` is no whole number from 0 on; and as `save()`.
+            PeerLost: The stager is lost, and `on_stager_lost` is `end`; and as `save()`.
         """
         self._seat.require("step()")
         step = step_number(step, "step()")
+        self._end_without_stager()
         self._saver.decline_late()
         if not self._stepped:
             self._stepped = True
@@ -355,10 +357,12 @@ class Checkpointer:
                 at the first save, the run has checkpoints, and the script has neither called `restore()` nor set
                 `fresh=True`.
             StoreError: At the first save without either, the store does not tell whether the run has checkpoints.
-            PeerLost: A rank did not answer while the ranks agreed on a new layout.
+            PeerLost: A rank did not answer while the ranks agreed on a new layout; or the stager is lost, and
+                `on_stager_lost` is `end`.
         """
         self._seat.require("save()")
         step = step_number(step, "save()")
+        self._end_without_stager()
         self._asked = True
         if self._finished is not None and step != self._finished.step:
             self._finished.note(step)  # of a script that does not call step()
@@ -464,9 +468,9 @@ class Checkpointer:
     def _tell_doubt(self, doubt: Doubt) -> None:
         """Called in any thread: this rank has lost its trust in copies behind the gate."""
         self._tiers.doubt(doubt)  # before anybody else, who may be gone
-        if self._link.lives:
-            self._link.doubt(doubt)
-        else:
+        lives = self._link.lives
+        self._link.doubt(doubt)
+        if not lives:
             self._tiers.council.doubt(doubt)
 
     def _hear_doubt(self, doubt: Doubt) -> None:
@@ -481,6 +485,13 @@ class Checkpointer:
         if agreed is not None and agreed.kind is not NoticeKind.TERMINATE:
             agreed = None
         return self._told or heard or agreed
+
+    def _end_without_stager(self) -> None:
+        """End the training where the stager is lost and `on_stager_lost` is `end`."""
+        problem = self._link.problem
+        if problem is not None and self._config.on_stager_lost == "end":
+            _log.error("rank %d: the training ends, because on_stager_lost is end", self.rank)
+            raise problem
 
     def _report_progress(self) -> None:
         if not self._progressed and max(self.staged_step, self.durable_step, self.kept_step) >= 0:

@@ -9,30 +9,25 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import platform
-import time
 import uuid
 from collections.abc import Sequence
 
 from holdfast.checkpoints.claim import may_live, note_attempt
 from holdfast.checkpoints.slice_sets import sweep_uploads
 from holdfast.config import TrainerConfig
-from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.faultpoint import identify
 from holdfast.store import open_store, refuse_missing_parent
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
-from holdfast.wire import frames as wire
-from holdfast.wire.frames import Kind
-from holdfast.wire.welcome import Welcome
 from trainer_side.ledger import Ledger
+from trainer_side.link.greeting import greet
 from trainer_side.link.link import Link
 from trainer_side.link.no_stager import NoStager
 from trainer_side.link.to_stager import ToStager
 from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import Peers, agree, gather
-from trainer_side.ranks.ports import StagerPort, World
+from trainer_side.ranks.ports import World
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.seat import meet_once
 from trainer_side.tiers.kept_slices import Inventory, take_inventory
@@ -40,10 +35,6 @@ from trainer_side.tiers.tier import Tier
 from trainer_side.tiers.tier_set import NoTiers, TierSet
 
 _log = logging.getLogger("holdfast.trainer")
-
-_AWAITING_PAUSE_SECONDS = 1e-3
-_LEAVE_SECONDS_MAX = 5.0
-_QUIET_SECONDS = 10.0  # so long nobody is told what this rank waits for
 
 
 def join(config: TrainerConfig) -> ToStager:
@@ -72,44 +63,11 @@ def meet_stager(config: TrainerConfig, world: World) -> Link:
     identify(f"rank:{world.rank}")
     port = world.port()
     meet_once(port)
-    hello = {"version": wire.VERSION, "pid": os.getpid(), "host": platform.node()}
-    port.send(wire.encode(Kind.HELLO, body=wire.to_json(hello)))
-    try:
-        welcome = _await_welcome(port, config.start_seconds_max)
-        if welcome.ranks != world.ranks:
-            raise ProtocolError(
-                f"the stager counts {welcome.ranks} training ranks, expected {world.ranks} as the job counts them; "
-                "start all ranks by one launcher, and a stager of their own"
-            )
-    except HoldfastError:
-        port.leave(_LEAVE_SECONDS_MAX)
-        raise
-    link = Link(config, port, welcome, rank=world.rank, ranks=world.ranks, peers=world.peers())
+    welcome = greet(port, ranks=world.ranks, seconds_max=config.start_seconds_max)
+    again = world.again if config.on_stager_lost == "train" else None
+    link = Link(config, port, welcome, rank=world.rank, ranks=world.ranks, peers=world.peers(), again=again)
     link.close_at_exit()
     return link
-
-
-def _await_welcome(port: StagerPort, seconds_max: float) -> Welcome:
-    begun = time.monotonic()
-    deadline, is_said = begun + seconds_max, False
-    while time.monotonic() < deadline:
-        if not is_said and time.monotonic() - begun > _QUIET_SECONDS:
-            is_said = True
-            _log.warning(
-                "waiting for the stager until %s: it has not answered yet",
-                time.strftime("%H:%M:%S", time.localtime(time.time() + deadline - time.monotonic())),
-            )
-        for message in port.poll():
-            frame = wire.decode(message)
-            if frame.kind is Kind.WELCOME:
-                return Welcome.from_frame(frame)
-            if frame.kind is not Kind.BEAT:
-                raise ProtocolError(
-                    f"the stager sent {frame.kind.name}, expected WELCOME first; "
-                    "install the same holdfast on all machines"
-                )
-        time.sleep(_AWAITING_PAUSE_SECONDS)
-    raise PeerLost(f"the stager did not answer within {seconds_max:g} s; look at its log")
 
 
 def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:

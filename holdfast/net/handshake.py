@@ -22,7 +22,7 @@ from enum import IntEnum
 from holdfast.errors import ProtocolError
 from holdfast.wire.frames import VERSION as WIRE_VERSION
 
-VERSION = 1
+VERSION = 2
 MESSAGES_CHANNEL = 0  # the others carry payloads
 CHANNELS_MAX = 17
 NONCE_BYTES = 32
@@ -31,8 +31,9 @@ PROOF_BYTES = 32
 LAUNCH_BYTES_MAX = 255
 TEXT_BYTES_MAX = 2000
 RANKS_MAX = 1 << 20
+GENERATION_MAX = 0xFFFF
 _MAGIC = b"HOLDFAST"
-_HELLO = struct.Struct(f"<8sHHHIIHH{INCARNATION_BYTES}s{NONCE_BYTES}s")
+_HELLO = struct.Struct(f"<8sHHHIIHHH{INCARNATION_BYTES}s{NONCE_BYTES}s")
 _CHALLENGE = struct.Struct(f"<8sH{NONCE_BYTES}s{PROOF_BYTES}s")
 _PROOF = struct.Struct(f"<{PROOF_BYTES}sQ")
 _ADMISSION = struct.Struct("<HQH")
@@ -51,9 +52,12 @@ class Status(IntEnum):
     KEY = 2  # the rank's proof is wrong
     BUSY = 3  # the stager serves another job
     RANKS = 4  # another number of ranks than the stager was told, or than other ranks of the job say
-    LOST = 5  # this rank was given up: its job goes on without it
+    LOST = (
+        5  # the stager knows no job of this incarnation and generation, or it is over: the next one may come
+    )
     ENDING = 6  # the stager takes no further job
     TLS = 7  # the stager takes connections with TLS alone
+    REPLACED = 8  # the launcher has started the job again: these processes stay out for good
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Hello:
         launch: Names the launcher's job; the same after a restart by the launcher.
         incarnation: Random bytes, the same on all ranks of one start of the job, and on no other.
         nonce: Random bytes of this connection.
+        generation: How often the ranks of this incarnation have lost a stager and come again.
         resuming: This rank has been admitted before: only the stager that did so can go on with it.
     """
 
@@ -75,6 +80,7 @@ class Hello:
     launch: str
     incarnation: bytes
     nonce: bytes
+    generation: int = 0
     resuming: bool = False
 
     def to_bytes(self) -> bytes:
@@ -90,6 +96,7 @@ class Hello:
                 self.ranks,
                 len(launch),
                 int(self.resuming),
+                self.generation,
                 self.incarnation,
                 self.nonce,
             )
@@ -124,7 +131,9 @@ def read_hello(data: bytes) -> Hello:
         OtherVersion: It speaks another version.
         ProtocolError: It makes no sense.
     """
-    _, version, wire_version, channel, rank, ranks, _, resuming, incarnation, nonce = _HELLO.unpack_from(data)
+    _, version, wire_version, channel, rank, ranks, _, resuming, generation, incarnation, nonce = (
+        _HELLO.unpack_from(data)
+    )
     if (version, wire_version) != (VERSION, WIRE_VERSION):
         raise OtherVersion(
             f"it speaks version {version}.{wire_version}, expected {VERSION}.{WIRE_VERSION}; "
@@ -136,7 +145,7 @@ def read_hello(data: bytes) -> Hello:
         raise ProtocolError("its launch is not UTF-8") from None
     if not (rank < ranks <= RANKS_MAX and channel < CHANNELS_MAX and launch.isprintable()):
         raise ProtocolError(f"rank {rank} of {ranks}, channel {channel}: expected less of each")
-    return Hello(rank, ranks, channel, launch, incarnation, nonce, bool(resuming))
+    return Hello(rank, ranks, channel, launch, incarnation, nonce, generation, bool(resuming))
 
 
 def _prove(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:

@@ -9,6 +9,7 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 
 _REASON_CHARACTERS_MAX = 1000
+EARLIER_ATTEMPTS_MAX = 1000
 
 
 class Doubt(NamedTuple):
@@ -18,11 +19,14 @@ class Doubt(NamedTuple):
         rank: Whose.
         steps: The first and the last of its steps that may be torn, both included; None: none is.
         reason: What was seen, for people.
+        earlier_attempts: Attempts of the same job before it lost a stager and reached one again: the steps may be
+            theirs, too.
     """
 
     rank: int
     steps: tuple[int, int] | None
     reason: str
+    earlier_attempts: tuple[int, ...] = ()
 
     def sentence(self) -> str:
         """The mark of each checkpoint in it, for people."""
@@ -37,10 +41,12 @@ class Doubt(NamedTuple):
         return self.steps is not None and self.steps[0] <= step <= self.steps[1]
 
     def to_json(self) -> dict[str, Any]:
+        earlier = {"earlier_attempts": list(self.earlier_attempts)} if self.earlier_attempts else {}
         return {
             "rank": self.rank,
             "steps": list(self.steps) if self.steps is not None else [],
             "reason": self.reason[:_REASON_CHARACTERS_MAX],
+            **earlier,
         }
 
     @classmethod
@@ -51,12 +57,22 @@ class Doubt(NamedTuple):
             ValueError: It is not that.
         """
         rank, steps, reason = body.get("rank"), body.get("steps"), body.get("reason")
+        earlier = body.get("earlier_attempts", [])
+        if not isinstance(earlier, list) or len(earlier) > EARLIER_ATTEMPTS_MAX:
+            raise ValueError(
+                f"expected at most {EARLIER_ATTEMPTS_MAX} earlier attempts, got {earlier!r:.200}"
+            )
         if not isinstance(steps, list) or not isinstance(reason, str) or len(steps) not in (0, 2):
             raise ValueError(f"expected a rank, no or two steps, and a reason, got {body!r:.200}")
         numbers = wire.wholes([rank, *steps])
         if numbers[1:] != tuple(sorted(numbers[1:])):
             raise ValueError(f"expected the first step before the last, got {steps}")
-        return cls(numbers[0], (numbers[1], numbers[2]) if steps else None, reason[:_REASON_CHARACTERS_MAX])
+        return cls(
+            numbers[0],
+            (numbers[1], numbers[2]) if steps else None,
+            reason[:_REASON_CHARACTERS_MAX],
+            wire.wholes(earlier),
+        )
 
     def to_frame(self, kind: Kind, *, attempt: int) -> bytes:
         """As DOUBT to the stager or to rank 0, or as DOUBTED to all ranks."""

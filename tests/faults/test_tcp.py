@@ -25,6 +25,7 @@ from stager.tcp import TcpTrainersPort
 from tests.support.certificates import SignedPair, TestAuthority
 from tests.support.cut_link import cut_link
 from trainer_side.ranks import connecting
+from trainer_side.ranks.ports import GenerationOver, StartReplaced
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 _KEY = b"k" * 32
@@ -120,6 +121,7 @@ def _connect(
     ranks: int = 1,
     launch: str = "launch",
     incarnation: bytes = b"1" * 16,
+    generation: int = 0,
     key: bytes = _KEY,
     seconds_max: float = 20.0,
     reconnect_seconds_max: float = _RECONNECT_SECONDS,
@@ -133,6 +135,7 @@ def _connect(
         ranks=ranks,
         launch=launch,
         incarnation=incarnation,
+        generation=generation,
         connections=2,
         reconnect_seconds_max=reconnect_seconds_max,
         start_seconds_max=seconds_max,
@@ -417,6 +420,101 @@ def test_a_restart_of_the_same_launch_takes_over_at_once_and_the_old_one_stays_o
     stager.until(lambda: bool(stager.messages))
     assert stager.messages == [(0, b"the new one goes on")]
     assert stager.port is port
+
+
+def test_ranks_that_come_again_replace_their_own_generation_and_the_others_hear_that_it_is_over(
+    stager: _Stager, threads: ThreadPoolExecutor
+) -> None:
+    first = threads.submit(_connect, stager.port_number, rank=0, ranks=2)
+    second = threads.submit(_connect, stager.port_number, rank=1, ranks=2)
+    stager.open_next()
+    stager.until(lambda: first.done() and second.done())
+    again = threads.submit(_connect, stager.port_number, rank=0, ranks=2, generation=1)
+    stager.until(lambda: len(stager.lost) == 2, "the generation before to end")
+    assert "ranks of it come again" in stager.lost[0][1]
+    stager.reception.close_job()
+    port = stager.open_next()
+    assert port.generation == 1
+    with pytest.raises(GenerationOver):
+        _turn_until_raised(stager, second.result())
+    too_early = threads.submit(_connect, stager.port_number, rank=1, ranks=2)
+    _refused(stager, too_early, GenerationOver)
+    other = threads.submit(_connect, stager.port_number, rank=1, ranks=2, generation=1)
+    stager.until(lambda: again.done() and other.done())
+    other.result().send(b"here again")
+    stager.until(lambda: bool(stager.messages))
+    assert stager.messages == [(1, b"here again")]
+
+
+def test_a_generation_that_ended_with_its_ranks_may_be_followed_by_the_next(
+    stager: _Stager, threads: ThreadPoolExecutor
+) -> None:
+    _joined(stager, threads).leave(0.0, lost=True)
+    stager.until(lambda: bool(stager.lost), "the rank to be lost")
+    stager.reception.close_job()
+    again = threads.submit(_connect, stager.port_number, generation=1)
+    stager.open_next()
+    stager.until(again.done)
+    again.result()
+
+
+def test_ranks_that_were_replaced_by_their_launcher_never_come_again(
+    stager: _Stager, threads: ThreadPoolExecutor
+) -> None:
+    old = _joined(stager, threads)
+    restarted = threads.submit(_connect, stager.port_number, incarnation=b"2" * 16)
+    stager.until(lambda: bool(stager.lost), "the old one to be left behind")
+    stager.reception.close_job()
+    stager.open_next()
+    stager.until(restarted.done)
+    with pytest.raises(StartReplaced):
+        _turn_until_raised(stager, old)
+    again = threads.submit(_connect, stager.port_number, generation=1)
+    _refused(stager, again, StartReplaced)
+    assert len(stager.lost) == 1, "the new start was disturbed"
+
+
+def test_a_start_that_ended_before_its_launcher_began_the_next_one_stays_out(
+    stager: _Stager, threads: ThreadPoolExecutor
+) -> None:
+    _joined(stager, threads).leave(0.0, lost=True)  # frozen, and given up
+    stager.until(lambda: bool(stager.lost))
+    stager.reception.close_job()
+    restarted = threads.submit(_connect, stager.port_number, incarnation=b"2" * 16)
+    stager.open_next()
+    stager.until(restarted.done)
+    again = threads.submit(_connect, stager.port_number, generation=1)
+    _refused(stager, again, StartReplaced)
+
+
+def test_ranks_that_come_again_never_replace_a_start_that_this_stager_serves(
+    stager: _Stager, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This stager is new, and does not know which of the two starts is the older one."""
+    monkeypatch.setattr(connecting, "_BUSY_SECONDS_MAX", 0.2)
+    served = _joined(stager, threads)
+    again = threads.submit(_connect, stager.port_number, incarnation=b"0" * 16, generation=3)
+
+    def refused() -> bool:
+        served.send(b"alive")
+        return again.done()
+
+    stager.until(refused)
+    assert "serves another job" in _refused(stager, again, ConfigError)
+    assert stager.lost == []
+
+
+def test_the_later_of_two_generations_that_wait_is_served(
+    stager: _Stager, threads: ThreadPoolExecutor
+) -> None:
+    behind = threads.submit(_connect, stager.port_number, rank=0, ranks=2, generation=1)
+    stager.until(lambda: stager.reception.next_job() is not None)
+    ahead = threads.submit(_connect, stager.port_number, rank=1, ranks=2, generation=2)
+    stager.until(behind.done, "the rank behind to be refused")
+    _refused(stager, behind, GenerationOver)
+    assert stager.open_next().generation == 2
+    stager.until(ahead.done)
+    ahead.result()
 
 
 def _turn_until_raised(stager: _Stager, rank: TcpStagerPort) -> None:

@@ -33,52 +33,15 @@ from tests.support.cluster import (
 from tests.support.events import read_events
 from tests.support.job import Job, environment
 from tests.support.main_job import EVERY, PAUSE_AT, RUN, SAVED, STEPS
-from tests.support.standing_stager import StandingProcess, standing_stager
+from tests.support.standing_scene import RANKS, Scene
+from tests.support.standing_stager import standing_stager
 from tests.support.swift import free_port
 from tests.support.torchrun import by_torchrun
 from trainer_side.ranks.connecting import Door
 
-RANKS = 2
 NEVER, MANY = 10_000, 100_000
 NEWEST = STEPS // EVERY * EVERY - 1
 RING = "the stager's ring"
-
-
-class Scene:
-    """A standing stager, and jobs that join it one after the other."""
-
-    def __init__(self, directory: Path, stager: StandingProcess, key: str) -> None:
-        self.directory, self.stager = directory, stager
-        self.env = {
-            "HOLDFAST_STAGER": stager.address,
-            "HOLDFAST_KEY": key,
-            "HOLDFAST_EVENTS": str(directory / "events"),
-        }
-        self.cluster = Cluster(directory, str(directory / "store"), self.env, script=train.__file__)
-
-    def start(self, arguments: Sequence[str], *, restarts: int = 0, **env: str) -> Job:
-        """A job under torchrun."""
-        rewrite = by_torchrun(RANKS, restarts=restarts)
-        return self.cluster.start(RANKS, *arguments, stager=False, rewrite=rewrite, env=env)
-
-    def pid(self, rank: int) -> int:
-        return int((self.cluster.out(1) / f"pid-{rank}").read_text())
-
-    def wait_for_pause(self, job: Job) -> None:
-        """Until all ranks stand still, and step SAVED is in the store."""
-
-        def ready() -> bool:
-            assert job.process.poll() is None, job.output()
-            paused = all((self.cluster.out(1) / f"paused-{rank}").exists() for rank in range(RANKS))
-            return paused and any((self.directory / "store").glob(f"step-{SAVED:09d}*.json"))
-
-        wait_until(ready, 240, f"no pause with step {SAVED} in the store:\n{job.output()}")
-
-    def events(self, *kinds: str) -> list[dict[str, Any]]:
-        return [line for line in read_events(self.directory / "events") if line["event"] in kinds]
-
-    def restores(self) -> list[dict[str, Any]]:
-        return self.events("restore")
 
 
 @pytest.fixture

@@ -26,11 +26,16 @@ from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 if TYPE_CHECKING:
     from tests.simulation.tcp_world import TcpWorld
 
-__all__ = ["PlayedTcpPort", "TcpChecks", "watch_ports"]
+__all__ = ["PlayedTcpPort", "TcpChecks", "start_of", "watch_ports"]
 
 _WAKES_MAX = 2
 
-Who = tuple[bytes, int]  # incarnation, rank
+Who = tuple[bytes, int]  # `start_of`, rank
+
+
+def start_of(incarnation: bytes, generation: int) -> bytes:
+    """Names one start of a job, and how often its ranks have come again."""
+    return incarnation + generation.to_bytes(2, "big")
 
 
 class _Sent:
@@ -79,7 +84,7 @@ class TcpChecks:
         if number >= len(sent) or sent[number] != message:
             again = message in sent[:number]
             self._world.checks.broken(
-                f"rank {who[1]} of job {int.from_bytes(who[0], 'big')}: message {number + 1} that {whom} hears is "
+                f"rank {who[1]} of job {int.from_bytes(who[0][:-2], 'big')}: message {number + 1} that {whom} hears is "
                 f"{'one from before' if again else 'another one than was sent'}"
             )
 
@@ -113,7 +118,7 @@ class TcpChecks:
         self._world.payload_landed(rank, header.slot, place.memory, place.pieces)
 
     def _sent(self, port: TcpTrainersPort, rank: int, header: PayloadHeader) -> _Sent:
-        sent = self._payloads.get((port.incarnation, rank, header.number))
+        sent = self._payloads.get((start_of(port.incarnation, port.generation), rank, header.number))
         if sent is None or (sent.slot, sent.nbytes) != (header.slot, header.nbytes):
             self._world.checks.broken(f"rank {rank} has sent no payload {header}")
         assert sent is not None
@@ -217,13 +222,13 @@ def _watch_messages() -> None:
 
     def noted_send(self: TcpTrainersPort, rank: int, message: bytes) -> None:
         if not self._ranks[rank].lost:
-            _checks().stager_says((self.incarnation, rank), message)
+            _checks().stager_says((start_of(self.incarnation, self.generation), rank), message)
         send(self, rank, message)
 
     def noted_poll(self: TcpTrainersPort) -> Any:
         seen = poll(self)
         for rank, message in seen.messages:
-            _checks().stager_hears((self.incarnation, rank), message)
+            _checks().stager_hears((start_of(self.incarnation, self.generation), rank), message)
         return seen
 
     def noted_drop(self: TcpTrainersPort, rank: int, reason: str) -> None:

@@ -16,7 +16,9 @@ import functools
 import os
 import random
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 from pydantic import SecretStr
 
@@ -24,7 +26,7 @@ from holdfast.errors import HoldfastError
 from stager.standing import StandingStager
 from tests.simulation.runtime import SIM
 from tests.simulation.scheduler import Process
-from tests.simulation.tcp_checks import PlayedTcpPort, TcpChecks
+from tests.simulation.tcp_checks import PlayedTcpPort, TcpChecks, start_of
 from tests.simulation.tcp_network import Network
 from tests.simulation.transport import Job
 from tests.simulation.world import Fault, Plan, World
@@ -193,27 +195,35 @@ class TcpWorld(World):
         return job
 
     def _rank_port(self, job: Job, rank: int) -> PlayedTcpPort | None:
-        assert isinstance(job, TcpJob)
         process = self.scheduler.here
         try:
-            port = PlayedTcpPort.connect(
-                address=f"stager:{PORT}",
-                key=KEY.encode(),
-                rank=rank,
-                ranks=job.ranks,
-                launch=job.launch,
-                incarnation=job.incarnation,
-                connections=self.plan.connections,
-                reconnect_seconds_max=self.trainer_config.reconnect_seconds_max,
-                start_seconds_max=60.0,
-            )
+            return self._connect(job, rank, 0, 60.0)
         except HoldfastError as error:
             process.notes["problem"] = error
             process.notes["left"] = True
             return None
+
+    def _again(self, job: Job, rank: int) -> Callable[[int], Any] | None:
+        seconds_max = self.trainer_config.reconnect_seconds_max
+        return lambda generation: self._connect(job, rank, generation, seconds_max)
+
+    def _connect(self, job: Job, rank: int, generation: int, seconds_max: float) -> PlayedTcpPort:
+        assert isinstance(job, TcpJob)
+        port = PlayedTcpPort.connect(
+            address=f"stager:{PORT}",
+            key=KEY.encode(),
+            rank=rank,
+            ranks=job.ranks,
+            launch=job.launch,
+            incarnation=job.incarnation,
+            generation=generation,
+            connections=self.plan.connections,
+            reconnect_seconds_max=self.trainer_config.reconnect_seconds_max,
+            start_seconds_max=seconds_max,
+        )
         assert isinstance(port, PlayedTcpPort)
-        port.play(self.tcp_checks, (job.incarnation, rank))
-        process.port = port
+        port.play(self.tcp_checks, (start_of(job.incarnation, generation), rank))
+        self.scheduler.here.port = port
         return port
 
     def _rank_ended(self, job: TcpJob, dead: Process) -> None:

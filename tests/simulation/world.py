@@ -530,13 +530,16 @@ class World:
         welcome = self._await_welcome(port)
         if welcome is None:
             return
-        link = Link(self.trainer_config, port, welcome, rank=rank, ranks=job.ranks, clock=self._clock)
+        again = self._again(job, rank)
+        link = Link(
+            self.trainer_config, port, welcome, rank=rank, ranks=job.ranks, again=again, clock=self._clock
+        )
         layout = plan.image(0).layout
         ring, kept = restored_from_ring(self, job, link)
         self.checks.ring_is_remembered()
         link.announce(layout)
         doubts = random.Random(f"doubt {self.seed} {job.number} {rank}")
-        link.on_doubt = lambda doubt: self._heard_doubt(welcome.attempt, doubt)
+        link.on_doubt = lambda doubt: self._heard_doubt((*doubt.earlier_attempts, link.attempt), doubt)
         copier = start_copier(link, self.trainer_config.copy_seconds_max) if plan.torn_share else None
         sources = [_Source(port) for _ in range(plan.areas)]
         sending: dict[_Source, Any] = {}  # the transfer that was made of each last
@@ -586,14 +589,19 @@ class World:
             steps = chance.randrange(first, step + 1), step
             link.doubt(Doubt(link.rank, steps, "it was changed by hand"))
 
-    def _heard_doubt(self, attempt: int, doubt: Doubt) -> None:
+    def _heard_doubt(self, attempts: Sequence[int], doubt: Doubt) -> None:
         if doubt.steps is not None:
             self.scheduler.note(f"{self.scheduler.here.name} hears that {doubt.sentence()}")
-            self.doubted.update((attempt, step) for step in range(doubt.steps[0], doubt.steps[1] + 1))
+            steps = range(doubt.steps[0], doubt.steps[1] + 1)
+            self.doubted.update((attempt, step) for attempt in attempts for step in steps)
 
     def _rank_port(self, job: Job, rank: int) -> Any:
         """The way of a rank to its stager; None if there is none."""
         return job.rank_ports[rank]
+
+    def _again(self, job: Job, rank: int) -> Callable[[int], Any] | None:
+        """How a rank reaches a stager again that it has lost; None: it cannot."""
+        return None
 
     def _area(self, job: Job, source: _Source, step: int) -> Area:
         """The copy of a step, which something may tear while it is made."""

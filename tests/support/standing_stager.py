@@ -27,12 +27,19 @@ class StandingProcess:
     """
 
     def __init__(
-        self, store: str, env: Mapping[str, str], log: Path, more: Sequence[str], *, verbose: bool = False
+        self,
+        store: str,
+        env: Mapping[str, str],
+        log: Path,
+        more: Sequence[str],
+        *,
+        listen: str = "127.0.0.1:0",
+        verbose: bool = False,
     ) -> None:
         self.log, shared = log, ["-v"] if verbose else []
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [HOLDFAST, *shared, "stager", "--store", store, "--listen", "127.0.0.1:0", *more],
+                [HOLDFAST, *shared, "stager", "--store", store, "--listen", listen, *more],
                 env=dict(env),
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -73,10 +80,11 @@ def standing_stager(
     log: Path,
     *more: str,
     settings: Sequence[str] = SMALL,
+    listen: str = "127.0.0.1:0",
     verbose: bool = False,
 ) -> Iterator[StandingProcess]:
     """A stager for the block; nothing of it outlives that."""
-    stager = StandingProcess(store, env, log, [*settings, *more], verbose=verbose)
+    stager = StandingProcess(store, env, log, [*settings, *more], listen=listen, verbose=verbose)
     try:
         yield stager
     finally:

@@ -5,8 +5,10 @@
                                                                               ▼
     this thread          commands · control messages · send what is credited and copied · deadlines · rest
 
-`Outbox` holds the checkpoints that are on their way, `Questions` what the stager was asked. What goes wrong with the
+`StagerSession` holds the checkpoints that are on their way, and what the stager was asked. What goes wrong with the
 stager never stops the training: it becomes `problem`, said once and loudly, and every later offer is declined at once.
+Where the stager can be reached again (`Rejoining`), a session with it takes the place of the lost one: rank 0 announces
+the layout once more, `problem` is cleared, and the next save is offered as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -19,29 +21,30 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.config import TrainerConfig
-from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError, StateError
+from holdfast.errors import ConfigError, HoldfastError, PeerLost, StateError
+from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
-from holdfast.notices.messages import Announcement, StepAnswer
 from holdfast.notices.notice import Notice
 from holdfast.process import at_exit
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
-from holdfast.wire.doubt import Doubt
-from holdfast.wire.frames import Frame, Kind, peer_error
+from holdfast.wire.doubt import EARLIER_ATTEMPTS_MAX, Doubt
+from holdfast.wire.frames import Kind
 from holdfast.wire.pace import Wish
 from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.welcome import Welcome
 from trainer_side.background_thread import BackgroundThread, ThreadDied, thread_died
-from trainer_side.link.outbox import Outbox, StagerSilence
+from trainer_side.link.hearing import Hearing
 from trainer_side.link.outgoing import Outgoing, SendPlan
 from trainer_side.link.pauses import Pauses
-from trainer_side.link.questions import Questions
+from trainer_side.link.rejoining import Rejoining
 from trainer_side.link.schedule import Schedule
+from trainer_side.link.stager_session import StagerSession
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.peers import Peers
-from trainer_side.ranks.ports import StagerPort
+from trainer_side.ranks.ports import StagerPort, StartReplaced
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import SliceSource, Transfer, TransferState
 
@@ -50,6 +53,8 @@ _log = logging.getLogger("holdfast.trainer.link")
 _LEAVE_SECONDS_MAX = 5.0
 _QUIET_SECONDS = 10.0  # so long nobody is told what the end waits for
 _EXIT_SECONDS_MAX = 10.0
+_NOTHING_MORE = "nothing more of this job goes to it"
+_NO_MORE = "no more checkpoints are taken in this job"
 _TASK = "sends checkpoints to the stager and hears from it"
 
 
@@ -58,10 +63,9 @@ class Link:
 
     Attributes:
         rank: This training rank. `ranks`: how many there are.
-        welcome: What the stager said at start-up.
         peers: The other ranks, for restore.
         events: Event log; may be replaced before the first offer.
-        problem: Why no checkpoint can be taken any more; None while all is well. Any thread.
+        problem: Why no checkpoint is taken now; None while all is well. Any thread.
         appointments: At which step this rank acts on a notice. `schedule`: at which it saves, with `every="auto"`.
         on_doubt: As `ToStager.on_doubt`; in the link's thread.
     """
@@ -75,30 +79,65 @@ class Link:
         rank: int,
         ranks: int,
         peers: Peers | None = None,
+        again: Callable[[int], StagerPort] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._port, self._clock = port, clock
-        self.welcome, self.rank, self.ranks = welcome, rank, ranks
+        self._config, self._clock = config, clock
+        self.rank, self.ranks = rank, ranks
         self._peers = peers
         self.events = EventLog(None, role="trainer", rank=rank)
         self.problem: HoldfastError | None = None
         self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
         self.schedule = Schedule(auto=False, wait_seconds_max=config.stager_seconds_max)
         self.on_doubt: Callable[[Doubt], None] = lambda _: None
+        self._hearing = Hearing(rank, self.appointments, self.schedule, self._hear_doubt)
         self._goes_on_in = ""  # names of local tiers
         self._plan: SendPlan | None = None
+        self._layout: Layout | None = None  # on rank 0: as it was announced
         self._newest_step = -1
         self._accepted: list[Transfer] = []  # by the training thread, for close()
         self._commands: deque[Callable[[], None]] = deque()
-        self._outbox = Outbox(port, welcome.attempt, lambda: self.events)
-        self._pauses = Pauses(self._outbox, clock, port.crowding)
-        self._questions = Questions(config, port, welcome, rank=rank, command=self._command)
-        self._silence = StagerSilence(rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock)
+        self._session = self._open(port, welcome)
+        self._pauses = Pauses(self._session.outbox, clock, port.crowding)
+        self._rejoining: Rejoining | None = None
+        if again is not None:
+            self._rejoining = Rejoining(
+                again,
+                rank=rank,
+                ranks=ranks,
+                start_seconds_max=config.start_seconds_max,
+                at_risk=self._at_risk if rank == 0 else None,
+            )
+        self._attempts: tuple[int, ...] = ()  # of the sessions before
+        self._last_problem: HoldfastError | None = None
+        # What was to be told while the stager was lost:
+        self._untold: Notice | None = None
+        self._untold_doubts: list[Doubt] = []
         self._leaving = self._is_dead = False
         self._closed = False
         self._not_at_exit: Callable[[], None] = lambda: None
         self._thread = BackgroundThread("holdfast-link", self._run, rank=rank, task=_TASK, died=self._died)
         self._thread.start()
+
+    def _open(self, port: StagerPort, welcome: Welcome, before: StagerSession | None = None) -> StagerSession:
+        return StagerSession(
+            self._config,
+            port,
+            welcome,
+            rank=self.rank,
+            events=lambda: self.events,
+            command=self._command,
+            clock=self._clock,
+            before=before,
+        )
+
+    def _hear_doubt(self, doubt: Doubt) -> None:
+        self.on_doubt(doubt)
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the stager said when it took this rank."""
+        return self._session.welcome
 
     @property
     def attempt(self) -> int:
@@ -107,6 +146,9 @@ class Link:
     @property
     def lives(self) -> bool:
         return self.problem is None
+
+    def has_lost(self, error: HoldfastError) -> bool:
+        return error is self._last_problem
 
     @property
     def store_url(self) -> str:
@@ -126,15 +168,15 @@ class Link:
 
     @property
     def staged_step(self) -> int:
-        return self._outbox.staged_step
+        return self._session.outbox.staged_step
 
     @property
     def durable_step(self) -> int:
-        return self._outbox.durable_step
+        return self._session.outbox.durable_step
 
     @property
     def new_pickle_reserve_bytes(self) -> int:
-        return self._outbox.new_pickle_reserve_bytes
+        return self._session.outbox.new_pickle_reserve_bytes
 
     # -- what the training thread asks for -----------------------------------------------------------------------
 
@@ -146,22 +188,26 @@ class Link:
         return self.schedule, self.wish if self.rank == 0 else None
 
     def hurry(self, seconds_max: float) -> None:
-        self._questions.hurry(seconds_max)
+        self._session.questions.hurry(seconds_max)
 
     def agree(self, proposal: Proposal) -> Agreement:
-        return self._questions.agree(proposal)
+        return self._session.questions.agree(proposal)
 
     def fetch(
         self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
-        return self._questions.fetch(asked, attempt=attempt, step=step, chunk=chunk, body=body)
+        return self._session.questions.fetch(asked, attempt=attempt, step=step, chunk=chunk, body=body)
 
     def announce(self, layout: Layout) -> None:
         """Use `layout` for all later offers. Every rank calls it with the same one; rank 0 sends it to the stager."""
         self._plan = SendPlan.of(layout, self.rank)
-        if self.rank == 0 and self.problem is None:
-            message = wire.encode(Kind.LAYOUT, attempt=self.welcome.attempt, body=layout.to_bytes())
-            self._command(lambda: self._port.send(message))
+        if self.rank == 0:
+
+            def tell() -> None:
+                self._layout = layout
+                self._announce()
+
+            self._command(tell)
 
     def offer(self, step: int, source: SliceSource, record: dict[str, Any]) -> Transfer:
         """Offer the checkpoint of `step`; returns at once. `source` must stay as it is until the transfer is released.
@@ -178,8 +224,11 @@ class Link:
         if plan is None:
             raise StateError(f"rank {self.rank}: step {step} is offered before a layout was announced")
         transfer = Transfer(step, record)
-        refusal = None if self.problem is None else Reason.of_error(self.problem)
-        if refusal is None and step <= self._newest_step:
+        problem = self.problem
+        refusal = None if problem is None else Reason.of_error(problem)
+        if problem is not None:
+            self._newest_step = max(self._newest_step, step)
+        elif step <= self._newest_step:
             # By the same rule on each rank, so that all leave it out.
             refusal = DeclineCause.NOT_NEW.because(
                 f"step {step} is not above step {self._newest_step}, which was saved or declined before"
@@ -194,7 +243,7 @@ class Link:
         return transfer
 
     def answer(self, step: int) -> Reason | None:
-        verdict = self._outbox.verdicts.of(step)
+        verdict = self._session.outbox.verdicts.of(step)
         return None if verdict is None else Reason.of_body(wire.json_body(verdict))
 
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
@@ -206,39 +255,59 @@ class Link:
             needed_pickle_bytes: Above 0: the pickle has outgrown its reserve; rank 0 only.
         """
         self._newest_step = max(self._newest_step, step)
-        message = wire.encode(
+
+        def tell() -> None:
+            message = self._decline_message(step, reason.text, needed_pickle_bytes)
+            self._session.outbox.decline(step, message, reason.of_rank(self.rank))
+
+        self._tell(tell)
+
+    def _decline_message(self, step: int, why: str, needed_pickle_bytes: int = 0) -> bytes:
+        return wire.encode(
             Kind.DECLINE,
-            attempt=self.welcome.attempt,
+            attempt=self.attempt,
             step=step,
             arg=needed_pickle_bytes,
-            body=reason.text.encode()[:2000],
+            body=why.encode()[:2000],
         )
-        if self.problem is None:
-            told = reason.of_rank(self.rank)
-            self._command(lambda: self._outbox.decline(step, message, told))
 
     def doubt(self, doubt: Doubt) -> None:
-        message = doubt.to_frame(Kind.DOUBT, attempt=self.welcome.attempt)
-        self._command(lambda: self._port.send(message) if self.problem is None else None)
+        def tell() -> None:
+            if self.problem is None:
+                self._tell_doubt(doubt)
+            else:
+                self._untold_doubts.append(doubt)
+
+        self._command(tell)
+
+    def _tell_doubt(self, doubt: Doubt) -> None:
+        doubt = doubt._replace(earlier_attempts=self._attempts)
+        self._session.port.send(doubt.to_frame(Kind.DOUBT, attempt=self.attempt))
 
     def notice(self, notice: Notice) -> None:
-        def tell() -> None:
-            body = wire.to_json(notice.to_json())
-            self._port.send(wire.encode(Kind.NOTICE, attempt=self.welcome.attempt, body=body))
-
-        if self.problem is None:
-            self._command(tell)
-        else:
+        if self.problem is not None:
             _log.error(
                 "rank %d: %s; the stager is lost, so no step is named at which all ranks save",
                 self.rank,
                 notice.sentence(),
             )
 
+        def tell() -> None:
+            if self.problem is None:
+                self._tell_notice(notice)
+            else:
+                self._untold = notice
+
+        self._command(tell)
+
+    def _tell_notice(self, notice: Notice) -> None:
+        body = wire.to_json(notice.to_json())
+        self._session.port.send(wire.encode(Kind.NOTICE, attempt=self.attempt, body=body))
+
     def wish(self, wish: Wish) -> None:
         """Ask the stager to bring all ranks to another interval; rank 0 only. Any thread."""
-        message = wire.encode(Kind.WISH, attempt=self.welcome.attempt, body=wire.to_json(wish.to_json()))
-        self._command(lambda: self._port.send(message) if self.problem is None else None)
+        body = wire.to_json(wish.to_json())
+        self._tell(lambda: self._session.port.send(wire.encode(Kind.WISH, attempt=self.attempt, body=body)))
 
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
         """Wait until what was offered is durable (or staged), say good-bye, end the thread. Safe to call twice.
@@ -299,6 +368,11 @@ class Link:
     def _at_exit(self) -> None:
         self.close(wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)
 
+    def _tell(self, tell: Callable[[], None]) -> None:
+        """Have the stager told in the link's thread, unless it is lost by then."""
+        if self.problem is None:
+            self._command(lambda: tell() if self.problem is None else None)
+
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
         self._pauses.wake()
@@ -315,7 +389,7 @@ class Link:
                 self._break(error)
                 busy = True
             except HoldfastError as error:
-                self._give_up(error)
+                self._lose(error)
                 busy = True
             except Exception as error:  # noqa: BLE001 - a bug here must not leave the stager waiting for this rank
                 self._break(thread_died(error, rank=self.rank, name=self._thread.name, task=_TASK))
@@ -323,22 +397,24 @@ class Link:
             if busy:
                 self._pauses.busy()
             else:
-                self._pauses.rest(fetching=self._questions.fetching)
-        self._outbox.close()
-        self._questions.end(self.problem or PeerLost(f"rank {self.rank}: the link is closed"))
+                self._pauses.rest(fetching=self._session.questions.fetching)
+        if self._rejoining is not None:
+            self._rejoining.end()
+        self._session.outbox.close()
+        self._session.questions.end(self.problem or PeerLost(f"rank {self.rank}: the link is closed"))
         lost = isinstance(self.problem, PeerLost) and not isinstance(self.problem, ThreadDied)
-        self._port.leave(0.0 if self.problem else _LEAVE_SECONDS_MAX, lost=lost)
+        self._session.port.leave(0.0 if self.problem else _LEAVE_SECONDS_MAX, lost=lost)
 
     def _turn(self) -> bool:
         """Look at everything once; whether anything had happened."""
         busy = self._obey()
-        if self.problem is not None:
-            return busy  # the stager is gone for good: MPI is not touched any more
-        messages = self._port.poll()
-        self._silence.note(bool(messages))
+        if self.problem is not None:  # nothing of the session is touched any more
+            return self._look_for_stager() or busy
+        messages = self._session.port.poll()
+        self._session.silence.note(bool(messages))
         for message in messages:
-            self._hear(wire.decode(message))
-        busy |= self._outbox.pump()
+            self._hearing.hear(self._session, wire.decode(message))
+        busy |= self._session.outbox.pump()
         return busy or bool(messages)
 
     def _obey(self) -> bool:
@@ -357,7 +433,7 @@ class Link:
         """A bug, in this thread: the stager hears that this rank has left, and tells the others."""
         if self.problem is None:
             with contextlib.suppress(Exception):  # the port itself may be what is broken
-                self._port.leave(0.0)
+                self._session.port.leave(0.0)
         self._give_up(error)
 
     def _died(self, error: ThreadDied) -> None:
@@ -371,75 +447,93 @@ class Link:
 
     def _begin(self, active: Outgoing) -> None:
         if self.problem is None:
-            self._outbox.begin(active)
+            self._session.outbox.begin(active)
             return
         active.transfer.reach(TransferState.DECLINED, Reason.of_error(self.problem))
         active.release()
 
-    def _give_up(self, error: HoldfastError) -> None:
+    def _lose(self, error: HoldfastError) -> None:
+        """The stager is lost. Try to reach its next process, unless the error asks for a person."""
+        is_gone = isinstance(error, PeerLost) and not isinstance(error, (ThreadDied, StartReplaced))
+        if self.problem is None and is_gone and self._rejoining is not None:
+            self._session.port.leave(0.0, lost=True)
+            self._give_up(error, comes_again=True)
+            self._rejoining.begin(self.welcome)
+        else:
+            self._give_up(error)
+
+    def _give_up(self, error: HoldfastError, *, comes_again: bool = False) -> None:
         if self.problem is not None:
             return
         what = "the link to the stager is broken" if isinstance(error, ThreadDied) else "the stager is lost"
         if self._goes_on_in:
-            _log.error(
-                "rank %d: %s, and nothing more of this job goes to it; training goes on, and checkpoints are kept in "
-                "%s alone: %s",
-                self.rank,
-                what,
-                self._goes_on_in,
-                error,
-            )
+            loss = "nothing goes to it until it is reached again" if comes_again else _NOTHING_MORE
+            means = f"{loss}; training goes on, and checkpoints are kept in {self._goes_on_in} alone"
         else:
-            _log.error(
-                "rank %d: %s, and no more checkpoints are taken in this job; training goes on: %s",
-                self.rank,
-                what,
-                error,
-            )
+            loss = "no checkpoints are taken until it is reached again" if comes_again else _NO_MORE
+            means = f"{loss}; training goes on"
+        _log.error("rank %d: %s, and %s: %s", self.rank, what, means, error)
         self.events.emit("stager_lost", {"code": error.code, "message": str(error)})
-        self.problem = error  # behind log and event: who sees the one has been told of the other
+        self.problem = self._last_problem = (
+            error  # behind log and event: who sees the one has been told of the other
+        )
         self.appointments.end()
         self.schedule.end()
-        self._outbox.lose(error)
-        self._questions.end(error)
+        self._session.outbox.lose(error)
+        self._session.questions.end(error)
 
-    # -- messages ------------------------------------------------------------------------------------------------
+    def _look_for_stager(self) -> bool:
+        """Go on with the stager, once it is reached again; whether it is."""
+        try:
+            found = None if self._rejoining is None else self._rejoining.look()
+        except ThreadDied as died:
+            self.problem, self._rejoining = died, None
+            return True
+        if found is None:
+            return False
+        self._attempts = (*self._attempts, self.attempt)[-EARLIER_ATTEMPTS_MAX:]
+        self._session = self._open(found.port, found.welcome, before=self._session)
+        self._pauses.outbox = self._session.outbox
+        reach(Point.REJOINED)
+        self.problem = None
+        self._announce()
+        # Ranks come one after the other: a step of others that this one has passed without a stager ends at once.
+        if self._newest_step > self.durable_step:
+            found.port.send(self._decline_message(self._newest_step, "this rank had lost the stager"))
+        doubts, self._untold_doubts = self._untold_doubts, []
+        for doubt in doubts:
+            self._tell_doubt(doubt)
+        notice, self._untold = self._untold, None
+        if notice is not None and (notice.seconds_left() or 1.0) > 0:
+            self._tell_notice(notice)
+        self.events.emit(
+            "stager_back", {"seconds": found.seconds, "tries": found.tries, "attempt": self.attempt}
+        )
+        _log.warning(
+            "rank %d: the stager is reached again after %.0f s and %d tries, and this job is attempt %d from now on; "
+            "the next save goes to it",
+            self.rank,
+            found.seconds,
+            found.tries,
+            self.attempt,
+        )
+        return True
 
-    def _hear(self, frame: Frame) -> None:
-        match frame.kind:
-            case Kind.BEAT:
-                # It was heard, which is all that it says; and so that the stager knows the same of this rank:
-                self._port.send(wire.encode(Kind.BEAT, attempt=self.welcome.attempt))
-            case Kind.CREDIT:
-                self._outbox.credited(frame)
-            case Kind.DECLINED | Kind.STAGED | Kind.DURABLE | Kind.FAILED:
-                self._outbox.judged(frame)
-            case Kind.SAVE_AT:
-                self._reply(frame, Kind.AT, self.appointments.heard(Announcement.from_frame(frame)))
-            case Kind.SAVE_EVERY:
-                seconds = self.appointments.step_seconds
-                self._reply(frame, Kind.HERE, self.schedule.heard(Announcement.from_frame(frame), seconds))
-            case Kind.DOUBTED:
-                self.on_doubt(Doubt.from_frame(frame))
-            case Kind.FETCHED:
-                self._questions.fetched(frame)
-            case Kind.RESERVED:
-                self._questions.agreed(Agreement.from_frame(frame))
-            case Kind.REFUSED:
-                body = wire.json_body(frame, code=str, message=str)
-                error = peer_error(body["code"], body["message"])
-                if self._questions.agreed(error):
-                    return
-                if not isinstance(error, PeerLost):
-                    raise error
-                # Other ranks asked, and this one was missing: its link is as good as before.
-                _log.error("rank %d has not come to a save of the other ranks: %s", self.rank, error)
-            case _:
-                raise ProtocolError(
-                    f"rank {self.rank}: the stager sent {frame.kind.name}, which only ranks may send; "
-                    "install the same holdfast on all machines"
-                )
+    def _announce(self) -> None:
+        """Tell the stager the layout of later offers; on rank 0."""
+        if self._layout is not None and self.problem is None:
+            body = self._layout.to_bytes()
+            self._session.port.send(wire.encode(Kind.LAYOUT, attempt=self.attempt, body=body))
 
-    def _reply(self, frame: Frame, kind: Kind, answer: StepAnswer | None) -> None:
-        if answer is not None:
-            self._port.send(answer.to_frame(kind, attempt=frame.attempt))
+    def _at_risk(self) -> str:
+        """The loss if the job ended now. Any thread."""
+        if self._goes_on_in:
+            return f"checkpoints are kept in {self._goes_on_in} alone"
+        done, durable, staged = self.appointments.promises.last_step, self.durable_step, self.staged_step
+        said = [f"training has done step {done}"] if done >= 0 else []
+        said.append(
+            f"step {durable} is durable" if durable >= 0 else "no step of this job is known to be durable"
+        )
+        if staged > durable:
+            said.append(f"step {staged} was staged on the lost stager")
+        return f"{', '.join(said)}; what was trained since is lost if the job ends now"

@@ -63,6 +63,10 @@ class NoStager:
         self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
         self.store_url, self.chunk_bytes = config.store, config.chunk_bytes
 
+    def has_lost(self, error: HoldfastError) -> bool:  # noqa: ARG002
+        """There is none to lose."""
+        return False
+
     def beside(self, tiers: TierSet) -> None:
         """The tiers whose council brings the ranks to one step after a notice."""
         self._tiers = tiers

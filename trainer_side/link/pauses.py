@@ -34,13 +34,13 @@ class Pauses:
     """See the module. For the link's thread.
 
     Args:
-        outbox: Says what is under way.
+        outbox: Says what is under way. Replaced with the stager.
         clock: Seconds that only go forward.
         crowding: Processes of the job on this machine for each of its cores.
     """
 
     def __init__(self, outbox: Outbox, clock: Callable[[], float], crowding: float) -> None:
-        self._outbox, self._clock, self._crowding = outbox, clock, max(1.0, crowding / _CROWD)
+        self.outbox, self._clock, self._crowding = outbox, clock, max(1.0, crowding / _CROWD)
         self._wake = threading.Event()
         self._active_at = clock()
         self._seconds = _SECONDS_MIN
@@ -57,15 +57,15 @@ class Pauses:
     def rest(self, *, fetching: bool) -> None:
         """Give the core away. `fetching`: an answer to a fetch is waited for."""
         now = self._clock()
-        if self._outbox.notice_stall(now):
+        if self.outbox.notice_stall(now):
             self._active_at = now
-        if self._outbox.streaming and now - self._active_at < _STREAMING_SECONDS:
+        if self.outbox.streaming and now - self._active_at < _STREAMING_SECONDS:
             time.sleep(0 if self._crowding == 1 else _SECONDS_MIN)
             return
         most_seconds = _SENDING_SECONDS_MAX if fetching else _IDLE_SECONDS_MAX
-        if self._outbox:
-            most_seconds = _STAGED_SECONDS_MAX if self._outbox.staged else _SENDING_SECONDS_MAX
-        if not self._outbox.streaming:
+        if self.outbox:
+            most_seconds = _STAGED_SECONDS_MAX if self.outbox.staged else _SENDING_SECONDS_MAX
+        if not self.outbox.streaming:
             most_seconds = max(most_seconds, (now - self._active_at) * _PER_SECOND_WAITED)
         most_seconds = min(_SECONDS_MAX, most_seconds * self._crowding)
         self._wake.wait(self._seconds)

@@ -39,7 +39,7 @@ class ToStager(Protocol):
 
     @property
     def attempt(self) -> int:
-        """Attempt of the job as the stager gave it; 0 without a stager: the ranks find it themselves."""
+        """Attempt of the job as the stager gave it, another one once it was lost and reached again; 0 without one."""
         ...
 
     @property
@@ -59,7 +59,11 @@ class ToStager(Protocol):
 
     @property
     def problem(self) -> HoldfastError | None:
-        """Why the stager is lost; None while it is not, and without a stager. Any thread."""
+        """Why the stager is lost now; None while it is not, and without a stager. Any thread."""
+        ...
+
+    def has_lost(self, error: HoldfastError) -> bool:
+        """Whether this error is how the stager was lost, be it reached again or not."""
         ...
 
     @property

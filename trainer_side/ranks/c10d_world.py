@@ -111,20 +111,31 @@ class C10dWorld:
                 '(HOLDFAST_TIERS="memory,nvme:/mnt/nvme0") and store to keep checkpoints in local tiers'
             )
         if self._port is None:
-            self._port = TcpStagerPort.connect(
-                address=config.stager,
-                key=read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
-                or None,
-                rank=self.rank,
-                ranks=self.ranks,
-                launch=self.launch,
-                incarnation=self.incarnation,
-                connections=config.connections,
-                reconnect_seconds_max=config.reconnect_seconds_max,
-                start_seconds_max=config.start_seconds_max,
-                tls_ca=config.tls_ca,
-            )
+            self._port = self._connect(config.stager, 0, config.start_seconds_max)
         return self._port
+
+    def again(self, generation: int) -> TcpStagerPort:
+        """As `World.again`."""
+        assert self._config.stager is not None
+        self._port = self._connect(self._config.stager, generation, self._config.reconnect_seconds_max)
+        return self._port
+
+    def _connect(self, address: str, generation: int, seconds_max: float) -> TcpStagerPort:
+        config = self._config
+        return TcpStagerPort.connect(
+            address=address,
+            key=read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
+            or None,
+            rank=self.rank,
+            ranks=self.ranks,
+            launch=self.launch,
+            incarnation=self.incarnation,
+            generation=generation,
+            connections=config.connections,
+            reconnect_seconds_max=config.reconnect_seconds_max,
+            start_seconds_max=seconds_max,
+            tls_ca=config.tls_ca,
+        )
 
     def peers(self) -> Peers:
         """The way to the other ranks. Collective the first time.

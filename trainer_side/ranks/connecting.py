@@ -24,6 +24,7 @@ from holdfast.net.handshake import (
 from holdfast.net.lifelines import find_dead_peers
 from holdfast.net.tls import AnySocket, RankTls
 from holdfast.stager_key import key_found
+from trainer_side.ranks.ports import GenerationOver, StartReplaced
 
 _log = logging.getLogger("holdfast.trainer.tcp")
 
@@ -57,6 +58,7 @@ class Door:
         rank: This rank, of `ranks`.
         launch: Names the launcher's job.
         incarnation: Random bytes of this start of the job, the same on all its ranks.
+        generation: How often the ranks of this start have lost a stager and come again.
         tls: The stager must speak TLS; None: it must not.
     """
 
@@ -69,12 +71,13 @@ class Door:
         ranks: int,
         launch: str,
         incarnation: bytes,
+        generation: int = 0,
         tls: RankTls | None = None,
     ) -> None:
         self.address = address
         self._tls = tls
         self._key, self.rank, self._ranks = key, rank, ranks
-        self._launch, self._incarnation = launch, incarnation
+        self._launch, self._incarnation, self._generation = launch, incarnation, generation
 
     def open(
         self, channel: int, *, seconds_max: float, received: int = 0, resuming: bool = False
@@ -91,7 +94,9 @@ class Door:
             ConfigError: The stager has another key, another number of ranks, or serves another job; only one of both
                 has TLS, or its certificate is not trusted.
             ProtocolError: It is no stager, or one of another version.
-            PeerLost: It cannot be reached, or does not go on with this rank.
+            GenerationOver: It does not go on with this rank, but the next generation may come.
+            StartReplaced: The launcher has started the job again.
+            PeerLost: It cannot be reached, or is ending.
         """
         begun = time.monotonic()
         deadline = begun + seconds_max
@@ -134,7 +139,16 @@ class Door:
     ) -> OpenedConnection:
         find_dead_peers(sock, messages=channel == MESSAGES_CHANNEL)
         nonce = os.urandom(NONCE_BYTES)
-        hello = Hello(self.rank, self._ranks, channel, self._launch, self._incarnation, nonce, resuming)
+        hello = Hello(
+            self.rank,
+            self._ranks,
+            channel,
+            self._launch,
+            self._incarnation,
+            nonce,
+            self._generation,
+            resuming,
+        )
         data = hello.to_bytes()
         sock.sendall(data)
         key = key_found(self.address) if self._key is None else self._key
@@ -171,7 +185,11 @@ class Door:
                 )
             case Status.KEY:
                 return ConfigError(f"{what}; give both the same in HOLDFAST_KEY or HOLDFAST_KEY_FILE")
-            case Status.LOST | Status.ENDING:
+            case Status.LOST:
+                return GenerationOver(what)
+            case Status.REPLACED:
+                return StartReplaced(what)
+            case Status.ENDING:
                 return PeerLost(what)
             case _:
                 return ProtocolError(what)

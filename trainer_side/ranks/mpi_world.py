@@ -79,6 +79,7 @@ class MpiWorld:
     """
 
     stager_advice = "add `: -n 1 holdfast stager --store URL` to the mpirun line"
+    again = None  # mpirun starts no process of a running job again
 
     _joined: ClassVar[MpiWorld | None] = None
 

@@ -10,13 +10,22 @@ How the job was started decides who implements them (joined.py): `MpiWorld` unde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from holdfast.errors import PeerLost
 from trainer_side.ranks.peers import Peers
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+
+class GenerationOver(PeerLost):
+    """The stager does not go on with this generation of the job's start; the ranks may come again as the next one."""
+
+
+class StartReplaced(PeerLost):
+    """The launcher has started the job again, so no stager serves this start of it any more."""
 
 
 class StagerPort(Protocol):
@@ -127,6 +136,15 @@ class World(Protocol):
 
         Raises:
             ConfigError: The job has none.
+        """
+        ...
+
+    @property
+    def again(self) -> Callable[[int], StagerPort] | None:
+        """Connects again to a stager that was lost, as this generation of the job's start. Any thread, one at a time.
+
+        It raises `HoldfastError` where the stager cannot be reached or refuses this rank. None: a stager that is lost
+        stays so.
         """
         ...
 

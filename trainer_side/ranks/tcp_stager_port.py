@@ -79,6 +79,7 @@ class TcpStagerPort:
         ranks: int,
         launch: str,
         incarnation: bytes,
+        generation: int = 0,
         connections: int,
         reconnect_seconds_max: float,
         start_seconds_max: float,
@@ -93,6 +94,7 @@ class TcpStagerPort:
             ranks: How many there are.
             launch: Names the launcher's job.
             incarnation: 16 random bytes of this start of the job, the same on all its ranks.
+            generation: How often the ranks of this start have lost a stager and come again.
             connections: How many carry payloads.
             reconnect_seconds_max: How long a cut connection may take to be made again.
             start_seconds_max: How long to try to reach the stager.
@@ -111,6 +113,7 @@ class TcpStagerPort:
             ranks=ranks,
             launch=launch,
             incarnation=incarnation,
+            generation=generation,
             tls=None if tls_ca is None else RankTls(tls_ca),
         )
         opened = door.open(MESSAGES_CHANNEL, seconds_max=start_seconds_max)

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.errors import HoldfastError, PeerLost, StateError
+from holdfast.errors import PeerLost, StateError
 from holdfast.faultpoint import Point, reach
 from holdfast.telemetry.causes import OTHER, DeclineCause, Reason
 from trainer_side.opaque import only_shapes
@@ -145,15 +145,16 @@ class Saver:
         self._come_to(step)
         reach(Point.SAVE_BEGUN)
         self._copier.look_whether_quiet()
+        self._tiers.follow(self._link.attempt)
         if (refusal := self._refusal()) is not None:
-            return self._decline(step, refusal, tell=self._problem() is None)
+            return self._decline(step, refusal)
         try:
             with no_collections():
                 plan, taken = self._planner.take()
         except PeerLost as lost:
-            if lost is not self._problem() or self._tiers.takes_steps:
+            if not self._link.has_lost(lost) or self._tiers.takes_steps:
                 raise  # the stager is there, a rank is not: going on would leave the ranks at different steps
-            return self._decline(step, DeclineCause.STAGER_LOST.because(lost), tell=False)
+            return self._decline(step, DeclineCause.STAGER_LOST.because(lost))
         except Outgrown as outgrown:
             # More room for a PerRank value takes a new agreement of all ranks, which this rank cannot call alone.
             needed = 0 if outgrown.name else outgrown.needed_bytes
@@ -306,9 +307,6 @@ class Saver:
                 "save() was called where torch only traces (fake tensors are active); call it outside of that"
             )
         return None
-
-    def _problem(self) -> HoldfastError | None:
-        return self._link.problem
 
     def _decline(self, step: int, reason: Reason, *, tell: bool = True, needed_pickle_bytes: int = 0) -> bool:
         self._ledger.declined(reason.cause)

@@ -57,6 +57,7 @@ class Keeper:
 
     Attributes:
         tiers: As given.
+        attempt: Of later slices.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Keeper:
             call_seconds_max=config.tier_seconds_max,
             is_direct=lambda: self.is_direct,
         )
+        self._earlier_attempts: tuple[int, ...] = ()
         self._closed = False
         self._marking: list[threading.Thread] = []
 
@@ -141,6 +143,11 @@ class Keeper:
                 together from several tiers, so each keeps its part until there is a newer step.
         """
         self._found.restored(order, whole_in)
+
+    def follow(self, attempt: int) -> None:
+        if attempt > self.attempt:
+            self._earlier_attempts = (*self._earlier_attempts, self.attempt)
+            self.attempt = self._slots.attempt = attempt
 
     def prepare(self, layout: Layout) -> None:
         """See `TierRoom.prepare`."""
@@ -191,7 +198,8 @@ class Keeper:
             if tier.nearness is Nearness.STORE and doubt.rank != self._rank:
                 continue
             try:
-                tier.doubt(DoubtedSteps(self.attempt, doubt))
+                for attempt in (*self._earlier_attempts, self.attempt):
+                    tier.doubt(DoubtedSteps(attempt, doubt))
             except (HoldfastError, OSError) as error:
                 _log.error(
                     "rank %d: the tier %s does not take the mark that steps are doubtful, and restore may use them: %s",

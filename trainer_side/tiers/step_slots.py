@@ -39,6 +39,9 @@ class StepSlots:
         report: Told which tier refuses a slot.
         call_seconds_max: How long a tier may take to give one.
         is_direct: Whether a slot of the first tier is the staging area.
+
+    Attributes:
+        attempt: Of later slices.
     """
 
     def __init__(
@@ -51,7 +54,8 @@ class StepSlots:
         call_seconds_max: float,
         is_direct: Callable[[], bool],
     ) -> None:
-        self._job, self._room, self._outcomes, self._report = job, room, outcomes, report
+        self.attempt, self._job = job
+        self._room, self._outcomes, self._report = room, outcomes, report
         self._call_seconds_max, self._is_direct = call_seconds_max, is_direct
         self._newest_step = -1
 
@@ -64,7 +68,7 @@ class StepSlots:
         if step <= self._newest_step:
             return None
         self._newest_step = step
-        order = (self._job.attempt, step)
+        order = (self.attempt, step)
         writers: dict[int, SliceWriter] = {}
         for number in range(len(self._outcomes.lanes)):
             taken = self._why_not(number, stager_lives=stager_lives) or self._take(number, order, wait_until)
@@ -82,7 +86,7 @@ class StepSlots:
             record,
             writers,
             layout_digest=layout.digest,
-            job=self._job.name,
+            job=self._job,
             source_is_slot=0 if direct else -1,
             compare=partial(self._outcomes.council.compare, order, layout.digest),
         )
@@ -91,7 +95,7 @@ class StepSlots:
         if step > self._newest_step:
             self._newest_step = step
             for number in range(len(self._outcomes.lanes)):
-                self._outcomes.skipped(number, (self._job.attempt, step), reason, counted=False)
+                self._outcomes.skipped(number, (self.attempt, step), reason, counted=False)
 
     def _why_not(self, number: int, *, stager_lives: bool) -> Reason | None:
         """Why this tier is not asked for a slot; None if it is."""

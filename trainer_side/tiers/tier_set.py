@@ -121,6 +121,10 @@ class TierSet(Protocol):
         """The state is that of this checkpoint, which lies whole in these tiers or the store. See `Keeper.restored`."""
         ...
 
+    def follow(self, attempt: int) -> None:
+        """The stager was reached again, as this attempt: later slices belong to it. Nothing, if they do already."""
+        ...
+
     def prepare(self, layout: Layout) -> None:
         """Make room for slices of this layout. No slice is on its way.
 
@@ -219,6 +223,9 @@ class NoTiers:
 
     def restored(self, order: Order, whole_in: Collection[str] = ()) -> None:
         """No tier holds anything that is out of date."""
+
+    def follow(self, attempt: int) -> None:
+        """No slice belongs to an attempt."""
 
     def prepare(self, layout: Layout) -> None:
         """There is nothing to make room in."""

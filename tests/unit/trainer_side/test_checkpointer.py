@@ -70,6 +70,9 @@ class FakeLink:
     def lives(self) -> bool:
         return self.problem is None
 
+    def has_lost(self, error: HoldfastError) -> bool:
+        return error is self.problem
+
     def beside(self, tiers: TierSet) -> None:
         return
 

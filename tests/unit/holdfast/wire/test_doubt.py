@@ -12,7 +12,10 @@ from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Kind
 
 
-@pytest.mark.parametrize("doubt", [Doubt(3, (5, 9), "why"), Doubt(0, None, ""), Doubt(1, (0, 0), "ä" * 300)])
+@pytest.mark.parametrize(
+    "doubt",
+    [Doubt(3, (5, 9), "why"), Doubt(0, None, ""), Doubt(1, (0, 0), "ä" * 300), Doubt(0, (1, 2), "", (3, 4))],
+)
 def test_it_comes_as_it_was_sent(doubt: Doubt) -> None:
     frame = wire.decode(doubt.to_frame(Kind.DOUBT, attempt=7))
     assert (frame.kind, frame.attempt) == (Kind.DOUBT, 7)
@@ -31,6 +34,9 @@ def test_it_comes_as_it_was_sent(doubt: Doubt) -> None:
         {"rank": 1, "steps": [4, "5"], "reason": ""},
         {"rank": 1, "steps": [4, 2**62], "reason": ""},
         {"rank": 1, "steps": {"0": 1, "1": 2}, "reason": ""},
+        {"rank": 1, "steps": [], "reason": "", "earlier_attempts": 3},
+        {"rank": 1, "steps": [], "reason": "", "earlier_attempts": ["3"]},
+        {"rank": 1, "steps": [], "reason": "", "earlier_attempts": [1] * 1001},
     ],
 )
 def test_what_does_not_hold_is_refused(body: dict[str, Any]) -> None:

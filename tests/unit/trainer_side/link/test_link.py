@@ -13,11 +13,13 @@ from holdfast.errors import HoldfastError, PeerLost, StateError
 from holdfast.notices.notice import Notice, NoticeKind, Terms
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire import frames as wire
+from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Kind
 from holdfast.wire.pace import Wish
 from holdfast.wire.state_messages import Proposal
 from holdfast.wire.welcome import Welcome
 from tests.unit.trainer_side.stager_port import CHUNK, LAYOUT, SECONDS_MAX, FakePort, make, offer, until
+from trainer_side.link import rejoining
 from trainer_side.link.link import Link
 from trainer_side.link.schedule import SchedulePhase
 from trainer_side.transfer import TransferState
@@ -114,8 +116,8 @@ def test_a_silent_stager_is_lost_after_its_deadline_and_not_before(port: FakePor
     def pass_seconds(seconds: float) -> None:
         for _ in range(int(seconds * 2)):
             now[0] += 0.5
-            turned = link._silence.looked_at
-            until(lambda: link._silence.looked_at > turned or link.problem)  # noqa: B023 (called at once)
+            turned = link._session.silence.looked_at
+            until(lambda: link._session.silence.looked_at > turned or link.problem)  # noqa: B023 (called at once)
 
     def problem() -> HoldfastError | None:
         return link.problem
@@ -123,9 +125,9 @@ def test_a_silent_stager_is_lost_after_its_deadline_and_not_before(port: FakePor
     pass_seconds(29)
     assert problem() is None
     port.say(Kind.BEAT)
-    until(lambda: link._silence.seconds == 0)
+    until(lambda: link._session.silence.seconds == 0)
     now[0] += 1000.0  # this process was stopped: it has not listened
-    until(lambda: link._silence.looked_at == now[0])
+    until(lambda: link._session.silence.looked_at == now[0])
     assert problem() is None
     pass_seconds(30)
     until(problem)
@@ -261,3 +263,196 @@ def test_a_stager_that_says_nonsense_of_an_interval_is_given_up(
     assert not waiting.is_alive(), "training waits for an interval that nobody will confirm"
     assert link.problem is not None
     link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
+
+
+class Again:
+    """A stager at the same address: each time it is reached it welcomes this rank as one attempt more."""
+
+    def __init__(self) -> None:
+        self.ports: list[FakePort] = []
+        self.reachable = threading.Event()
+
+    def __call__(self, generation: int) -> FakePort:
+        if not self.reachable.is_set():
+            raise PeerLost("nobody is there")
+        port = FakePort()
+        port.inbox.append(Welcome("file:///run", 1 + generation, CHUNK, 8, 2, 60.0, 5.0).to_frame())
+        self.ports.append(port)
+        return port
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> Again:
+    monkeypatch.setattr(rejoining, "_PAUSE_SECONDS_MIN", 1e-3)
+    monkeypatch.setattr(rejoining, "_PAUSE_SECONDS_MAX", 2e-3)
+    return Again()
+
+
+def _linked(port: FakePort, again: Again, rank: int = 0) -> Link:
+    welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
+    link = Link(TrainerConfig(), port, welcome, rank=rank, ranks=2, again=again)
+    link.announce(LAYOUT)
+    return link
+
+
+def _lose(link: Link, port: FakePort) -> None:
+    port.dead = True
+    until(lambda: link.problem)
+
+
+def _reach(link: Link, again: Again) -> FakePort:
+    again.reachable.set()
+    until(lambda: link.lives)
+    return again.ports[-1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stager_that_comes_back_gets_the_layout_and_the_next_step(
+    port: FakePort, again: Again, rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = _linked(port, again, rank)
+    _lose(link, port)
+    assert "no checkpoints are taken until it is reached again; training goes on" in caplog.text
+    assert offer(link, 3).state is TransferState.DECLINED
+    second = _reach(link, again)
+    assert f"rank {rank}: the stager is reached again" in caplog.text
+    assert link.attempt == 2
+    offer(link, 4)
+    until(lambda: second.of(Kind.OFFER))
+    assert [frame.step for frame in second.of(Kind.OFFER)] == [4]
+    assert {frame.attempt for frame in second.messages if frame.kind is not Kind.HELLO} == {2}
+    kinds = [frame.kind for frame in second.messages]
+    assert kinds.count(Kind.LAYOUT) == (1 if rank == 0 else 0)
+    if rank == 0:
+        assert kinds.index(Kind.LAYOUT) < kinds.index(Kind.OFFER)
+    # The others may have come before, and offered a step that this rank has passed.
+    assert [frame.step for frame in second.of(Kind.DECLINE)] == [3]
+    link.close(seconds_max=0.0)
+
+
+def test_a_layout_of_the_time_without_a_stager_is_announced_when_it_is_back(
+    port: FakePort, again: Again
+) -> None:
+    welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
+    link = Link(TrainerConfig(), port, welcome, rank=0, ranks=2, again=again)
+    _lose(link, port)
+    link.announce(LAYOUT)
+    second = _reach(link, again)
+    until(lambda: second.of(Kind.LAYOUT))
+    assert second.of(Kind.LAYOUT)[0].body == LAYOUT.to_bytes()
+    link.close(seconds_max=0.0)
+
+
+def test_what_was_only_staged_is_not_called_safe_after_a_loss(port: FakePort, again: Again) -> None:
+    link = _linked(port, again)
+    for step, word in ((1, Kind.DURABLE), (2, Kind.STAGED)):
+        transfer = offer(link, step)
+        for chunk, _ in LAYOUT.sends(0):
+            port.say(Kind.CREDIT, step=step, chunk=chunk, arg=chunk)
+        until(lambda step=step: any(frame.step == step for frame in port.of(Kind.DONE)))  # type: ignore[misc]
+        port.say(Kind.STAGED, step=step)
+        if word is Kind.DURABLE:
+            port.say(Kind.DURABLE, step=step)
+        assert (transfer.ended if word is Kind.DURABLE else transfer.settled).wait(SECONDS_MAX)
+    assert (link.durable_step, link.staged_step) == (1, 2)
+    _lose(link, port)
+    assert "step 2 was staged on the lost stager" in link._at_risk()
+    _reach(link, again)
+    assert (link.durable_step, link.staged_step) == (1, 1)
+    link.close(seconds_max=0.0)
+
+
+def test_notices_and_doubts_of_the_time_without_a_stager_are_told_when_it_is_back(
+    port: FakePort, again: Again
+) -> None:
+    link = _linked(port, again)
+    _lose(link, port)
+    link.doubt(Doubt(0, (1, 3), "of the test"))
+    link.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws"))
+    second = _reach(link, again)
+    until(lambda: second.of(Kind.NOTICE))
+    (doubt,) = [Doubt.from_frame(frame) for frame in second.of(Kind.DOUBT)]
+    # Steps 1 to 3 were published by the attempt before.
+    assert (doubt.steps, doubt.earlier_attempts) == ((1, 3), (1,))
+    link.close(seconds_max=0.0)
+
+
+def test_a_notice_whose_time_is_over_is_not_told_any_more(port: FakePort, again: Again) -> None:
+    link = _linked(port, again)
+    _lose(link, port)
+    link.notice(Notice(NoticeKind.TERMINATE, time.time() - 1, "aws"))
+    second = _reach(link, again)
+    offer(link, 9)
+    until(lambda: second.of(Kind.OFFER))
+    assert not second.of(Kind.NOTICE)
+    link.close(seconds_max=0.0)
+
+
+def test_a_stager_may_be_lost_and_reached_again_any_number_of_times(port: FakePort, again: Again) -> None:
+    link = _linked(port, again)
+    again.reachable.set()
+    lost = port
+    for step in range(1, 6):
+        lost.dead = True
+        until(lambda: link.attempt == 1 + step and link.lives)  # noqa: B023 (called at once)
+        lost = again.ports[-1]
+        offer(link, 10 * step)
+        until(lambda: lost.of(Kind.OFFER))  # noqa: B023 (called at once)
+    assert link.attempt == 6
+    assert len(again.ports) == 5
+    link.close(seconds_max=0.0)
+    assert lost.left
+
+
+def test_who_asks_while_the_stager_is_lost_hears_the_loss_even_when_it_is_back(
+    port: FakePort, again: Again
+) -> None:
+    link = _linked(port, again)
+    asking: list[HoldfastError] = []
+
+    def ask() -> None:
+        try:
+            link.agree(Proposal("d", [], 1, {}))
+        except HoldfastError as error:
+            asking.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: port.of(Kind.PROPOSE))
+    again.reachable.set()
+    port.dead = True
+    thread.join(SECONDS_MAX)
+    until(lambda: again.ports and link.lives)
+    assert link.has_lost(asking[0])
+    assert not link.has_lost(PeerLost("of a rank"))
+    link.close(seconds_max=0.0)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda port: port.inbox.append(b"x" * 50),
+        lambda port: port.say(
+            Kind.REFUSED, body={"code": "fenced", "message": "another writer owns this run"}
+        ),
+    ],
+    ids=["noise", "fenced"],
+)
+def test_a_stager_that_a_person_must_look_at_is_not_sought(
+    port: FakePort, again: Again, break_it: Callable[[FakePort], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    again.reachable.set()
+    link = _linked(port, again)
+    break_it(port)
+    until(lambda: link.problem)
+    assert "no more checkpoints are taken in this job" in caplog.text
+    link.close(seconds_max=0.0)
+    assert not again.ports
+
+
+def test_the_end_of_the_job_ends_the_search(port: FakePort, again: Again) -> None:
+    link = _linked(port, again)
+    _lose(link, port)
+    link.close(seconds_max=SECONDS_MAX)
+    until(lambda: not any(thread.name == "holdfast-rejoin" for thread in threading.enumerate()))
+    assert not again.ports

@@ -1,0 +1,83 @@
+"""The first two messages between a rank and a stager: HELLO, and the WELCOME that answers it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable
+
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind
+from holdfast.wire.welcome import Welcome
+from trainer_side.ranks.ports import StagerPort
+
+_log = logging.getLogger("holdfast.trainer")
+
+_PAUSE_SECONDS = 1e-3
+_LEAVE_SECONDS_MAX = 5.0
+_QUIET_SECONDS = 10.0  # so long nobody is told what this rank waits for
+
+
+def greet(
+    port: StagerPort,
+    *,
+    ranks: int,
+    seconds_max: float,
+    pause_seconds: float = _PAUSE_SECONDS,
+    given_up: Callable[[], bool] = lambda: False,
+) -> Welcome:
+    """Say HELLO, and wait for the stager's WELCOME. If that fails, the port is left.
+
+    Args:
+        port: Nobody else may use it meanwhile.
+        ranks: The number of training ranks as the job counts them.
+        seconds_max: How long to wait for the answer.
+        pause_seconds: Between two looks for the answer.
+        given_up: Whether nobody wants the answer any more.
+
+    Raises:
+        PeerLost: The stager did not answer, or is lost.
+        ProtocolError: It counts other ranks, or answers something else.
+        HoldfastError: It could not start; its error, of its class.
+    """
+    hello = {"version": wire.VERSION, "pid": os.getpid(), "host": platform.node()}
+    try:
+        port.send(wire.encode(Kind.HELLO, body=wire.to_json(hello)))
+        welcome = _await_welcome(port, seconds_max, pause_seconds, given_up)
+        if welcome.ranks != ranks:
+            raise ProtocolError(
+                f"the stager counts {welcome.ranks} training ranks, expected {ranks} as the job counts them; "
+                "start all ranks by one launcher, and a stager of their own"
+            )
+    except HoldfastError:
+        port.leave(_LEAVE_SECONDS_MAX)
+        raise
+    return welcome
+
+
+def _await_welcome(
+    port: StagerPort, seconds_max: float, pause_seconds: float, given_up: Callable[[], bool]
+) -> Welcome:
+    begun = time.monotonic()
+    deadline, is_said = begun + seconds_max, False
+    while time.monotonic() < deadline and not given_up():
+        if not is_said and time.monotonic() - begun > _QUIET_SECONDS:
+            is_said = True
+            _log.warning(
+                "waiting for the stager until %s: it has not answered yet",
+                time.strftime("%H:%M:%S", time.localtime(time.time() + deadline - time.monotonic())),
+            )
+        for message in port.poll():
+            frame = wire.decode(message)
+            if frame.kind is Kind.WELCOME:
+                return Welcome.from_frame(frame)
+            if frame.kind is not Kind.BEAT:
+                raise ProtocolError(
+                    f"the stager sent {frame.kind.name}, expected WELCOME first; "
+                    "install the same holdfast on all machines"
+                )
+        time.sleep(pause_seconds)
+    raise PeerLost(f"the stager did not answer within {seconds_max:g} s; look at its log")

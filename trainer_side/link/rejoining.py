@@ -1,0 +1,179 @@
+"""The search of a rank for a stager that it has lost, until a stager answers at the same address.
+
+    begin ─► a thread: connect ─ HELLO ─ WELCOME ─► found: the link's thread takes port and welcome
+               ▲          ├── refused, unreachable, or the stager of another run ── pause: 1, 2, 4 … 30 s ┐
+               │          └── the launcher has started the job again ── the end     (at once: next generation)
+               └──────────────────────────────────────────────────────────────────────────────────────────┘
+
+All ranks must meet the new stager as one start of the job, without a word among them. A start is named by its
+generation: 0 is how the job began. Each rank tries the generation after the one that it has lost, and the next one as
+soon as the stager says that a generation is over, so that all ranks end at the highest.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.wire.welcome import Welcome
+from trainer_side.background_thread import BackgroundThread, ThreadDied
+from trainer_side.link.greeting import greet
+from trainer_side.ranks.ports import GenerationOver, StagerPort, StartReplaced
+
+_log = logging.getLogger("holdfast.trainer.link")
+
+_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 1.0, 30.0
+_WARNING_SECONDS = 300.0
+_GENERATIONS_AT_ONCE_MAX = 64  # tried without a pause: a stager remembers which ones are over
+_LOOK_SECONDS = 0.01
+_LEAVE_SECONDS_MAX = 1.0
+
+
+class Found(NamedTuple):
+    """A stager that has welcomed this rank again.
+
+    Attributes:
+        port: The way to it.
+        welcome: Its answer.
+        seconds: How long the rank was without a stager. `tries`: how often it tried.
+    """
+
+    port: StagerPort
+    welcome: Welcome
+    seconds: float
+    tries: int
+
+
+class Rejoining:
+    """See the module. `begin`, `look` and `end` belong to the link's thread.
+
+    Args:
+        connect: Connects to the stager as the start of the job of that generation (`World.again`).
+        rank: This rank, of `ranks`.
+        start_seconds_max: How long a stager that was reached may take to welcome this rank.
+        at_risk: The loss if the job ended now, for the warnings; None where another rank says it.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[int], StagerPort],
+        *,
+        rank: int,
+        ranks: int,
+        start_seconds_max: float,
+        at_risk: Callable[[], str] | None,
+    ) -> None:
+        self._connect, self._rank, self._ranks = connect, rank, ranks
+        self._start_seconds_max, self._at_risk = start_seconds_max, at_risk
+        self._generation = 0
+        self._found: queue.SimpleQueue[Found | ThreadDied] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._before: Welcome | None = None
+        self._said = ""
+
+    def begin(self, before: Welcome) -> None:
+        """Search from now on. `before`: what the lost stager had said."""
+        self._before, self._said = before, ""
+        self._generation += 1
+        task = "tries to reach the stager again"
+        BackgroundThread(
+            "holdfast-rejoin", self._search, rank=self._rank, task=task, died=self._found.put
+        ).start()
+
+    def look(self) -> Found | None:
+        """The stager, once it is found. Never waits.
+
+        Raises:
+            ThreadDied: The search has ended by a bug.
+        """
+        try:
+            found = self._found.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(found, ThreadDied):
+            raise found
+        return found
+
+    def end(self) -> None:
+        """Search no longer; a stager that was found and not taken hears a good-bye."""
+        self._ended.set()
+        self._leave_what_was_found()
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _search(self) -> None:
+        begun = said_at = time.monotonic()
+        tries, at_once, pause_seconds = 0, 0, _PAUSE_SECONDS_MIN
+        while not self._ended.is_set():
+            tries += 1
+            try:
+                port, welcome = self._try()
+            except GenerationOver as over:
+                self._generation += 1
+                at_once += 1
+                if at_once <= _GENERATIONS_AT_ONCE_MAX:
+                    continue
+                self._say(over)
+            except StartReplaced as replaced:
+                _log.error(
+                    "rank %d: no checkpoints are taken in this start any more: %s", self._rank, replaced
+                )
+                return
+            except HoldfastError as error:
+                self._say(error)
+            else:
+                self._found.put(Found(port, welcome, time.monotonic() - begun, tries))
+                if self._ended.is_set():  # nobody looks any more
+                    self._leave_what_was_found()
+                return
+            at_once = 0
+            if self._at_risk is not None and time.monotonic() - said_at >= _WARNING_SECONDS:
+                said_at = time.monotonic()
+                _log.warning(
+                    "the stager has been lost for %.0f min (%d tries to reach it; the last: %s); %s",
+                    (said_at - begun) / 60,
+                    tries,
+                    self._said,
+                    self._at_risk(),
+                )
+            self._ended.wait(pause_seconds)
+            pause_seconds = min(_PAUSE_SECONDS_MAX, 2 * pause_seconds)
+
+    def _try(self) -> tuple[StagerPort, Welcome]:
+        port = self._connect(self._generation)
+        welcome = greet(
+            port,
+            ranks=self._ranks,
+            seconds_max=self._start_seconds_max,
+            pause_seconds=_LOOK_SECONDS,
+            given_up=self._ended.is_set,
+        )
+        before = self._before
+        assert before is not None
+        if (welcome.store_url, welcome.chunk_bytes) != (before.store_url, before.chunk_bytes):
+            port.leave(_LEAVE_SECONDS_MAX)
+            raise ConfigError(
+                f"the stager that answers now writes {welcome.store_url} in chunks of {welcome.chunk_bytes} bytes, "
+                f"expected {before.store_url} and {before.chunk_bytes} as the one that this job has lost; start the "
+                "stager with the same settings, or start the job again"
+            )
+        return port, welcome
+
+    def _say(self, error: HoldfastError) -> None:
+        """Once for each cause; rank 0 of a job would else say it for hours."""
+        if str(error) != self._said:
+            self._said = str(error)
+            _log.info("rank %d does not reach the stager yet: %s", self._rank, error)
+
+    def _leave_what_was_found(self) -> None:
+        try:
+            found = self._found.get_nowait()
+        except queue.Empty:
+            return
+        if isinstance(found, Found):
+            found.port.leave(_LEAVE_SECONDS_MAX)
