@@ -36,6 +36,7 @@ class _Rank:
 
     line: MessageLine = field(default_factory=MessageLine)
     sock: AnySocket | None = None
+    known: bool = False  # it was admitted here before
     cut_at: float | None = None  # since when it has no connection; None before the first
     blocked: bool = False
     left: bool = False
@@ -93,6 +94,10 @@ class TcpTrainersPort:
         if rank.lost or rank.left:
             refuse(self._reactor, sock, Status.LOST, "this rank was given up: its job goes on without it")
             return
+        if hello.resuming and not rank.known:
+            # Another stager has counted its messages: others of its job have come here first.
+            refuse(self._reactor, sock, Status.LOST, "this stager has not admitted this rank before")
+            return
         own = rank.line.received if hello.channel == MESSAGES_CHANNEL else 0
         try:
             if hello.channel == MESSAGES_CHANNEL:
@@ -112,7 +117,7 @@ class TcpTrainersPort:
             self._reactor.close(rank.sock)
         if rank.cut_at is not None:
             _log.info("rank %d is connected again after %.1f s", number, self._clock() - rank.cut_at)
-        rank.sock, rank.cut_at, rank.blocked = sock, None, False
+        rank.sock, rank.cut_at, rank.blocked, rank.known = sock, None, False, True
         self._reactor.watch(sock, functools.partial(self._messages_ready, number))
         self._write(number)
 

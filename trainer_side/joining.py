@@ -12,6 +12,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 
+from holdfast.checkpoints.catalog import CatalogLook
 from holdfast.checkpoints.claim import may_live, note_attempt
 from holdfast.checkpoints.slice_sets import sweep_uploads
 from holdfast.config import TrainerConfig
@@ -24,6 +25,7 @@ from trainer_side.ledger import Ledger
 from trainer_side.link.greeting import greet
 from trainer_side.link.link import Link
 from trainer_side.link.no_stager import NoStager
+from trainer_side.link.rejoining import ComeAgain
 from trainer_side.link.to_stager import ToStager
 from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import Peers, agree, gather
@@ -64,10 +66,17 @@ def meet_stager(config: TrainerConfig, world: World) -> Link:
     port = world.port()
     meet_once(port)
     welcome = greet(port, ranks=world.ranks, seconds_max=config.start_seconds_max)
-    again = world.again if config.on_stager_lost == "train" else None
+    again = None
+    if world.again is not None and config.on_stager_lost == "train":
+        again = ComeAgain(world.again, lambda: _newest_published(welcome.store_url))
     link = Link(config, port, welcome, rank=world.rank, ranks=world.ranks, peers=world.peers(), again=again)
     link.close_at_exit()
     return link
+
+
+def _newest_published(store_url: str) -> int:
+    names = CatalogLook(open_store(store_url)).names
+    return names[0].order.attempt if names else 0
 
 
 def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:

@@ -504,6 +504,26 @@ def test_ranks_that_come_again_never_replace_a_start_that_this_stager_serves(
     assert stager.lost == []
 
 
+def test_a_rank_that_another_stager_has_admitted_is_not_resumed_where_others_of_its_job_are_served(
+    stager: _Stager, threads: ThreadPoolExecutor
+) -> None:
+    """Its messages were counted there: here one would be lost, or heard twice."""
+    with contextlib.closing(_Stager()) as before, cut_link(before.port_number) as link:
+        coming = threads.submit(_connect, link.port, rank=0, ranks=2)
+        before.open_next()
+        before.until(coming.done)
+        rank = coming.result()
+        rank.send(b"counted by the stager before")
+        before.until(lambda: bool(before.messages))
+        first_here = threads.submit(_connect, stager.port_number, rank=1, ranks=2)
+        stager.open_next()
+        stager.until(first_here.done)
+        link.turn_to(stager.port_number)
+        with pytest.raises(GenerationOver):
+            _turn_until_raised(stager, rank)
+    assert stager.messages == []
+
+
 def test_the_later_of_two_generations_that_wait_is_served(
     stager: _Stager, threads: ThreadPoolExecutor
 ) -> None:

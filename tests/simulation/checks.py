@@ -169,7 +169,10 @@ class Checks:
         known = self._job_of.setdefault(manifest.attempt, job)
         if known != job:
             self.broken(f"{manifest.file}: attempt {manifest.attempt} is of job {known} and of job {job}")
-        if any((a < manifest.attempt) != (j < job) for a, j in self._job_of.items() if j != job):
+        order = self._world.order_of
+        if any(
+            (a < manifest.attempt) != (order(j) < order(job)) for a, j in self._job_of.items() if j != job
+        ):
             self.broken(f"attempts do not follow the jobs: {self._job_of}")
         if zlib.crc32(data) != manifest.image_crc32 or len(data) != manifest.image_bytes:
             if key not in self.tainted:

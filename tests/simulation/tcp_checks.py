@@ -48,13 +48,21 @@ class _Sent:
 
 
 class TcpChecks:
-    """Of one world."""
+    """Of one world.
+
+    Attributes:
+        joined: The jobs in the order in which they were served first.
+    """
 
     def __init__(self, world: TcpWorld) -> None:
+        self.joined: list[int] = []
         self._world = world
         self._to_stager: dict[Who, list[bytes]] = defaultdict(list)
-        self._to_rank: dict[Who, list[bytes]] = defaultdict(list)
-        self._said_by: dict[Who, int] = {}
+        # A stager that dies may have said something to a rank that the next one hears of for the first time.
+        self._to_rank: dict[Who, dict[int, list[bytes]]] = defaultdict(lambda: defaultdict(list))
+        self._hears: dict[
+            Who, list[int]
+        ] = {}  # the stagers that may have said what the rank has heard so far
         self._heard_by_stager: dict[Who, int] = defaultdict(int)
         self._heard_by_rank: dict[Who, int] = defaultdict(int)
         self._payloads: dict[tuple[bytes, int, int], _Sent] = {}
@@ -66,27 +74,29 @@ class TcpChecks:
         self._to_stager[who].append(message)
 
     def stager_says(self, who: Who, message: bytes) -> None:
-        stager = SIM.now.here.number
-        if self._said_by.setdefault(who, stager) != stager:  # a rank that the one before had not admitted
-            self._said_by[who], self._to_rank[who] = stager, []
-        self._to_rank[who].append(message)
+        self._to_rank[who][SIM.now.here.number].append(message)
 
     def stager_hears(self, who: Who, message: bytes) -> None:
-        self._next("the stager", who, self._to_stager[who], self._heard_by_stager, message)
+        number, sent = self._heard_by_stager[who], self._to_stager[who]
+        self._heard_by_stager[who] += 1
+        if sent[number : number + 1] != [message]:
+            self._heard_wrong("the stager", who, number, again=message in sent[:number])
 
     def rank_hears(self, who: Who, messages: Sequence[bytes]) -> None:
         for message in messages:
-            self._next("it", who, self._to_rank[who], self._heard_by_rank, message)
+            number, said = self._heard_by_rank[who], self._to_rank[who]
+            self._heard_by_rank[who] += 1
+            possible = self._hears.get(who, list(said))
+            self._hears[who] = [one for one in possible if said[one][number : number + 1] == [message]]
+            if not self._hears[who]:
+                again = any(message in said[one][:number] for one in possible)
+                self._heard_wrong("it", who, number, again=again)
 
-    def _next(self, whom: str, who: Who, sent: list[bytes], heard: dict[Who, int], message: bytes) -> None:
-        number = heard[who]
-        heard[who] += 1
-        if number >= len(sent) or sent[number] != message:
-            again = message in sent[:number]
-            self._world.checks.broken(
-                f"rank {who[1]} of job {int.from_bytes(who[0][:-2], 'big')}: message {number + 1} that {whom} hears is "
-                f"{'one from before' if again else 'another one than was sent'}"
-            )
+    def _heard_wrong(self, whom: str, who: Who, number: int, *, again: bool) -> None:
+        self._world.checks.broken(
+            f"rank {who[1]} of job {int.from_bytes(who[0][:-2], 'big')}: message {number + 1} that {whom} hears is "
+            f"{'one from before' if again else 'another one than was sent'}"
+        )
 
     # -- payloads ------------------------------------------------------------------------------------------------
 
@@ -136,6 +146,8 @@ class TcpChecks:
         """This start of a job is served from now on."""
         world, seen = self._world, self._seen[SIM.now.here.number]
         job = world.job_of(port.incarnation)
+        if job.number not in self.joined:
+            self.joined.append(job.number)
         SIM.now.here.notes["job"] = job
         later = [world.job_of(one) for one in seen[seen.index(port.incarnation) + 1 :]]
         for other in later:

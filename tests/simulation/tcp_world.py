@@ -16,12 +16,11 @@ import functools
 import os
 import random
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
 
 from pydantic import SecretStr
 
+from holdfast.checkpoints.catalog import CatalogLook
 from holdfast.errors import HoldfastError
 from stager.standing import StandingStager
 from tests.simulation.runtime import SIM
@@ -30,6 +29,7 @@ from tests.simulation.tcp_checks import PlayedTcpPort, TcpChecks, start_of
 from tests.simulation.tcp_network import Network
 from tests.simulation.transport import Job
 from tests.simulation.world import Fault, Plan, World
+from trainer_side.link.rejoining import ComeAgain
 
 __all__ = ["TcpJob", "TcpPlan", "TcpWorld"]
 
@@ -179,6 +179,10 @@ class TcpWorld(World):
         """Whose it is."""
         return self._tcp_job(int.from_bytes(incarnation, "big"))
 
+    def order_of(self, number: int) -> int:
+        """A start that was frozen before it joined, and joins late, restores what the others have saved."""
+        return self.tcp_checks.joined.index(number)
+
     def _start_tcp_job(self, number: int, launch: str) -> TcpJob:
         job = TcpJob(self, number, launch)
         first = self._begin_job(job)
@@ -203,9 +207,13 @@ class TcpWorld(World):
             process.notes["left"] = True
             return None
 
-    def _again(self, job: Job, rank: int) -> Callable[[int], Any] | None:
+    def _again(self, job: Job, rank: int) -> ComeAgain | None:
+        def newest_attempt() -> int:
+            names = CatalogLook(self.store).names
+            return names[0].order.attempt if names else 0
+
         seconds_max = self.trainer_config.reconnect_seconds_max
-        return lambda generation: self._connect(job, rank, generation, seconds_max)
+        return ComeAgain(lambda number: self._connect(job, rank, number, seconds_max), newest_attempt)
 
     def _connect(self, job: Job, rank: int, generation: int, seconds_max: float) -> PlayedTcpPort:
         assert isinstance(job, TcpJob)

@@ -57,6 +57,7 @@ from tests.simulation.transport import Job, notice_death
 from tests.support.checkpoints import manifest_of, small_image
 from tests.support.images import Image
 from trainer_side.link.link import Link
+from trainer_side.link.rejoining import ComeAgain
 from trainer_side.transfer import TransferState
 
 __all__ = ["Broken", "Plan", "World"]
@@ -295,8 +296,8 @@ class Plan:
 class _Source:
     """A rank's staging buffer: reused for each checkpoint, as soon as the link has released it."""
 
-    def __init__(self, port: Any) -> None:
-        self._port = port
+    def __init__(self, process: Process) -> None:
+        self._process = process
         self.data = bytearray()
         self.frames: dict[int, tuple[int, int]] = {}
         self.step = -1
@@ -314,7 +315,7 @@ class _Source:
             self.frames[frame.offset], self.ends[frame.offset] = (step, frame.chunk), end
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        self._port.next_frame = self.frames[offset]
+        self._process.port.next_frame = self.frames[offset]
         return memoryview(self.data)[offset : offset + nbytes]
 
     def is_ready(self, offset: int) -> bool:
@@ -541,7 +542,7 @@ class World:
         doubts = random.Random(f"doubt {self.seed} {job.number} {rank}")
         link.on_doubt = lambda doubt: self._heard_doubt((*doubt.earlier_attempts, link.attempt), doubt)
         copier = start_copier(link, self.trainer_config.copy_seconds_max) if plan.torn_share else None
-        sources = [_Source(port) for _ in range(plan.areas)]
+        sources = [_Source(sim.here) for _ in range(plan.areas)]
         sending: dict[_Source, Any] = {}  # the transfer that was made of each last
         for step in range(first, first + job.steps):
             made = plan.image((job.number * 5 + step * 7 + first) % _VARIANTS)
@@ -599,7 +600,11 @@ class World:
         """The way of a rank to its stager; None if there is none."""
         return job.rank_ports[rank]
 
-    def _again(self, job: Job, rank: int) -> Callable[[int], Any] | None:
+    def order_of(self, number: int) -> int:
+        """Which job came before which, by number."""
+        return number
+
+    def _again(self, job: Job, rank: int) -> ComeAgain | None:
         """How a rank reaches a stager again that it has lost; None: it cannot."""
         return None
 

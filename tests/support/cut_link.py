@@ -45,6 +45,11 @@ class CutLink:
                     sock.shutdown(socket.SHUT_RDWR)
             self.cuts += len(self._pairs) // 2
 
+    def turn_to(self, target: int) -> None:
+        """Cut every connection, and forward new ones to this port."""
+        self._target = target
+        self.cut()
+
     def cut_each_after(self, nbytes: int | None) -> None:
         """From now on reset all connections whenever so many bytes more were carried; None: no more."""
         self._cut_after = None if nbytes is None else self.carried + nbytes

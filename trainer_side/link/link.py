@@ -39,7 +39,7 @@ from trainer_side.background_thread import BackgroundThread, ThreadDied, thread_
 from trainer_side.link.hearing import Hearing
 from trainer_side.link.outgoing import Outgoing, SendPlan
 from trainer_side.link.pauses import Pauses
-from trainer_side.link.rejoining import Rejoining
+from trainer_side.link.rejoining import ComeAgain, Rejoining
 from trainer_side.link.schedule import Schedule
 from trainer_side.link.stager_session import StagerSession
 from trainer_side.notice.appointments import Appointments
@@ -79,7 +79,7 @@ class Link:
         rank: int,
         ranks: int,
         peers: Peers | None = None,
-        again: Callable[[int], StagerPort] | None = None,
+        again: ComeAgain | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._clock = config, clock

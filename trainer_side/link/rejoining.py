@@ -6,8 +6,8 @@
                └──────────────────────────────────────────────────────────────────────────────────────────┘
 
 All ranks must meet the new stager as one start of the job, without a word among them. A start is named by its
-generation: 0 is how the job began. Each rank tries the generation after the one that it has lost, and the next one as
-soon as the stager says that a generation is over, so that all ranks end at the highest.
+generation: 0 is how the job began. Each rank tries the generation after the one that it has lost, and the next one once
+a stager has admitted a generation and lost it, or says that it is over. So all ranks end at the highest.
 """
 
 from __future__ import annotations
@@ -34,6 +34,19 @@ _LOOK_SECONDS = 0.01
 _LEAVE_SECONDS_MAX = 1.0
 
 
+class ComeAgain(NamedTuple):
+    """How a rank comes again to a stager that it has lost.
+
+    Attributes:
+        connect: Connects as this generation of the job's start (`World.again`).
+        newest_attempt: The newest attempt with a checkpoint in the run, 0 without one. Asked by rank 0 alone, in the
+            thread of the search; raises `StoreError`.
+    """
+
+    connect: Callable[[int], StagerPort]
+    newest_attempt: Callable[[], int]
+
+
 class Found(NamedTuple):
     """A stager that has welcomed this rank again.
 
@@ -53,7 +66,7 @@ class Rejoining:
     """See the module. `begin`, `look` and `end` belong to the link's thread.
 
     Args:
-        connect: Connects to the stager as the start of the job of that generation (`World.again`).
+        again: How this rank comes again.
         rank: This rank, of `ranks`.
         start_seconds_max: How long a stager that was reached may take to welcome this rank.
         at_risk: The loss if the job ended now, for the warnings; None where another rank says it.
@@ -61,14 +74,14 @@ class Rejoining:
 
     def __init__(
         self,
-        connect: Callable[[int], StagerPort],
+        again: ComeAgain,
         *,
         rank: int,
         ranks: int,
         start_seconds_max: float,
         at_risk: Callable[[], str] | None,
     ) -> None:
-        self._connect, self._rank, self._ranks = connect, rank, ranks
+        self._again, self._rank, self._ranks = again, rank, ranks
         self._start_seconds_max, self._at_risk = start_seconds_max, at_risk
         self._generation = 0
         self._found: queue.SimpleQueue[Found | ThreadDied] = queue.SimpleQueue()
@@ -111,10 +124,11 @@ class Rejoining:
         tries, at_once, pause_seconds = 0, 0, _PAUSE_SECONDS_MIN
         while not self._ended.is_set():
             tries += 1
+            tried = self._generation
             try:
                 port, welcome = self._try()
             except GenerationOver as over:
-                self._generation += 1
+                self._generation = max(self._generation, tried + 1)
                 at_once += 1
                 if at_once <= _GENERATIONS_AT_ONCE_MAX:
                     continue
@@ -145,7 +159,15 @@ class Rejoining:
             pause_seconds = min(_PAUSE_SECONDS_MAX, 2 * pause_seconds)
 
     def _try(self) -> tuple[StagerPort, Welcome]:
-        port = self._connect(self._generation)
+        port = self._again.connect(self._generation)
+        try:
+            return port, self._greet(port)
+        except HoldfastError:
+            self._generation += 1  # this one was admitted, and its messages are counted
+            port.leave(_LEAVE_SECONDS_MAX)
+            raise
+
+    def _greet(self, port: StagerPort) -> Welcome:
         welcome = greet(
             port,
             ranks=self._ranks,
@@ -156,13 +178,18 @@ class Rejoining:
         before = self._before
         assert before is not None
         if (welcome.store_url, welcome.chunk_bytes) != (before.store_url, before.chunk_bytes):
-            port.leave(_LEAVE_SECONDS_MAX)
             raise ConfigError(
                 f"the stager that answers now writes {welcome.store_url} in chunks of {welcome.chunk_bytes} bytes, "
                 f"expected {before.store_url} and {before.chunk_bytes} as the one that this job has lost; start the "
                 "stager with the same settings, or start the job again"
             )
-        return port, welcome
+        if self._rank == 0 and (newest := self._again.newest_attempt()) > before.attempt:
+            # No stager may be left that knows both starts, but the run does.
+            raise StartReplaced(
+                f"{before.store_url} has a checkpoint of attempt {newest}, and this job was attempt {before.attempt} "
+                "until it lost its stager: another start of it has gone on since"
+            )
+        return welcome
 
     def _say(self, error: HoldfastError) -> None:
         """Once for each cause; rank 0 of a job would else say it for hours."""

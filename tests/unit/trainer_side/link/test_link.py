@@ -21,6 +21,7 @@ from holdfast.wire.welcome import Welcome
 from tests.unit.trainer_side.stager_port import CHUNK, LAYOUT, SECONDS_MAX, FakePort, make, offer, until
 from trainer_side.link import rejoining
 from trainer_side.link.link import Link
+from trainer_side.link.rejoining import ComeAgain
 from trainer_side.link.schedule import SchedulePhase
 from trainer_side.transfer import TransferState
 
@@ -290,7 +291,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Again:
 
 def _linked(port: FakePort, again: Again, rank: int = 0) -> Link:
     welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
-    link = Link(TrainerConfig(), port, welcome, rank=rank, ranks=2, again=again)
+    link = Link(TrainerConfig(), port, welcome, rank=rank, ranks=2, again=ComeAgain(again, lambda: 0))
     link.announce(LAYOUT)
     return link
 
@@ -334,7 +335,7 @@ def test_a_layout_of_the_time_without_a_stager_is_announced_when_it_is_back(
     port: FakePort, again: Again
 ) -> None:
     welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
-    link = Link(TrainerConfig(), port, welcome, rank=0, ranks=2, again=again)
+    link = Link(TrainerConfig(), port, welcome, rank=0, ranks=2, again=ComeAgain(again, lambda: 0))
     _lose(link, port)
     link.announce(LAYOUT)
     second = _reach(link, again)

@@ -14,7 +14,7 @@ from holdfast.wire.welcome import Welcome
 from tests.unit.trainer_side.stager_port import CHUNK, SECONDS_MAX, FakePort, until
 from trainer_side.background_thread import ThreadDied
 from trainer_side.link import rejoining
-from trainer_side.link.rejoining import Found, Rejoining
+from trainer_side.link.rejoining import ComeAgain, Found, Rejoining
 from trainer_side.ranks.ports import GenerationOver, StartReplaced
 
 BEFORE = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
@@ -52,8 +52,16 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def search() -> Iterator[Callable[..., Rejoining]]:
     begun: list[Rejoining] = []
 
-    def begin(door: Door, at_risk: Callable[[], str] | None = None) -> Rejoining:
-        made = Rejoining(door, rank=0, ranks=2, start_seconds_max=SECONDS_MAX, at_risk=at_risk)
+    def begin(
+        door: Door, at_risk: Callable[[], str] | None = None, *, rank: int = 0, newest: int = 1
+    ) -> Rejoining:
+        made = Rejoining(
+            ComeAgain(door, lambda: newest),
+            rank=rank,
+            ranks=2,
+            start_seconds_max=SECONDS_MAX,
+            at_risk=at_risk,
+        )
         made.begin(BEFORE)
         begun.append(made)
         return made
@@ -119,6 +127,7 @@ def test_a_stager_of_another_run_is_left_and_named(
     door = Door(other, AFTER)
     assert _found(search(door)).port is door.ports[1]
     assert door.ports[0].left
+    assert door.generations == [1, 2], "the first was admitted"
     assert (
         f"writes {other.store_url} in chunks of {other.chunk_bytes} bytes, expected file:///run"
         in caplog.text
@@ -172,11 +181,14 @@ def test_an_error_of_the_stager_itself_is_tried_again(search: Search) -> None:
     def connect(generation: int) -> FakePort:
         return next(answers, None) or door(generation)
 
-    searching = Rejoining(connect, rank=1, ranks=2, start_seconds_max=SECONDS_MAX, at_risk=None)
+    searching = Rejoining(
+        ComeAgain(connect, lambda: 0), rank=1, ranks=2, start_seconds_max=SECONDS_MAX, at_risk=None
+    )
     searching.begin(BEFORE)
     try:
         assert _found(searching).tries == 2
         assert refusing.left
+        assert door.generations == [2]
     finally:
         searching.end()
 
@@ -190,3 +202,15 @@ def test_a_start_that_was_replaced_is_not_tried_again(
     until(lambda: not any(thread.name == "holdfast-rejoin" for thread in threading.enumerate()))
     assert searching.look() is None
     assert len(door.generations) == 2
+
+
+def test_a_start_after_which_another_one_has_saved_stays_out(
+    search: Search, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stager is new, and knows neither start. Rank 0 looks for all: without it no step is taken."""
+    door = Door(AFTER)
+    searching = search(door, newest=BEFORE.attempt + 1)
+    until(lambda: "another start of it has gone on since" in caplog.text)
+    assert door.ports[0].left
+    assert searching.look() is None
+    _found(search(Door(AFTER), rank=1, newest=BEFORE.attempt + 1))
