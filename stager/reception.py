@@ -364,6 +364,9 @@ class Reception:
         elif hello.resuming or self._is_behind(hello):
             text = "this stager does not know its job: it was started after it, or the job goes on without it"
             refuse(self._reactor, sock, Status.LOST, text)
+            if present is None or present.incarnation != hello.incarnation:
+                # A rank of it that no stager has admitted may come later than the launcher's next start.
+                self._note_past(hello.incarnation, hello.launch, hello.generation)
         elif present is not None and present.is_alive and not self._may_replace(hello, present):
             text = f"this stager serves another job, of {present.ranks} ranks, which is alive"
             refuse(self._reactor, sock, Status.BUSY, text)
