@@ -92,18 +92,10 @@ TCP_MUTATIONS = {
         (
             "resumed_at_another",
             "a stager takes a rank that another one has admitted, as if it were new",
-            "stager.reception",
-            "        elif hello.resuming or self._is_behind(hello):\n",
-            "        elif self._is_behind(hello):\n",
+            "stager.tcp",
+            "        if hello.resuming and not rank.known:\n",
+            "        if False:\n",
             800,
-        ),
-        (
-            "replaced_comes_again",
-            "a start of a job that was replaced comes again as its next generation",
-            "stager.reception",
-            "            self._end_present(_FOR_GOOD if is_start else present.generation)\n",
-            "            self._end_present(present.generation)\n",
-            3000,
         ),
         (
             "cut_is_lost",
