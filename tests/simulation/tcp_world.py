@@ -25,6 +25,7 @@ from holdfast.errors import HoldfastError
 from stager.standing import StandingStager
 from tests.simulation.runtime import SIM
 from tests.simulation.scheduler import Process
+from tests.simulation.store import pristine
 from tests.simulation.tcp_checks import PlayedTcpPort, TcpChecks, start_of
 from tests.simulation.tcp_network import Network
 from tests.simulation.transport import Job
@@ -209,7 +210,7 @@ class TcpWorld(World):
 
     def _again(self, job: Job, rank: int) -> ComeAgain | None:
         def newest_attempt() -> int:
-            names = CatalogLook(self.store).names
+            names = CatalogLook(pristine(self.store)).names
             return names[0].order.attempt if names else 0
 
         seconds_max = self.trainer_config.reconnect_seconds_max
