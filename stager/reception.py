@@ -60,6 +60,9 @@ _GREETING_SECONDS_MAX = 10.0
 _PAST_KEPT = 4096
 _FOR_GOOD = GENERATION_MAX + 1
 _AGAIN = "its job was started again"
+_UNKNOWN = (
+    "this stager does not know its job: it was started after it, or the job is over or goes on without it"
+)
 _TLS_HELLO_BYTES_MAX = 16 * 1024
 _COMPLAINT_SECONDS = 10.0  # at most one line in the log of strangers in so long
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -350,8 +353,12 @@ class Reception:
         if self._ending:
             refuse(self._reactor, sock, Status.ENDING, "the stager is ending")
         elif past is not None and hello.generation <= past.generation:
-            status = Status.REPLACED if past.generation == _FOR_GOOD else Status.LOST
-            refuse(self._reactor, sock, status, "its job is over, or was started again without it")
+            if past.generation == _FOR_GOOD:
+                refuse(
+                    self._reactor, sock, Status.REPLACED, "its job is over, or was started again without it"
+                )
+            else:
+                refuse(self._reactor, sock, Status.LOST, _UNKNOWN)
         elif self._wanted_ranks not in {None, hello.ranks}:
             text = f"the job has {hello.ranks} ranks, and this stager was started with --ranks {self._wanted_ranks}"
             refuse(self._reactor, sock, Status.RANKS, text)
@@ -362,8 +369,7 @@ class Reception:
             else:
                 present.admit(sock, hello, received)
         elif hello.resuming or self._is_behind(hello):
-            text = "this stager does not know its job: it was started after it, or the job goes on without it"
-            refuse(self._reactor, sock, Status.LOST, text)
+            refuse(self._reactor, sock, Status.LOST, _UNKNOWN)
             if present is None or present.incarnation != hello.incarnation:
                 # A rank of it that no stager has admitted may come later than the launcher's next start.
                 self._note_past(hello.incarnation, hello.launch, hello.generation)

@@ -65,11 +65,11 @@ def meet_stager(config: TrainerConfig, world: World) -> Link:
     identify(f"rank:{world.rank}")
     port = world.port()
     meet_once(port)
-    welcome = greet(port, ranks=world.ranks, seconds_max=config.start_seconds_max)
+    greeted = greet(port, ranks=world.ranks, seconds_max=config.start_seconds_max)
     again = None
     if world.again is not None and config.on_stager_lost == "train":
-        again = ComeAgain(world.again, lambda: _newest_published(welcome.store_url))
-    link = Link(config, port, welcome, rank=world.rank, ranks=world.ranks, peers=world.peers(), again=again)
+        again = ComeAgain(world.again, lambda: _newest_published(greeted.welcome.store_url))
+    link = Link(config, greeted, rank=world.rank, ranks=world.ranks, peers=world.peers(), again=again)
     link.close_at_exit()
     return link
 

@@ -18,6 +18,7 @@ import hmac
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from holdfast.errors import ProtocolError
 from holdfast.wire.frames import VERSION as WIRE_VERSION
@@ -58,6 +59,20 @@ class Status(IntEnum):
     ENDING = 6  # the stager takes no further job
     TLS = 7  # the stager takes connections with TLS alone
     REPLACED = 8  # the launcher has started the job again: these processes stay out for good
+
+
+class Start(NamedTuple):
+    """One start of a job, and how often its ranks have come again since.
+
+    Attributes:
+        launch: Names the launcher's job; the same after a restart by the launcher.
+        incarnation: Random bytes, the same on all ranks of one start of the job, and on no other.
+        generation: How often the ranks of this incarnation have lost a stager and come again.
+    """
+
+    launch: str
+    incarnation: bytes
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import pytest
 
 from holdfast.errors import PeerLost
 from holdfast.net.address import parse_address
+from holdfast.net.handshake import Start
 from holdfast.net.key import new_key
 from tests.integration.jobs import pacing, train
 from tests.support.certificates import TestAuthority
@@ -213,7 +214,7 @@ def _as_nobody(address: str, key: bytes | None) -> str:
         os.setgid(65534)
         os.setuid(65534)
         try:
-            door = Door(parse_address(address), key, rank=0, ranks=1, launch="theirs", incarnation=b"2" * 16)
+            door = Door(parse_address(address), key, rank=0, ranks=1, start=Start("theirs", b"2" * 16))
             door.open(0, seconds_max=20)
             said = "admitted"
         except BaseException as error:  # noqa: BLE001 - told to the parent

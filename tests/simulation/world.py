@@ -56,6 +56,7 @@ from tests.simulation.store import URL, OpenUpload, StoreClient, StoreState, pri
 from tests.simulation.transport import Job, notice_death
 from tests.support.checkpoints import manifest_of, small_image
 from tests.support.images import Image
+from trainer_side.link.greeting import Greeted
 from trainer_side.link.link import Link
 from trainer_side.link.rejoining import ComeAgain
 from trainer_side.transfer import TransferState
@@ -533,7 +534,12 @@ class World:
             return
         again = self._again(job, rank)
         link = Link(
-            self.trainer_config, port, welcome, rank=rank, ranks=job.ranks, again=again, clock=self._clock
+            self.trainer_config,
+            Greeted(port, welcome),
+            rank=rank,
+            ranks=job.ranks,
+            again=again,
+            clock=self._clock,
         )
         layout = plan.image(0).layout
         ring, kept = restored_from_ring(self, job, link)

@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.wire import frames as wire
@@ -21,6 +22,13 @@ _LEAVE_SECONDS_MAX = 5.0
 _QUIET_SECONDS = 10.0  # so long nobody is told what this rank waits for
 
 
+class Greeted(NamedTuple):
+    """A stager that has taken this rank: the way to it, and what it said."""
+
+    port: StagerPort
+    welcome: Welcome
+
+
 def greet(
     port: StagerPort,
     *,
@@ -28,7 +36,7 @@ def greet(
     seconds_max: float,
     pause_seconds: float = _PAUSE_SECONDS,
     given_up: Callable[[], bool] = lambda: False,
-) -> Welcome:
+) -> Greeted:
     """Say HELLO, and wait for the stager's WELCOME. If that fails, the port is left.
 
     Args:
@@ -55,7 +63,7 @@ def greet(
     except HoldfastError:
         port.leave(_LEAVE_SECONDS_MAX)
         raise
-    return welcome
+    return Greeted(port, welcome)
 
 
 def _await_welcome(

@@ -36,6 +36,7 @@ from holdfast.wire.pace import Wish
 from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.welcome import Welcome
 from trainer_side.background_thread import BackgroundThread, ThreadDied, thread_died
+from trainer_side.link.greeting import Greeted
 from trainer_side.link.hearing import Hearing
 from trainer_side.link.outgoing import Outgoing, SendPlan
 from trainer_side.link.pauses import Pauses
@@ -44,7 +45,7 @@ from trainer_side.link.schedule import Schedule
 from trainer_side.link.stager_session import StagerSession
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.peers import Peers
-from trainer_side.ranks.ports import StagerPort, StartReplaced
+from trainer_side.ranks.ports import StartReplaced
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import SliceSource, Transfer, TransferState
 
@@ -53,8 +54,6 @@ _log = logging.getLogger("holdfast.trainer.link")
 _LEAVE_SECONDS_MAX = 5.0
 _QUIET_SECONDS = 10.0  # so long nobody is told what the end waits for
 _EXIT_SECONDS_MAX = 10.0
-_NOTHING_MORE = "nothing more of this job goes to it"
-_NO_MORE = "no more checkpoints are taken in this job"
 _TASK = "sends checkpoints to the stager and hears from it"
 
 
@@ -73,8 +72,7 @@ class Link:
     def __init__(
         self,
         config: TrainerConfig,
-        port: StagerPort,
-        welcome: Welcome,
+        greeted: Greeted,
         *,
         rank: int,
         ranks: int,
@@ -97,8 +95,8 @@ class Link:
         self._newest_step = -1
         self._accepted: list[Transfer] = []  # by the training thread, for close()
         self._commands: deque[Callable[[], None]] = deque()
-        self._session = self._open(port, welcome)
-        self._pauses = Pauses(self._session.outbox, clock, port.crowding)
+        self._session = self._open(greeted)
+        self._pauses = Pauses(self._session.outbox, clock, greeted.port.crowding)
         self._rejoining: Rejoining | None = None
         if again is not None:
             self._rejoining = Rejoining(
@@ -119,11 +117,10 @@ class Link:
         self._thread = BackgroundThread("holdfast-link", self._run, rank=rank, task=_TASK, died=self._died)
         self._thread.start()
 
-    def _open(self, port: StagerPort, welcome: Welcome, before: StagerSession | None = None) -> StagerSession:
+    def _open(self, greeted: Greeted, before: StagerSession | None = None) -> StagerSession:
         return StagerSession(
             self._config,
-            port,
-            welcome,
+            greeted,
             rank=self.rank,
             events=lambda: self.events,
             command=self._command,
@@ -466,12 +463,14 @@ class Link:
         if self.problem is not None:
             return
         what = "the link to the stager is broken" if isinstance(error, ThreadDied) else "the stager is lost"
-        if self._goes_on_in:
-            loss = "nothing goes to it until it is reached again" if comes_again else _NOTHING_MORE
-            means = f"{loss}; training goes on, and checkpoints are kept in {self._goes_on_in} alone"
+        if self._goes_on_in and comes_again:
+            means = f"nothing goes to it until it is reached again; training goes on, and {self._kept_there}"
+        elif self._goes_on_in:
+            means = f"nothing more of this job goes to it; training goes on, and {self._kept_there}"
+        elif comes_again:
+            means = "no checkpoints are taken until it is reached again; training goes on"
         else:
-            loss = "no checkpoints are taken until it is reached again" if comes_again else _NO_MORE
-            means = f"{loss}; training goes on"
+            means = "no more checkpoints are taken in this job; training goes on"
         _log.error("rank %d: %s, and %s: %s", self.rank, what, means, error)
         self.events.emit("stager_lost", {"code": error.code, "message": str(error)})
         self.problem = self._last_problem = (
@@ -492,14 +491,14 @@ class Link:
         if found is None:
             return False
         self._attempts = (*self._attempts, self.attempt)[-EARLIER_ATTEMPTS_MAX:]
-        self._session = self._open(found.port, found.welcome, before=self._session)
+        self._session = self._open(found.greeted, before=self._session)
         self._pauses.outbox = self._session.outbox
         reach(Point.REJOINED)
         self.problem = None
         self._announce()
         # Ranks come one after the other: a step of others that this one has passed without a stager ends at once.
         if self._newest_step > self.durable_step:
-            found.port.send(self._decline_message(self._newest_step, "this rank had lost the stager"))
+            found.greeted.port.send(self._decline_message(self._newest_step, "this rank had lost the stager"))
         doubts, self._untold_doubts = self._untold_doubts, []
         for doubt in doubts:
             self._tell_doubt(doubt)
@@ -525,10 +524,14 @@ class Link:
             body = self._layout.to_bytes()
             self._session.port.send(wire.encode(Kind.LAYOUT, attempt=self.attempt, body=body))
 
+    @property
+    def _kept_there(self) -> str:
+        return f"checkpoints are kept in {self._goes_on_in} alone"
+
     def _at_risk(self) -> str:
         """The loss if the job ended now. Any thread."""
         if self._goes_on_in:
-            return f"checkpoints are kept in {self._goes_on_in} alone"
+            return self._kept_there
         done, durable, staged = self.appointments.promises.last_step, self.durable_step, self.staged_step
         said = [f"training has done step {done}"] if done >= 0 else []
         said.append(

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.wire.welcome import Welcome
 from trainer_side.background_thread import BackgroundThread, ThreadDied
-from trainer_side.link.greeting import greet
+from trainer_side.link.greeting import Greeted, greet
 from trainer_side.ranks.ports import GenerationOver, StagerPort, StartReplaced
 
 _log = logging.getLogger("holdfast.trainer.link")
@@ -47,17 +47,15 @@ class ComeAgain(NamedTuple):
     newest_attempt: Callable[[], int]
 
 
-class Found(NamedTuple):
+class Reached(NamedTuple):
     """A stager that has welcomed this rank again.
 
     Attributes:
-        port: The way to it.
-        welcome: Its answer.
+        greeted: The way to it, and its answer.
         seconds: How long the rank was without a stager. `tries`: how often it tried.
     """
 
-    port: StagerPort
-    welcome: Welcome
+    greeted: Greeted
     seconds: float
     tries: int
 
@@ -84,7 +82,7 @@ class Rejoining:
         self._again, self._rank, self._ranks = again, rank, ranks
         self._start_seconds_max, self._at_risk = start_seconds_max, at_risk
         self._generation = 0
-        self._found: queue.SimpleQueue[Found | ThreadDied] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[Reached | ThreadDied] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._before: Welcome | None = None
         self._said = ""
@@ -98,7 +96,7 @@ class Rejoining:
             "holdfast-rejoin", self._search, rank=self._rank, task=task, died=self._found.put
         ).start()
 
-    def look(self) -> Found | None:
+    def look(self) -> Reached | None:
         """The stager, once it is found. Never waits.
 
         Raises:
@@ -126,7 +124,7 @@ class Rejoining:
             tries += 1
             tried = self._generation
             try:
-                port, welcome = self._try()
+                greeted = self._try()
             except GenerationOver as over:
                 self._generation = max(self._generation, tried + 1)
                 at_once += 1
@@ -141,7 +139,7 @@ class Rejoining:
             except HoldfastError as error:
                 self._say(error)
             else:
-                self._found.put(Found(port, welcome, time.monotonic() - begun, tries))
+                self._found.put(Reached(greeted, time.monotonic() - begun, tries))
                 if self._ended.is_set():  # nobody looks any more
                     self._leave_what_was_found()
                 return
@@ -158,24 +156,24 @@ class Rejoining:
             self._ended.wait(pause_seconds)
             pause_seconds = min(_PAUSE_SECONDS_MAX, 2 * pause_seconds)
 
-    def _try(self) -> tuple[StagerPort, Welcome]:
+    def _try(self) -> Greeted:
         port = self._again.connect(self._generation)
         try:
-            return port, self._greet(port)
+            return self._greet(port)
         except HoldfastError:
             self._generation += 1  # this one was admitted, and its messages are counted
             port.leave(_LEAVE_SECONDS_MAX)
             raise
 
-    def _greet(self, port: StagerPort) -> Welcome:
-        welcome = greet(
+    def _greet(self, port: StagerPort) -> Greeted:
+        greeted = greet(
             port,
             ranks=self._ranks,
             seconds_max=self._start_seconds_max,
             pause_seconds=_LOOK_SECONDS,
             given_up=self._ended.is_set,
         )
-        before = self._before
+        before, welcome = self._before, greeted.welcome
         assert before is not None
         if (welcome.store_url, welcome.chunk_bytes) != (before.store_url, before.chunk_bytes):
             raise ConfigError(
@@ -189,7 +187,7 @@ class Rejoining:
                 f"{before.store_url} has a checkpoint of attempt {newest}, and this job was attempt {before.attempt} "
                 "until it lost its stager: another start of it has gone on since"
             )
-        return welcome
+        return greeted
 
     def _say(self, error: HoldfastError) -> None:
         """Once for each cause; rank 0 of a job would else say it for hours."""
@@ -202,5 +200,5 @@ class Rejoining:
             found = self._found.get_nowait()
         except queue.Empty:
             return
-        if isinstance(found, Found):
-            found.port.leave(_LEAVE_SECONDS_MAX)
+        if isinstance(found, Reached):
+            found.greeted.port.leave(_LEAVE_SECONDS_MAX)

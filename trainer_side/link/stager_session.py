@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from holdfast.config import TrainerConfig
 from holdfast.telemetry.events import EventLog
-from holdfast.wire.welcome import Welcome
+from trainer_side.link.greeting import Greeted
 from trainer_side.link.outbox import Outbox, StagerSilence
 from trainer_side.link.questions import Questions
-from trainer_side.ranks.ports import StagerPort
 
 
 class StagerSession:
@@ -17,8 +16,7 @@ class StagerSession:
 
     Args:
         config: Settings.
-        port: The way to the stager.
-        welcome: What it said.
+        greeted: The way to the stager, and what it said.
         rank: This training rank.
         events: The event log as it is now.
         command: Has something done in the link's thread.
@@ -27,7 +25,7 @@ class StagerSession:
             with the machine of the lost stager.
 
     Attributes:
-        port, welcome: As given.
+        port, welcome: Of `greeted`.
         outbox: The checkpoints on their way.
         questions: What the stager was asked.
         silence: For how long nothing was heard.
@@ -36,8 +34,7 @@ class StagerSession:
     def __init__(
         self,
         config: TrainerConfig,
-        port: StagerPort,
-        welcome: Welcome,
+        greeted: Greeted,
         *,
         rank: int,
         events: Callable[[], EventLog],
@@ -45,7 +42,7 @@ class StagerSession:
         clock: Callable[[], float],
         before: StagerSession | None = None,
     ) -> None:
-        self.port, self.welcome = port, welcome
+        self.port, self.welcome = port, welcome = greeted
         self.outbox = Outbox(port, welcome.attempt, events)
         if before is not None:
             self.outbox.staged_step = self.outbox.durable_step = before.outbox.durable_step

@@ -16,6 +16,7 @@ from holdfast.net.handshake import (
     MESSAGES_CHANNEL,
     NONCE_BYTES,
     Hello,
+    Start,
     Status,
     WantsTls,
     answer_challenge,
@@ -56,9 +57,7 @@ class Door:
         address: Where the stager listens.
         key: Of the run; None: that of a stager of this user on this machine (holdfast/stager_key.py).
         rank: This rank, of `ranks`.
-        launch: Names the launcher's job.
-        incarnation: Random bytes of this start of the job, the same on all its ranks.
-        generation: How often the ranks of this start have lost a stager and come again.
+        start: Of the job.
         tls: The stager must speak TLS; None: it must not.
     """
 
@@ -69,15 +68,13 @@ class Door:
         *,
         rank: int,
         ranks: int,
-        launch: str,
-        incarnation: bytes,
-        generation: int = 0,
+        start: Start,
         tls: RankTls | None = None,
     ) -> None:
         self.address = address
         self._tls = tls
         self._key, self.rank, self._ranks = key, rank, ranks
-        self._launch, self._incarnation, self._generation = launch, incarnation, generation
+        self._start = start
 
     def open(
         self, channel: int, *, seconds_max: float, received: int = 0, resuming: bool = False
@@ -143,10 +140,10 @@ class Door:
             self.rank,
             self._ranks,
             channel,
-            self._launch,
-            self._incarnation,
+            self._start.launch,
+            self._start.incarnation,
             nonce,
-            self._generation,
+            self._start.generation,
             resuming,
         )
         data = hello.to_bytes()

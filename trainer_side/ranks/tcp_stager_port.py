@@ -16,7 +16,7 @@ from pathlib import Path
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.net.address import parse_address
-from holdfast.net.handshake import CHANNELS_MAX, MESSAGES_CHANNEL
+from holdfast.net.handshake import CHANNELS_MAX, MESSAGES_CHANNEL, Start
 from holdfast.net.message_line import MessageLine
 from holdfast.net.payload_frame import PayloadHeader
 from holdfast.net.tls import AnySocket, RankTls
@@ -111,9 +111,7 @@ class TcpStagerPort:
             key,
             rank=rank,
             ranks=ranks,
-            launch=launch,
-            incarnation=incarnation,
-            generation=generation,
+            start=Start(launch, incarnation, generation),
             tls=None if tls_ca is None else RankTls(tls_ca),
         )
         opened = door.open(MESSAGES_CHANNEL, seconds_max=start_seconds_max)

@@ -15,6 +15,7 @@ from holdfast.image.slices import area_bytes, frames_of
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from holdfast.wire.welcome import Welcome
+from trainer_side.link.greeting import Greeted
 from trainer_side.link.link import Link
 from trainer_side.transfer import Transfer
 
@@ -113,7 +114,7 @@ def until(condition: Callable[[], object]) -> None:
 
 def make(port: FakePort, *, rank: int = 0, **settings: Any) -> Link:
     welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
-    return Link(TrainerConfig(**settings), port, welcome, rank=rank, ranks=2)
+    return Link(TrainerConfig(**settings), Greeted(port, welcome), rank=rank, ranks=2)
 
 
 def offer(link: Link, step: int = 1, source: Source | None = None) -> Transfer:

@@ -20,6 +20,7 @@ from holdfast.wire.state_messages import Proposal
 from holdfast.wire.welcome import Welcome
 from tests.unit.trainer_side.stager_port import CHUNK, LAYOUT, SECONDS_MAX, FakePort, make, offer, until
 from trainer_side.link import rejoining
+from trainer_side.link.greeting import Greeted
 from trainer_side.link.link import Link
 from trainer_side.link.rejoining import ComeAgain
 from trainer_side.link.schedule import SchedulePhase
@@ -112,7 +113,9 @@ def test_a_rank_that_missed_a_save_of_the_others_keeps_its_stager(
 def test_a_silent_stager_is_lost_after_its_deadline_and_not_before(port: FakePort) -> None:
     now = [0.0]
     welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
-    link = Link(TrainerConfig(stager_seconds_max=30), port, welcome, rank=0, ranks=2, clock=lambda: now[0])
+    link = Link(
+        TrainerConfig(stager_seconds_max=30), Greeted(port, welcome), rank=0, ranks=2, clock=lambda: now[0]
+    )
 
     def pass_seconds(seconds: float) -> None:
         for _ in range(int(seconds * 2)):
@@ -291,7 +294,9 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Again:
 
 def _linked(port: FakePort, again: Again, rank: int = 0) -> Link:
     welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
-    link = Link(TrainerConfig(), port, welcome, rank=rank, ranks=2, again=ComeAgain(again, lambda: 0))
+    link = Link(
+        TrainerConfig(), Greeted(port, welcome), rank=rank, ranks=2, again=ComeAgain(again, lambda: 0)
+    )
     link.announce(LAYOUT)
     return link
 
@@ -335,7 +340,7 @@ def test_a_layout_of_the_time_without_a_stager_is_announced_when_it_is_back(
     port: FakePort, again: Again
 ) -> None:
     welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
-    link = Link(TrainerConfig(), port, welcome, rank=0, ranks=2, again=ComeAgain(again, lambda: 0))
+    link = Link(TrainerConfig(), Greeted(port, welcome), rank=0, ranks=2, again=ComeAgain(again, lambda: 0))
     _lose(link, port)
     link.announce(LAYOUT)
     second = _reach(link, again)

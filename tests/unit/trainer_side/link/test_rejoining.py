@@ -14,7 +14,7 @@ from holdfast.wire.welcome import Welcome
 from tests.unit.trainer_side.stager_port import CHUNK, SECONDS_MAX, FakePort, until
 from trainer_side.background_thread import ThreadDied
 from trainer_side.link import rejoining
-from trainer_side.link.rejoining import ComeAgain, Found, Rejoining
+from trainer_side.link.rejoining import ComeAgain, Reached, Rejoining
 from trainer_side.ranks.ports import GenerationOver, StartReplaced
 
 BEFORE = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
@@ -71,8 +71,8 @@ def search() -> Iterator[Callable[..., Rejoining]]:
         one.end()
 
 
-def _found(search: Rejoining) -> Found:
-    found: list[Found] = []
+def _found(search: Rejoining) -> Reached:
+    found: list[Reached] = []
 
     def look() -> bool:
         found.extend(filter(None, [search.look()]))
@@ -88,8 +88,8 @@ Search = Callable[..., Rejoining]
 def test_what_does_not_answer_is_tried_again_as_the_same_generation(search: Search) -> None:
     door = Door(PeerLost("not there"), ConfigError("it serves another job"), AFTER)
     found = _found(search(door))
-    assert (found.welcome, found.tries) == (AFTER, 3)
-    assert found.port is door.ports[0]
+    assert (found.greeted.welcome, found.tries) == (AFTER, 3)
+    assert found.greeted.port is door.ports[0]
     assert door.ports[0].of(Kind.HELLO)
     assert door.generations == [1, 1, 1]
 
@@ -125,7 +125,7 @@ def test_a_stager_of_another_run_is_left_and_named(
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast.trainer.link")
     door = Door(other, AFTER)
-    assert _found(search(door)).port is door.ports[1]
+    assert _found(search(door)).greeted.port is door.ports[1]
     assert door.ports[0].left
     assert door.generations == [1, 2], "the first was admitted"
     assert (
