@@ -39,7 +39,7 @@ from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from holdfast.store.base import SMALL_BYTES_MAX
 from holdfast.store.retrying import RetryBudget, Retrying
-from holdfast.telemetry.causes import DeclineCause, Reason
+from holdfast.telemetry.causes import DeclineCause
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import VERSION, Kind, decode, encode, to_json
@@ -550,13 +550,13 @@ class World:
                 sim.wait(before.released.is_set, 60.0, "wait for the buffer")
             free = [s for s in sources if s not in sending or sending[s].released.is_set()]
             if not free:
-                link.decline(step, Reason("busy", "the buffer is still being sent"))
+                link.decline(step, DeclineCause.BUSY.because("the buffer is still being sent"))
                 continue
             source = free[0]
             sources.remove(source)
             sources.append(source)  # the one that was filled longest ago comes first
             if sim.chance.random() < 0.03:
-                link.decline(step, Reason("busy", "not now"))
+                link.decline(step, DeclineCause.BUSY.because("not now"))
                 continue
             if copier is not None:
                 copier.wait()
