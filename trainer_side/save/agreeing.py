@@ -48,15 +48,14 @@ class RanksAgreeing:
         self.sum_seconds = 0.0
 
     def begin(self) -> None:
-        """See that the first save of all may be. Where it may not, the others hear it from rank 0 in `agree`.
+        """See that the first save of all may be. Where it may not, the other ranks hear it in `agree`.
 
         Raises:
             ConfigError: The run has checkpoints, and the script has neither called `restore()` nor said `fresh`.
             StoreError: Whether it has cannot be seen.
         """
-        if self._rank != 0:
-            return
-        error = self._context.beginning.refusal(self._context.link.store_url, self._context.tiers.tiers)
+        url, tiers = self._context.link.store_url, self._context.tiers.tiers
+        error = self._context.beginning.refusal(url, tiers, with_store=self._rank == 0)
         if error is not None:
             self._refuse(error)
             raise error
@@ -83,7 +82,7 @@ class RanksAgreeing:
             beside_bytes: What data.pkl takes beside the pickle.
 
         Raises:
-            ConfigError: Rank 0 has found that the first save must not be (see `begin`).
+            ConfigError: A rank has found that the first save must not be (see `begin`).
             StateError: It cannot be saved, here or on another rank; or the ranks hold different tensors, or different
                 bytes in tensors of which one copy is saved.
             PeerLost: A rank did not answer in time.
