@@ -156,6 +156,10 @@ class Link:
     ) -> bytes | None:
         return self._questions.fetch(asked, attempt=attempt, step=step, chunk=chunk, body=body)
 
+    def fits(self, step: int) -> None:
+        message = wire.encode(Kind.FITS, attempt=self.welcome.attempt, step=step)
+        self._command(lambda: self._port.send(message) if self.problem is None else None)
+
     def announce(self, layout: Layout) -> None:
         """Use `layout` for all later offers. Every rank calls it with the same one; rank 0 sends it to the stager."""
         self._plan = SendPlan.of(layout, self.rank)
