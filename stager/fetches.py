@@ -17,7 +17,7 @@ from collections import deque
 from holdfast.errors import ProtocolError
 from holdfast.process import boot_id
 from holdfast.ring.near_ring import RingPlace
-from holdfast.ring.remains import Asked, held_in, tell_held
+from holdfast.ring.remains import ANSWER_BYTES_MAX, Asked, held_in, tell_held
 from holdfast.ring.ring import Ring
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
@@ -26,6 +26,7 @@ from stager.trainers_port import TrainersPort
 
 _UNSENT_MAX = 2  # answers on their way to one rank: more would only take memory
 _WAITING_MAX = 1024  # questions of one rank
+_QUESTION_BYTES_MAX = 256
 
 
 class Fetches:
@@ -58,12 +59,16 @@ class Fetches:
             raise ProtocolError(
                 f"FETCH from rank {rank}: flags {frame.flags}, expected 0 to {len(Asked) - 1}"
             )
+        if len(frame.body) > _QUESTION_BYTES_MAX:
+            raise ProtocolError(
+                f"FETCH from rank {rank}: a question of {len(frame.body)} bytes, expected at most {_QUESTION_BYTES_MAX}"
+            )
         if Asked(frame.flags) is Asked.BYTES:
             body = wire.json_body(frame, offset=int, nbytes=int)
-            if not (body["offset"] >= 0 and 0 < body["nbytes"] <= wire.MAX_BODY_BYTES):
+            if not (body["offset"] >= 0 and 0 < body["nbytes"] <= ANSWER_BYTES_MAX):
                 raise ProtocolError(
                     f"FETCH from rank {rank}: {body['nbytes']} bytes from {body['offset']}, expected at most "
-                    f"{wire.MAX_BODY_BYTES}"
+                    f"{ANSWER_BYTES_MAX}"
                 )
         waiting = self._waiting.setdefault(rank, deque())
         if len(waiting) >= _WAITING_MAX:

@@ -3,8 +3,8 @@
     header ─► place posted for (rank, slot)? ── yes ─► recvmsg_into the slot ─► taken ─► receipt
                         └─ no, taken before, withdrawn, or another size ─► read and dropped ─► receipt
 
-The memory of a slot is written only as long as its place is wanted: a withdrawn one is left at once, in the middle of a
-payload if need be.
+The memory of a slot is written only as long as its place is wanted: one that is withdrawn, or filled over another
+connection, is left at once, in the middle of a payload if need be.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _BYTES_PER_TURN_MAX = 16 << 20  # then it is another connection's turn
 _PIECES_PER_CALL_MAX = 512  # half of what the system takes in one call
 _DROPPED_BYTES = 256 * 1024
 _NBYTES_MAX = 1 << 31
+_RECEIPTS_BYTES_MAX = 4 << 20  # of payloads that lie in the buffers of the connection there are fewer
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class Place:
         memory: The slot.
         pieces: Parts of it, in the order of the payload's bytes.
         nbytes: Of all pieces together.
-        wanted: It still is.
+        wanted: Nothing has filled or withdrawn it yet.
     """
 
     memory: memoryview
@@ -48,7 +49,8 @@ class PayloadLine:
     Args:
         sock: The connection; it does not block.
         open_place: Where this payload belongs; None if it is to be dropped.
-        taken: Called with its header when all of a payload has been read, and with whether it lies in its place.
+        taken: Called with its header when all of a payload has been read, and with the place that was open for it when
+            it began; None if that is not wanted any more.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class PayloadLine:
         sock: AnySocket,
         *,
         open_place: Callable[[PayloadHeader], Place | None],
-        taken: Callable[[PayloadHeader, bool], None],
+        taken: Callable[[PayloadHeader, Place | None], None],
     ) -> None:
         self._sock, self._open_place, self._taken = sock, open_place, taken
         self._header = bytearray(HEADER.size)
@@ -71,8 +73,8 @@ class PayloadLine:
         """Take what has come, at most some MiB.
 
         Raises:
-            ProtocolError: The connection has ended, or what comes is no payload.
-            OSError: The connection is broken.
+            ProtocolError: What comes is no payload, or its receipts are not read.
+            OSError: The connection has ended, or is broken.
         """
         budget = _BYTES_PER_TURN_MAX
         while budget > 0:
@@ -81,7 +83,7 @@ class PayloadLine:
             except BlockingIOError:
                 break
             if nbytes == 0:
-                raise ProtocolError("the connection has ended")
+                raise ConnectionResetError("the connection has ended")
             budget -= nbytes
         self.write()
 
@@ -92,10 +94,9 @@ class PayloadLine:
             if self._header_filled == HEADER.size:
                 self._begin()
             return nbytes
-        if self._place is not None and not self._place.wanted:
-            self._place = None
+        if self._targets and not (self._place is not None and self._place.wanted):
             self._targets.clear()
-        nbytes = self._into_place() if self._place is not None else self._drop()
+        nbytes = self._into_place() if self._targets else self._drop()
         self._left -= nbytes
         if self._left == 0:
             self._end()
@@ -107,9 +108,8 @@ class PayloadLine:
             raise ProtocolError(f"a payload of {header.nbytes} bytes with number {header.number}")
         self._header_filled = 0
         self._present, self._left = header, header.nbytes
-        place = self._open_place(header)
+        self._place = place = self._open_place(header)
         if place is not None and place.nbytes == header.nbytes:
-            self._place = place
             self._targets.extend(place.memory[piece.offset : piece.end] for piece in place.pieces)
 
     def _into_place(self) -> int:
@@ -129,12 +129,16 @@ class PayloadLine:
         return len(self._sock.recv(min(self._left, _DROPPED_BYTES)))
 
     def _end(self) -> None:
-        header, in_place = self._present, self._place is not None
+        header, place = self._present, self._place
         assert header is not None
         self._present, self._place = None, None
         self._targets.clear()
-        self._taken(header, in_place)
+        self._taken(header, place if place is not None and place.wanted else None)
         self._receipts += RECEIPT.pack(header.number)
+        if len(self._receipts) > _RECEIPTS_BYTES_MAX:
+            raise ProtocolError(
+                f"does not read its receipts: {len(self._receipts)} bytes of them wait for room"
+            )
 
     def write(self) -> None:
         """Send the receipts that are due, as far as there is room.

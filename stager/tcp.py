@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.errors import ProtocolError
 from holdfast.image.regions import Extent
 from holdfast.net.handshake import MESSAGES_CHANNEL, Hello, Status, admission
-from holdfast.net.message_line import MessageLine
+from holdfast.net.message_line import SCRATCH_BYTES, MessageLine
 from holdfast.net.payload_frame import PayloadHeader, TakenNumbers
 from holdfast.net.tls import AnySocket
 from stager.payload_line import PayloadLine, Place
@@ -34,7 +35,7 @@ _READS_PER_TURN_MAX = 64  # so that payloads are looked at, too, when a rank tal
 class _Rank:
     """What is known of one rank."""
 
-    line: MessageLine = field(default_factory=MessageLine)
+    line: MessageLine
     sock: AnySocket | None = None
     known: bool = False  # it was admitted here before
     cut_at: float | None = None  # since when it has no connection; None before the first
@@ -74,11 +75,17 @@ class TcpTrainersPort:
         self._reconnect_seconds_max = reconnect_seconds_max
         self._start_deadline = clock() + start_seconds_max
         self._start_seconds_max = start_seconds_max
-        self._ranks = [_Rank() for _ in range(hello.ranks)]
+        # Made when a rank comes, or is spoken to: how many there are, only their hellos say.
+        self._ranks: defaultdict[int, _Rank] = defaultdict(self._new_rank)
+        self._scratch = bytearray(SCRATCH_BYTES)
+        self._awaited = True  # ranks that have not come may still come
         self._places: dict[tuple[int, int], Place] = {}
         self._received: dict[tuple[int, int], int] = {}
         self._messages: list[tuple[int, bytes]] = []
         self._newly_lost: list[tuple[int, str]] = []
+
+    def _new_rank(self) -> _Rank:
+        return _Rank(MessageLine(self._scratch))
 
     # -- connections -------------------------------------------------------------------------------------------------
 
@@ -136,7 +143,7 @@ class TcpTrainersPort:
     @property
     def is_alive(self) -> bool:
         """Whether some rank of the job is connected; a machine that is gone is no more after some ten seconds."""
-        return any(rank.sock is not None for rank in self._ranks)
+        return any(rank.sock is not None for rank in self._ranks.values())
 
     def end(self, reason: str) -> None:
         """Take every rank that has not left for lost."""
@@ -144,7 +151,7 @@ class TcpTrainersPort:
             self.drop(number, reason)
 
     def close(self) -> None:
-        for number in range(self.ranks):
+        for number in self._ranks:
             self._hang_up(number)
 
     def fileno(self) -> int:
@@ -154,9 +161,14 @@ class TcpTrainersPort:
     # -- control messages --------------------------------------------------------------------------------------------
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send a control message; to a lost rank nothing happens."""
-        if not self._ranks[rank].lost:
+        """Send a control message; to a lost rank nothing happens. One that acknowledges too few is lost."""
+        if self._ranks[rank].lost:
+            return
+        try:
             self._ranks[rank].line.put(message)
+        except ProtocolError as error:
+            self.drop(rank, str(error))
+        else:
             self._write(rank)
 
     @property
@@ -172,19 +184,22 @@ class TcpTrainersPort:
         """All control messages that have come, then the ranks found lost. Never waits."""
         self._reactor.turn()
         now = self._clock()
-        for number, rank in enumerate(self._ranks):
-            if rank.lost or rank.left or rank.sock is not None:
+        for number, rank in self._ranks.items():
+            if rank.lost or rank.left or rank.cut_at is None:
                 continue
-            if rank.cut_at is None:
-                if now > self._start_deadline:
-                    self.drop(
-                        number, f"did not come within {self._start_seconds_max:g} s after the first rank"
-                    )
-            elif now > rank.cut_at + self._reconnect_seconds_max:
+            if now > rank.cut_at + self._reconnect_seconds_max:
                 self.drop(
                     number,
                     f"has had no connection for {self._reconnect_seconds_max:g} s: its process is dead, or cut off",
                 )
+        if self._awaited and now > self._start_deadline:
+            self._awaited = False
+            for number in range(self.ranks):
+                rank = self._ranks[number]
+                if rank.sock is None and rank.cut_at is None:
+                    self.drop(
+                        number, f"did not come within {self._start_seconds_max:g} s after the first rank"
+                    )
         seen = PollResult(self._messages, self._newly_lost)
         self._messages, self._newly_lost = [], []
         return seen
@@ -247,6 +262,7 @@ class TcpTrainersPort:
 
     def post(self, rank: int, slot: int, memory: memoryview, pieces: tuple[Extent, ...]) -> None:
         """Be ready for `pieces` (offsets within `memory`, the slot) from `rank`; then send it the credit."""
+        self.cancel(rank, slot)
         self._places[rank, slot] = Place(memory, pieces, sum(piece.nbytes for piece in pieces))
 
     def received(self, rank: int, slot: int) -> int | None:
@@ -263,17 +279,18 @@ class TcpTrainersPort:
     def _open_place(self, number: int, header: PayloadHeader) -> Place | None:
         if header.number in self._ranks[number].taken:
             return None
+        self._ranks[number].taken.check(header.number)
         return self._places.get((number, header.slot))
 
-    def _taken(self, number: int, header: PayloadHeader, in_place: bool) -> None:
+    def _taken(self, number: int, header: PayloadHeader, place: Place | None) -> None:
         rank = self._ranks[number]
         if header.number in rank.taken:
             return
         rank.taken.add(header.number)
-        place = self._places.get((number, header.slot))
         # One of another size is told as it came: the rank has broken the protocol.
-        if place is not None and (in_place or place.nbytes != header.nbytes):
-            del self._places[number, header.slot]
+        if place is not None:
+            # Half of another payload that is on its way there would go on into what the slot holds next.
+            self.cancel(number, header.slot)
             self._received[number, header.slot] = header.nbytes
 
     def _payload_ready(
@@ -296,6 +313,8 @@ class TcpTrainersPort:
             self._reactor.close(sock)
             if self._ranks[number].payload_socks.get(channel) is sock:
                 del self._ranks[number].payload_socks[channel]
+            if isinstance(error, ProtocolError):
+                self.drop(number, f"broke the protocol: {error}")
 
     # -- who is gone -------------------------------------------------------------------------------------------------
 
@@ -310,6 +329,7 @@ class TcpTrainersPort:
             of_rank.lost = True
             self._newly_lost.append((rank, f"rank {rank} {reason}"))
             self._hang_up(rank)
+            of_rank.line = MessageLine(self._scratch)  # nothing is kept for it
 
     def _hang_up(self, number: int) -> None:
         rank = self._ranks[number]

@@ -1,7 +1,7 @@
 """Handles everything that the stager hears of its trainers: messages, payloads, silence, ends.
 
     HELLO ─► WELCOME, when restore would see all that earlier jobs have staged
-    OFFER, DECLINE, SENT, RETURN, DONE, payloads ─► events of the session        PROPOSE ─► Round
+    OFFER, DECLINE, SENT, RETURN, DONE, payloads ─► events of the session        PROPOSE, FITS ─► Round
     NOTICE, AT ─► Notices      WISH, HERE ─► IntervalDesk      FETCH ─► Fetches      DOUBT ─► DoubtDesk
     BEAT: it was heard
     BYE, dead, broke the protocol ─► it has left: everybody here hears of it
@@ -20,7 +20,7 @@ from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
-from holdfast.wire.agreement import Round
+from holdfast.wire.agreement import OneSided, Round
 from holdfast.wire.frames import Frame, Kind
 from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.welcome import Welcome
@@ -32,6 +32,7 @@ from stager.session.session_messages import (
     Decline,
     Done,
     Event,
+    Failed,
     NewLayout,
     Offer,
     RankBack,
@@ -158,21 +159,16 @@ class TrainerDesk:
             case Kind.PROPOSE:
                 self._answer(self._round.propose(rank, self._proposal(rank, frame), self._clock()))
             case Kind.LAYOUT:
-                if rank != 0:
-                    raise ProtocolError(f"LAYOUT from rank {rank}; only rank 0 announces layouts")
-                layout = Layout.from_bytes(frame.body)
-                ring_chunk_bytes = self._line.flusher.ring.chunk_bytes
-                if layout.chunk_bytes != ring_chunk_bytes:
-                    raise ProtocolError(
-                        f"LAYOUT with chunks of {layout.chunk_bytes} bytes, the ring has {ring_chunk_bytes}"
-                    )
-                self._take(rank, NewLayout(layout))
+                self._take(rank, NewLayout(self._layout(rank, frame)))
             case Kind.OFFER:
                 body = wire.json_body(frame, layout_digest=str)
                 self._actions.offered(frame.step)
                 self._trainers.spoke(rank, frame.step)
                 self._notices.offered(frame.step)
                 self._take(rank, Offer(rank, frame.step, body.pop("layout_digest"), body))
+                self._answer(self._round.fits(rank, frame.step))
+            case Kind.FITS:
+                self._answer(self._round.fits(rank, frame.step))
             case Kind.DECLINE:
                 reason = Reason.of_decline(frame.body.decode(errors="replace")[:2000])
                 self._trainers.spoke(rank, frame.step)
@@ -250,9 +246,12 @@ class TrainerDesk:
         self._actions.take(RankLost(rank, reason))
         self._answer(self._round.lost(rank, reason, by_itself=not loud))
 
-    def _answer(self, answer: Agreement | HoldfastError | None) -> None:
+    def _answer(self, answer: Agreement | HoldfastError | OneSided | None) -> None:
         """Tell every rank how a round of proposals ended, if it did."""
         if answer is None:
+            return
+        if isinstance(answer, OneSided):
+            self._end_one_sided(answer)
             return
         attempt = self._line.flusher.attempt
         if isinstance(answer, Agreement):
@@ -260,6 +259,26 @@ class TrainerDesk:
         else:
             message = wire.encode(Kind.REFUSED, attempt=attempt, body=wire.error_body(answer))
         self._trainers.send_all(message)
+
+    def _layout(self, rank: int, frame: Frame) -> Layout:
+        if rank != 0:
+            raise ProtocolError(f"LAYOUT from rank {rank}; only rank 0 announces layouts")
+        layout, ring_chunk_bytes = Layout.from_bytes(frame.body), self._line.flusher.ring.chunk_bytes
+        if layout.chunk_bytes != ring_chunk_bytes:
+            raise ProtocolError(
+                f"LAYOUT with chunks of {layout.chunk_bytes} bytes, the ring has {ring_chunk_bytes}"
+            )
+        return layout
+
+    def _end_one_sided(self, ended: OneSided) -> None:
+        """Those that asked hear why; the others hear it of the step, which they have begun."""
+        _log.error("%s", ended.error)
+        refused = wire.encode(
+            Kind.REFUSED, attempt=self._line.flusher.attempt, body=wire.error_body(ended.error)
+        )
+        for rank in ended.ranks:
+            self._trainers.send(rank, refused)
+        self._actions.take(Failed(ended.step, ended.error.code, str(ended.error)))
 
     def _proposal(self, rank: int, frame: Frame) -> Proposal:
         """What the rank proposes; one that cannot be read is a refusal, which all ranks hear: the session goes on."""

@@ -138,15 +138,16 @@ class Trainers:
         if due:
             self._beat_at = now + self.beat_seconds
         found = []
-        for rank in sorted(self.present):
-            known = self._known.get(rank)
-            if known is not None and not known.silent:
-                seconds = self._listened_seconds - known.at
-                known.silent = seconds > self._seconds_max
-                if known.silent:
-                    found.append(SilentRank(rank, seconds))
-            # A silent one still has beats to answer; no more are piled up for it.
-            if due and not (known is not None and known.silent):
+        # None are piled up for a rank that has not said HELLO, or is silent and still has some to answer.
+        for rank in sorted(self._known.keys() & self.present):
+            known = self._known[rank]
+            if known.silent:
+                continue
+            seconds = self._listened_seconds - known.at
+            known.silent = seconds > self._seconds_max
+            if known.silent:
+                found.append(SilentRank(rank, seconds))
+            elif due:
                 self._port.send(rank, wire.encode(Kind.BEAT, attempt=attempt))
         return found
 

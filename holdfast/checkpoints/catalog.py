@@ -21,7 +21,7 @@ from holdfast.checkpoints.claim import names_tell
 from holdfast.checkpoints.manifest_order import ListedManifest, manifests_in, newest_first, step_of
 from holdfast.checkpoints.slice_doubts import read_doubts_of
 from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets
-from holdfast.errors import DamageError, StoreMissing
+from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.manifest import MANIFEST_BYTES_MAX, Key, Manifest, State, manifest_name
 from holdfast.ring.doubts import doubt_about
 from holdfast.store.base import ObjectInfo, Store
@@ -45,6 +45,7 @@ class CatalogItem:
         manifest: What it says; None when it cannot be read.
         fault: Why restore does not use it, for people; empty when it may.
         file_bytes: Size of the portable file in the store; None when there is none.
+        unopened: The store lists the manifest and does not give it, which is the fault: nobody knows what it says.
     """
 
     name: str
@@ -53,6 +54,7 @@ class CatalogItem:
     manifest: Manifest | None
     fault: str
     file_bytes: int | None
+    unopened: bool = False
 
     @property
     def order(self) -> Key:
@@ -124,14 +126,15 @@ class CatalogLook:
     ) -> Iterator[CatalogItem]:
         """These manifests, or all, in their order. The first is read alone, and then a few ahead of who asks.
 
-        One that is pruned meanwhile is left out.
+        One that is pruned meanwhile is left out. One that is listed and cannot be opened has that as its fault.
 
         Args:
             names: Which; None: all.
             progress: Told the bytes of each, in the calling thread.
 
         Raises:
-            StoreError: The store failed. That one manifest is damaged is no error.
+            StoreError: The store failed, and a retry may mend it. That a manifest is damaged or may not be read is no
+                error.
         """
         todo = deque(self.names if names is None else names)
         ahead: deque[tuple[ListedManifest, Future[bytes]]] = deque()
@@ -180,10 +183,15 @@ class CatalogLook:
         try:
             manifest = Manifest.from_bytes(read.result(), source=name)
         except DamageError as error:
-            beside = self._sizes.get(name.removesuffix(".json") + ".pt")
-            return CatalogItem(name, attempt, step, None, str(error), beside)
-        except StoreMissing:  # pruned between listing and reading
-            return None
+            return CatalogItem(name, attempt, step, None, str(error), self._beside(name))
+        except StoreMissing as error:
+            if all(info.name != name for info in self._store.list()):  # pruned between listing and reading
+                return None
+            return self._unopened(listed, error)
+        except StoreError as error:
+            if error.retriable:
+                raise
+            return self._unopened(listed, error)
         if manifest_name(manifest.file) != name or manifest.step != step:
             fault = (
                 f"{name}: is the manifest of {manifest.file}, step {manifest.step}: it was renamed or copied"
@@ -191,6 +199,15 @@ class CatalogLook:
             return CatalogItem(name, attempt, step, None, fault, None)
         file_bytes = self._sizes.get(manifest.file)
         return CatalogItem(name, manifest.attempt, step, manifest, _fault(manifest, file_bytes), file_bytes)
+
+    def _unopened(self, listed: ListedManifest, error: StoreError) -> CatalogItem:
+        name, (attempt, step) = listed.name, listed.order
+        fault = f"{name}: the store lists it, and it cannot be opened: {error}"
+        return CatalogItem(name, attempt, step, None, fault, self._beside(name), unopened=True)
+
+    def _beside(self, name: str) -> int | None:
+        """The size of the file that belongs to a manifest, by its name."""
+        return self._sizes.get(name.removesuffix(".json") + ".pt")
 
 
 class Catalog:

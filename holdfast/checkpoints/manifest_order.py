@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from holdfast.errors import DamageError, StoreMissing
+from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.manifest import Key, Manifest, is_manifest_name
 from holdfast.store.base import ObjectInfo, Store
 
@@ -104,4 +104,8 @@ def _attempt_said(store: Store, info: ObjectInfo) -> int | None:
             return int(match[1])
         return Manifest.from_bytes(store.read(info.name, _WHOLE_BYTES_MAX), source=info.name).attempt
     except (DamageError, StoreMissing):
+        return None
+    except StoreError as error:
+        if error.retriable:
+            raise
         return None

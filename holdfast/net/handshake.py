@@ -31,7 +31,7 @@ INCARNATION_BYTES = 16
 PROOF_BYTES = 32
 LAUNCH_BYTES_MAX = 255
 TEXT_BYTES_MAX = 2000
-RANKS_MAX = 1 << 20
+RANKS_MAX = 1 << 16  # each of a job has a connection for messages to one process, and some for payloads
 GENERATION_MAX = 0xFFFF
 _MAGIC = b"HOLDFAST"
 _HELLO = struct.Struct(f"<8sHHHIIHHH{INCARNATION_BYTES}s{NONCE_BYTES}s")
@@ -159,7 +159,10 @@ def read_hello(data: bytes) -> Hello:
     except UnicodeDecodeError:
         raise ProtocolError("its launch is not UTF-8") from None
     if not (rank < ranks <= RANKS_MAX and channel < CHANNELS_MAX and launch.isprintable()):
-        raise ProtocolError(f"rank {rank} of {ranks}, channel {channel}: expected less of each")
+        raise ProtocolError(
+            f"rank {rank} of {ranks}, channel {channel}: expected at most {RANKS_MAX} ranks, and channels below "
+            f"{CHANNELS_MAX}"
+        )
     return Hello(rank, ranks, channel, launch, incarnation, nonce, generation, bool(resuming))
 
 

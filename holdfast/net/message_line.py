@@ -20,27 +20,33 @@ import numpy as np
 from holdfast.errors import ProtocolError
 from holdfast.wire.frames import MAX_MESSAGE_BYTES
 
+UNACKNOWLEDGED_BYTES_MAX = 2 * MAX_MESSAGE_BYTES
+SCRATCH_BYTES = 64 * 1024
 _RECORD = struct.Struct("<IIQ")
 _MESSAGE, _ACKNOWLEDGED = 1, 2
-_SCRATCH_BYTES = 64 * 1024
+_KEPT_BYTES = 128  # what a message costs beside its own bytes while it is kept
 
 
 class MessageLine:
     """One end of a line of messages. One thread.
 
+    Args:
+        scratch: Where bytes arrive, `SCRATCH_BYTES` long. Lines of one thread may share it; None: one of its own.
+
     Attributes:
         received: How many messages have arrived, over all connections.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: bytearray | None = None) -> None:
         self.received = 0
         self._acknowledged = 0  # of ours, by the other side
         self._told = 0  # of theirs, by us
         self._unacknowledged: deque[bytes] = deque()
+        self._kept_bytes = 0  # of these, with what each costs beside
         self._begun = 0  # of these, how many the present connection has taken up
         self._outgoing: deque[memoryview] = deque()
-        self._scratch = bytearray(_SCRATCH_BYTES)
-        self._filled = 0
+        self._scratch = bytearray(SCRATCH_BYTES) if scratch is None else scratch
+        self._begun_record = b""  # of a record, what has come of it so far
         self._large: memoryview | None = None  # a message that does not fit into the scratch area
         self._large_filled = 0
 
@@ -52,8 +58,18 @@ class MessageLine:
         return len(self._unacknowledged)
 
     def put(self, message: bytes) -> None:
-        """Send a message after all others."""
+        """Send a message after all others.
+
+        Raises:
+            ProtocolError: The other side has not acknowledged so many that no more are kept.
+        """
+        if self._kept_bytes + len(message) + _KEPT_BYTES > UNACKNOWLEDGED_BYTES_MAX:
+            raise ProtocolError(
+                f"has not acknowledged {len(self._unacknowledged)} control messages, which take {self._kept_bytes} "
+                f"bytes; expected at most {UNACKNOWLEDGED_BYTES_MAX}"
+            )
         self._unacknowledged.append(message)
+        self._kept_bytes += len(message) + _KEPT_BYTES
 
     def outgoing(self) -> memoryview | None:
         """The bytes to write next, at least one; None if there are none. Tell how many were written by `written`."""
@@ -75,7 +91,7 @@ class MessageLine:
     def _queue(self, kind: int, message: bytes) -> None:
         self._told = self.received
         header = _RECORD.pack(kind, len(message), self.received)
-        if len(message) < _SCRATCH_BYTES:
+        if len(message) < SCRATCH_BYTES:
             self._outgoing.append(memoryview(header + message))
         else:
             self._outgoing.extend((memoryview(header), memoryview(message)))
@@ -86,10 +102,12 @@ class MessageLine:
         """Where the next bytes that come belong. Tell how many came by `arrived`."""
         if self._large is not None:
             return self._large[self._large_filled :]
-        return memoryview(self._scratch)[self._filled :]
+        begun = len(self._begun_record)
+        self._scratch[:begun] = self._begun_record
+        return memoryview(self._scratch)[begun:]
 
     def arrived(self, nbytes: int) -> list[bytes]:
-        """So many bytes were read into `room`; the messages that are complete now.
+        """So many bytes were read into the last `room`; the messages that are complete now.
 
         Raises:
             ProtocolError: They are not what a line carries; the connection must be ended.
@@ -101,33 +119,30 @@ class MessageLine:
             message, self._large = bytes(self._large), None
             self.received += 1
             return [message]
-        self._filled += nbytes
-        return self._parse()
+        return self._parse(len(self._begun_record) + nbytes)
 
-    def _parse(self) -> list[bytes]:
+    def _parse(self, filled: int) -> list[bytes]:
         messages: list[bytes] = []
         view = memoryview(self._scratch)
         place = 0
-        while self._filled - place >= _RECORD.size:
+        while filled - place >= _RECORD.size:
             kind, size, acknowledged = _RECORD.unpack_from(self._scratch, place)
             self._check(kind, size, acknowledged)
             self._acknowledge(acknowledged)
             body = place + _RECORD.size
-            if body + size > self._filled:
-                if size > _SCRATCH_BYTES - _RECORD.size:
+            if body + size > filled:
+                if size > SCRATCH_BYTES - _RECORD.size:
                     # Not a bytearray, which is filled with zeros: this costs no memory until bytes have really come.
                     self._large = np.empty(size, dtype=np.uint8).data
-                    self._large_filled = self._filled - body
-                    self._large[: self._large_filled] = view[body : self._filled]
-                    place = self._filled
+                    self._large_filled = filled - body
+                    self._large[: self._large_filled] = view[body:filled]
+                    place = filled
                 break
             if kind == _MESSAGE:
                 messages.append(bytes(view[body : body + size]))
                 self.received += 1
             place = body + size
-        rest = self._filled - place
-        self._scratch[:rest] = bytes(view[place : self._filled])
-        self._filled = rest
+        self._begun_record = bytes(view[place:filled])
         return messages
 
     def _check(self, kind: int, size: int, acknowledged: int) -> None:
@@ -145,7 +160,7 @@ class MessageLine:
 
     def _acknowledge(self, count: int) -> None:
         for _ in range(count - self._acknowledged):
-            self._unacknowledged.popleft()
+            self._kept_bytes -= len(self._unacknowledged.popleft()) + _KEPT_BYTES
             self._begun -= 1
         self._acknowledged = count
 
@@ -167,4 +182,4 @@ class MessageLine:
         self._begun = 0
         self._told = self.received  # the handshake has told it
         self._outgoing.clear()
-        self._filled, self._large = 0, None
+        self._begun_record, self._large = b"", None

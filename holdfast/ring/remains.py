@@ -27,6 +27,7 @@ from holdfast.ring.doubts import doubt_about, read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
 
+ANSWER_BYTES_MAX = 8 << 20  # of a chunk, in one answer
 _TOLD_MAX = 16  # checkpoints, newest first: older ones are in the store
 _RAW_BYTES_MAX = 1 << 28
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]

@@ -4,6 +4,7 @@
                                  │                        └────────── no ──► REFUSED: which rank, which tensor, why
                                  ├─ other names ─► RESERVED asks ─► PROPOSE with places ─► the same, of the union
                                  └─ else ────────────────────────────────────► REFUSED
+    FITS or OFFER of a rank, for the step that another one proposes for ──────► REFUSED: that one alone has changed
 
 Pure: proposals in, an answer out. One round is open at a time; a rank that proposes twice before all have proposed
 replaces what it said. Whoever leads the round uses it: the stager, or with local tiers the ranks' own council.
@@ -12,8 +13,9 @@ replaces what it said. Whoever leads the round uses it: the stager, or with loca
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,9 +30,18 @@ _NAMED_MAX = 1000  # tensors in one message
 _PAGE_BYTES = 4096
 _PICKLE_RESERVE_UNIT_BYTES = 64 * 1024
 _PATIENCE_SECONDS = 10.0  # before the log says who is waited for
+_STEPS_KNOWN = 16  # of which it is known whose states fit: ranks are not many steps apart
 _ALL_RANKS = (
     "Every rank must call step() or save(), each for its own part of the state: not inside `if rank == 0:`"
 )
+
+
+class OneSided(NamedTuple):
+    """The end of a round that some ranks began alone: `ranks` hear `error`, and nothing comes of `step`."""
+
+    ranks: tuple[int, ...]
+    step: int
+    error: HoldfastError
 
 
 class Round:
@@ -47,6 +58,9 @@ class Round:
         self._proposals: dict[int, Proposal] = {}
         self._reader = ProposalReader(2 * ranks)
         self._gone: dict[int, str] = {}  # rank → why it never proposes again
+        self._fitting: OrderedDict[int, set[int]] = (
+            OrderedDict()
+        )  # step → ranks whose state fits the layout there
         self._begun_at = 0.0
         self._is_said = False
 
@@ -58,7 +72,9 @@ class Round:
         """
         return self._reader.read(frame)
 
-    def propose(self, rank: int, proposal: Proposal, now: float) -> Agreement | HoldfastError | None:
+    def propose(
+        self, rank: int, proposal: Proposal, now: float
+    ) -> Agreement | HoldfastError | OneSided | None:
         """Take one rank's proposal. None: others are missing. Otherwise the answer to all; the next round begins."""
         if not self._proposals:
             self._begun_at, self._is_said = now, False
@@ -66,7 +82,7 @@ class Round:
         if self._gone:
             return self._ended()
         if len(self._proposals) < self._ranks:
-            return None
+            return self._one_sided(proposal.step)
         proposals = self._over()
         refused = _refused(proposals)
         if refused is not None:
@@ -75,6 +91,39 @@ class Round:
             return _agreed([proposals[rank] for rank in range(self._ranks)])
         except (StateError, ProtocolError) as refusal:
             return refusal
+
+    def fits(self, rank: int, step: int) -> OneSided | None:
+        """A rank saves this step with the layout that it has: it will propose nothing for it."""
+        self._fitting.setdefault(step, set()).add(rank)
+        while len(self._fitting) > _STEPS_KNOWN:
+            self._fitting.popitem(last=False)
+        return self._one_sided(step) if self._proposals else None
+
+    def _one_sided(self, step: int) -> OneSided | None:
+        """The end of the round, if some ranks propose for this step and others never will.
+
+        A step that a rank saves twice has fitted the first time: of such a rank nothing follows.
+        """
+        fitting = self._fitting.get(step, set())
+        alone = [rank for rank, one in self._proposals.items() if one.step == step and rank not in fitting]
+        others = sorted(fitting - self._proposals.keys())
+        if step < 0 or not alone or not others:
+            return None
+        proposals = self._over()
+        first = proposals[min(alone)]
+        who = ranks_named(sorted(alone))
+        if first.refusal is not None:
+            code, why = first.refusal
+            return OneSided(tuple(proposals), step, peer_error(code, f"step {step}: {who}: {why}"))
+        why = first.change or "its tensors are others than before"
+        return OneSided(
+            tuple(proposals),
+            step,
+            StateError(
+                f"step {step}: the state of {who} has changed, and that of {ranks_named(others)} has not: {why}. All "
+                "ranks must change their tensors, and how these are split, before the same save"
+            ),
+        )
 
     def late(self, now: float) -> str:
         """Which ranks a round waits for, as a warning, said once in each round; empty while there is no need."""

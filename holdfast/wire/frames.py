@@ -51,8 +51,8 @@ class Role(IntEnum):
 class Kind(IntEnum):
     """Kinds of control message. Below 32: trainer to stager; from 32: stager to trainer; BEAT: either.
 
-    From 64: among the ranks of a job that has local tiers, which use PROPOSE, RESERVED, REFUSED, NOTICE, AT, SAVE_AT,
-    DOUBT, DOUBTED and BYE among themselves as well. Neither stager nor link takes one of these.
+    From 64: among the ranks of a job that has local tiers, which use PROPOSE, FITS, RESERVED, REFUSED, NOTICE, AT,
+    SAVE_AT, DOUBT, DOUBTED and BYE among themselves as well. Neither stager nor link takes one of these.
     """
 
     HELLO = 1
@@ -70,6 +70,7 @@ class Kind(IntEnum):
     WISH = 13
     HERE = 14
     DOUBT = 15
+    FITS = 16
     WELCOME = 32
     RESERVED = 33
     REFUSED = 34

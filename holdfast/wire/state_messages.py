@@ -20,6 +20,7 @@ from holdfast.wire.proof import decode_sums, encode_sums
 from holdfast.wire.state_union import Stage, StateUnion
 
 _MAX_TABLE_BYTES = 512 * 1024 * 1024  # of a PROPOSE body, unpacked
+_CHANGE_CHARACTERS_MAX = 2000
 _PARTS = struct.Struct("<II")  # bytes of the shared part, and of the rank's own; checksums are the rest
 
 
@@ -69,6 +70,8 @@ class Proposal:
         held: What it holds of tensors that are split.
         stage: Where the ranks have different tensors, the places of this rank's. `held` then has the tensors, too, of
             which a rank may have to send all.
+        step: Of the save that it is for; -1: it is not said.
+        change: In what the state differs from what this rank had proposed before, for people; empty the first time.
     """
 
     table_digest: str
@@ -79,6 +82,8 @@ class Proposal:
     refusal: tuple[str, str] | None = None
     held: HeldRegions = field(default_factory=HeldRegions)
     stage: Stage | None = None
+    step: int = -1
+    change: str = ""
 
     def __post_init__(self) -> None:
         # Four bytes each: as numbers of Python those of 512 ranks would take a gigabyte.
@@ -86,10 +91,10 @@ class Proposal:
             object.__setattr__(self, "sums", array("I", self.sums))
 
     @classmethod
-    def refused(cls, error: HoldfastError) -> Proposal:
+    def refused(cls, error: HoldfastError, step: int = -1) -> Proposal:
         """The proposal of a rank whose state cannot be saved: the others need not wait for it."""
         fields = error_fields(error)
-        return cls("", [], 0, {}, refusal=(fields["code"], fields["message"]))
+        return cls("", [], 0, {}, refusal=(fields["code"], fields["message"]), step=step)
 
     def to_frame(self, attempt: int) -> bytes:
         own: dict[str, Any] = {"pickle_bytes": self.pickle_bytes, "per_rank_bytes": self.per_rank_bytes}
@@ -97,6 +102,10 @@ class Proposal:
             own["regions"] = self.held.regions_to_json()
         if self.refusal is not None:
             own["refusal"] = dict(zip(("code", "message"), self.refusal, strict=True))
+        if self.step >= 0:
+            own["step"] = self.step
+        if self.change:
+            own["change"] = self.change[:_CHANGE_CHARACTERS_MAX]
         shared = _SharedPart(self.table_digest, self.table, self.held.rows, self.stage, 0).to_json()
         parts = [zlib.compress(to_json(document), 1) for document in (shared, own)]
         body = [_PARTS.pack(*map(len, parts)), *parts, encode_sums(self.sums)]
@@ -150,6 +159,11 @@ class ProposalReader:
             isinstance(refusal, dict) and all(type(refusal.get(name)) is str for name in ("code", "message"))
         ):
             raise ProtocolError(f"PROPOSE: refusal is {refusal!r:.100}, expected code and message")
+        step, change = own.get("step", -1), own.get("change", "")
+        if not (type(step) is int and -1 <= step < WHOLE_MAX and type(change) is str):
+            raise ProtocolError(
+                f"PROPOSE: step {step!r:.40} and change {change!r:.100}, expected a number and a text"
+            )
         return Proposal(
             table_digest=shared.table_digest,
             table=shared.table,
@@ -159,6 +173,8 @@ class ProposalReader:
             refusal=(refusal["code"], refusal["message"]) if refusal is not None else None,
             held=HeldRegions.from_json(own.get("regions", []), shared.held_rows, shared.regions),
             stage=shared.stage,
+            step=step,
+            change=change[:_CHANGE_CHARACTERS_MAX],
         )
 
     def _shared(self, data: memoryview) -> _SharedPart:

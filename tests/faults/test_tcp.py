@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,79 +16,23 @@ import pytest
 
 from holdfast.errors import ConfigError, PeerLost
 from holdfast.image.regions import Extent
-from holdfast.net.address import Address
 from holdfast.net.handshake import Hello, challenge
 from holdfast.net.tls import RankTls, StagerTls
-from stager.reactor import Reactor
-from stager.reception import Reception, listen
-from stager.tcp import TcpTrainersPort
 from tests.support.certificates import SignedPair, TestAuthority
 from tests.support.cut_link import cut_link
+from tests.support.turned_stager import KEY, SECONDS_MAX, TurnedStager
 from trainer_side.ranks import connecting
 from trainer_side.ranks.ports import GenerationOver, StartReplaced
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
-_KEY = b"k" * 32
-_SECONDS_MAX = 60.0
 _RECONNECT_SECONDS = 1.0
 _LONG_SECONDS = 20.0  # to connect again where nobody is to be lost, on a busy machine
 _ranks: list[TcpStagerPort] = []  # of this test
 
 
-class _Stager:
-    """A listening stager's ports, turned by the test.
-
-    Attributes:
-        messages: What has come, each with its rank. `lost`: who was lost.
-    """
-
-    def __init__(self, *, key: bytes = _KEY, ranks: int | None = None, tls: StagerTls | None = None) -> None:
-        self.sock = listen(Address("127.0.0.1", 0))
-        self.port_number = int(self.sock.getsockname()[1])
-        self.reactor = Reactor()
-        self.reception = Reception(self.sock, self.reactor, key, ranks=ranks, tls=tls)
-        self.port: TcpTrainersPort | None = None
-        self.messages: list[tuple[int, bytes]] = []
-        self.lost: list[tuple[int, str]] = []
-
-    def until(self, condition: Callable[[], bool], what: str = "it") -> None:
-        """Turn until the condition holds."""
-        deadline = time.monotonic() + _SECONDS_MAX
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {_SECONDS_MAX:g} s: {what}"
-            self.turn()
-            time.sleep(0.0005)
-
-    def turn(self) -> None:
-        """Look once at everything."""
-        if self.port is None:
-            self.reactor.turn()
-            return
-        seen = self.port.poll()
-        self.messages += seen.messages
-        self.lost += seen.lost
-
-    def open_next(self, reconnect_seconds_max: float = _RECONNECT_SECONDS) -> TcpTrainersPort:
-        """Wait for the next job, and serve it."""
-        self.until(lambda: self.reception.next_job() is not None, "a job to come")
-        hello = self.reception.next_job()
-        assert hello is not None
-        self.port = TcpTrainersPort(
-            self.reactor, hello, reconnect_seconds_max=reconnect_seconds_max, start_seconds_max=_SECONDS_MAX
-        )
-        self.reception.open(self.port)
-        return self.port
-
-    def close(self) -> None:
-        """Close every connection."""
-        if self.port is not None:
-            self.port.close()
-        self.reception.close()
-
-
 @pytest.fixture
-def stager() -> Iterator[_Stager]:
-    with contextlib.closing(_Stager()) as stager:
+def stager() -> Iterator[TurnedStager]:
+    with contextlib.closing(TurnedStager()) as stager:
         yield stager
 
 
@@ -122,7 +66,7 @@ def _connect(
     launch: str = "launch",
     incarnation: bytes = b"1" * 16,
     generation: int = 0,
-    key: bytes = _KEY,
+    key: bytes = KEY,
     seconds_max: float = 20.0,
     reconnect_seconds_max: float = _RECONNECT_SECONDS,
     tls_ca: Path | None = None,
@@ -145,7 +89,7 @@ def _connect(
 
 
 def _joined(
-    stager: _Stager,
+    stager: TurnedStager,
     threads: ThreadPoolExecutor,
     port: int | None = None,
     reconnect_seconds_max: float = _RECONNECT_SECONDS,
@@ -163,7 +107,7 @@ def _joined(
     return coming.result()
 
 
-def _refused(stager: _Stager, coming: Future[TcpStagerPort], error: type[Exception]) -> str:
+def _refused(stager: TurnedStager, coming: Future[TcpStagerPort], error: type[Exception]) -> str:
     """What the rank is told."""
     stager.until(coming.done, "the rank to be refused")
     with pytest.raises(error) as caught:
@@ -173,19 +117,19 @@ def _refused(stager: _Stager, coming: Future[TcpStagerPort], error: type[Excepti
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_link_that_is_cut_again_and_again_loses_and_doubles_nothing(
-    stager: _Stager, threads: ThreadPoolExecutor, seed: int
+    stager: TurnedStager, threads: ThreadPoolExecutor, seed: int
 ) -> None:
     _cut_again_and_again(stager, threads, seed)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_nor_does_one_with_tls(threads: ThreadPoolExecutor, authority: TestAuthority, seed: int) -> None:
-    with contextlib.closing(_Stager(tls=_tls(authority.sign("stager")))) as stager:
+    with contextlib.closing(TurnedStager(tls=_tls(authority.sign("stager")))) as stager:
         _cut_again_and_again(stager, threads, seed, authority.cert)
 
 
 def _cut_again_and_again(
-    stager: _Stager, threads: ThreadPoolExecutor, seed: int, tls_ca: Path | None = None
+    stager: TurnedStager, threads: ThreadPoolExecutor, seed: int, tls_ca: Path | None = None
 ) -> None:
     rng = random.Random(seed)
     with cut_link(stager.port_number) as link:
@@ -209,7 +153,7 @@ def _cut_again_and_again(
             for message in there:
                 rank.send(message)
                 heard.extend(rank.poll())
-            deadline = time.monotonic() + _SECONDS_MAX
+            deadline = time.monotonic() + SECONDS_MAX
             while len(heard) < len(back) or handles or not is_heard.is_set():
                 assert time.monotonic() < deadline, f"{len(heard)} messages, {len(handles)} payloads left"
                 heard.extend(rank.poll())
@@ -241,7 +185,7 @@ def _cut_again_and_again(
 
 
 def test_a_rank_that_does_not_come_back_is_lost_once_on_both_sides(
-    stager: _Stager, threads: ThreadPoolExecutor
+    stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
     with cut_link(stager.port_number) as link:
         rank = _joined(stager, threads, link.port)
@@ -258,14 +202,16 @@ def test_a_rank_that_does_not_come_back_is_lost_once_on_both_sides(
 
 
 def _poll_until_raised(rank: TcpStagerPort) -> None:
-    deadline = time.monotonic() + _SECONDS_MAX
+    deadline = time.monotonic() + SECONDS_MAX
     while time.monotonic() < deadline:
         rank.poll()
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize("key", [b"", b"x" * 32])
-def test_another_key_is_refused_and_named(stager: _Stager, threads: ThreadPoolExecutor, key: bytes) -> None:
+def test_another_key_is_refused_and_named(
+    stager: TurnedStager, threads: ThreadPoolExecutor, key: bytes
+) -> None:
     coming = threads.submit(_connect, stager.port_number, key=key)
     assert "another key" in _refused(stager, coming, ConfigError)
     assert stager.reception.next_job() is None
@@ -279,12 +225,12 @@ def test_a_stager_is_not_believed_either(threads: ThreadPoolExecutor) -> None:
             hello = sock.recv(4096)
             sock.sendall(challenge(b"x" * 32, hello, os.urandom(32)))
             with pytest.raises(ConfigError, match="another key"):
-                coming.result(_SECONDS_MAX)
+                coming.result(SECONDS_MAX)
             assert sock.recv(4096) == b""  # no proof was given to a stranger
 
 
 def test_strangers_cost_neither_memory_nor_the_ranks_their_place(
-    stager: _Stager, threads: ThreadPoolExecutor
+    stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
     strangers = [socket.create_connection(("127.0.0.1", stager.port_number)) for _ in range(600)]
     hello = Hello(0, 1, 0, "launch", b"1" * 16, b"n" * 32).to_bytes()
@@ -307,7 +253,7 @@ def test_a_stranger_that_dawdles_is_hung_up_on(
 ) -> None:
     monkeypatch.setattr("stager.reception._GREETING_SECONDS_MAX", 0.2)
     with (
-        contextlib.closing(_Stager()) as stager,
+        contextlib.closing(TurnedStager()) as stager,
         socket.create_connection(("127.0.0.1", stager.port_number)) as stranger,
     ):
         stranger.sendall(b"HOLD")
@@ -325,7 +271,7 @@ def _hung_up(sock: socket.socket) -> bool:
         return True
 
 
-def test_a_recorded_hello_and_proof_open_nothing(stager: _Stager, threads: ThreadPoolExecutor) -> None:
+def test_a_recorded_hello_and_proof_open_nothing(stager: TurnedStager, threads: ThreadPoolExecutor) -> None:
     recorded: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         coming = threads.submit(_connect, int(server.getsockname()[1]))
@@ -369,7 +315,7 @@ def _said_then_hung_up(sock: socket.socket) -> bool:
 
 
 def test_a_second_job_is_refused_while_the_first_lives(
-    stager: _Stager, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    stager: TurnedStager, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connecting, "_BUSY_SECONDS_MAX", 0.2)
     rank = _joined(stager, threads)
@@ -388,7 +334,7 @@ def test_a_second_job_is_refused_while_the_first_lives(
 
 
 def test_a_job_of_another_launch_joins_once_the_first_is_gone(
-    stager: _Stager, threads: ThreadPoolExecutor
+    stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
     _joined(stager, threads).leave(0.0, lost=True)  # as when its process dies
     second = threads.submit(_connect, stager.port_number, launch="other", incarnation=b"2" * 16)
@@ -401,7 +347,7 @@ def test_a_job_of_another_launch_joins_once_the_first_is_gone(
 
 
 def test_a_restart_of_the_same_launch_takes_over_at_once_and_the_old_one_stays_out(
-    stager: _Stager, threads: ThreadPoolExecutor
+    stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
     old = _joined(stager, threads)
     restarted = threads.submit(_connect, stager.port_number, incarnation=b"2" * 16)
@@ -423,7 +369,7 @@ def test_a_restart_of_the_same_launch_takes_over_at_once_and_the_old_one_stays_o
 
 
 def test_ranks_that_come_again_replace_their_own_generation_and_the_others_hear_that_it_is_over(
-    stager: _Stager, threads: ThreadPoolExecutor
+    stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
     first = threads.submit(_connect, stager.port_number, rank=0, ranks=2)
     second = threads.submit(_connect, stager.port_number, rank=1, ranks=2)
@@ -447,7 +393,7 @@ def test_ranks_that_come_again_replace_their_own_generation_and_the_others_hear_
 
 
 def test_a_generation_that_ended_with_its_ranks_may_be_followed_by_the_next(
-    stager: _Stager, threads: ThreadPoolExecutor
+    stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
     _joined(stager, threads).leave(0.0, lost=True)
     stager.until(lambda: bool(stager.lost), "the rank to be lost")
@@ -459,7 +405,7 @@ def test_a_generation_that_ended_with_its_ranks_may_be_followed_by_the_next(
 
 
 def test_ranks_that_were_replaced_by_their_launcher_never_come_again(
-    stager: _Stager, threads: ThreadPoolExecutor
+    stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
     old = _joined(stager, threads)
     restarted = threads.submit(_connect, stager.port_number, incarnation=b"2" * 16)
@@ -475,7 +421,7 @@ def test_ranks_that_were_replaced_by_their_launcher_never_come_again(
 
 
 def test_a_start_that_ended_before_its_launcher_began_the_next_one_stays_out(
-    stager: _Stager, threads: ThreadPoolExecutor
+    stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
     _joined(stager, threads).leave(0.0, lost=True)  # frozen, and given up
     stager.until(lambda: bool(stager.lost))
@@ -488,7 +434,7 @@ def test_a_start_that_ended_before_its_launcher_began_the_next_one_stays_out(
 
 
 def test_ranks_that_come_again_never_replace_a_start_that_this_stager_serves(
-    stager: _Stager, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    stager: TurnedStager, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This stager is new, and does not know which of the two starts is the older one."""
     monkeypatch.setattr(connecting, "_BUSY_SECONDS_MAX", 0.2)
@@ -505,10 +451,10 @@ def test_ranks_that_come_again_never_replace_a_start_that_this_stager_serves(
 
 
 def test_a_rank_that_another_stager_has_admitted_is_not_resumed_where_others_of_its_job_are_served(
-    stager: _Stager, threads: ThreadPoolExecutor
+    stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
     """Its messages were counted there: here one would be lost, or heard twice."""
-    with contextlib.closing(_Stager()) as before, cut_link(before.port_number) as link:
+    with contextlib.closing(TurnedStager()) as before, cut_link(before.port_number) as link:
         coming = threads.submit(_connect, link.port, rank=0, ranks=2)
         before.open_next()
         before.until(coming.done)
@@ -525,7 +471,7 @@ def test_a_rank_that_another_stager_has_admitted_is_not_resumed_where_others_of_
 
 
 def test_the_later_of_two_generations_that_wait_is_served(
-    stager: _Stager, threads: ThreadPoolExecutor
+    stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
     behind = threads.submit(_connect, stager.port_number, rank=0, ranks=2, generation=1)
     stager.until(lambda: stager.reception.next_job() is not None)
@@ -537,8 +483,8 @@ def test_the_later_of_two_generations_that_wait_is_served(
     ahead.result()
 
 
-def _turn_until_raised(stager: _Stager, rank: TcpStagerPort) -> None:
-    deadline = time.monotonic() + _SECONDS_MAX
+def _turn_until_raised(stager: TurnedStager, rank: TcpStagerPort) -> None:
+    deadline = time.monotonic() + SECONDS_MAX
     while time.monotonic() < deadline:
         stager.turn()
         rank.poll()
@@ -546,10 +492,10 @@ def _turn_until_raised(stager: _Stager, rank: TcpStagerPort) -> None:
 
 
 def test_a_stager_that_was_started_again_does_not_know_the_job(threads: ThreadPoolExecutor) -> None:
-    first = _Stager()
+    first = TurnedStager()
     with cut_link(first.port_number) as link:
         rank = _joined(first, threads, link.port)
-        with contextlib.closing(_Stager()) as second:
+        with contextlib.closing(TurnedStager()) as second:
             link._target = second.port_number
             first.close()
             with pytest.raises(PeerLost, match="does not know its job"):
@@ -557,7 +503,7 @@ def test_a_stager_that_was_started_again_does_not_know_the_job(threads: ThreadPo
 
 
 def test_another_number_of_ranks_is_refused_with_both_numbers(threads: ThreadPoolExecutor) -> None:
-    with contextlib.closing(_Stager(ranks=4)) as stager:
+    with contextlib.closing(TurnedStager(ranks=4)) as stager:
         coming = threads.submit(_connect, stager.port_number, ranks=2, rank=1)
         assert "has 2 ranks, and this stager was started with --ranks 4" in _refused(
             stager, coming, ConfigError
@@ -574,7 +520,7 @@ def test_no_stager_there_is_said_with_its_address(threads: ThreadPoolExecutor) -
 
 
 def test_a_withdrawn_slot_is_left_in_the_middle_of_a_payload(
-    stager: _Stager, threads: ThreadPoolExecutor
+    stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
     rank = _joined(stager, threads)
     assert stager.port is not None
@@ -593,14 +539,14 @@ def test_a_withdrawn_slot_is_left_in_the_middle_of_a_payload(
 
 
 def _wait_sent(rank: TcpStagerPort, handle: int) -> None:
-    deadline = time.monotonic() + _SECONDS_MAX
+    deadline = time.monotonic() + SECONDS_MAX
     while not rank.sent(handle):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
 def test_a_rank_that_has_not_read_for_a_while_leaves_the_stager_nothing_to_spin_on(
-    stager: _Stager, threads: ThreadPoolExecutor
+    stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
     rank = _joined(stager, threads)
     assert stager.port is not None
@@ -609,7 +555,7 @@ def test_a_rank_that_has_not_read_for_a_while_leaves_the_stager_nothing_to_spin_
         stager.port.send(0, message)
     stager.turn()
     assert stager.port.unsent_to(0) > 0
-    deadline = time.monotonic() + _SECONDS_MAX
+    deadline = time.monotonic() + SECONDS_MAX
     while heard < 16 or stager.port.unsent_to(0):
         assert time.monotonic() < deadline
         heard += len(rank.poll())
@@ -620,7 +566,7 @@ def test_a_rank_that_has_not_read_for_a_while_leaves_the_stager_nothing_to_spin_
     assert not stager.reactor.turn()
 
 
-def test_leaving_is_no_loss(stager: _Stager, threads: ThreadPoolExecutor) -> None:
+def test_leaving_is_no_loss(stager: TurnedStager, threads: ThreadPoolExecutor) -> None:
     rank = _joined(stager, threads)
     leaving = threads.submit(rank.leave, 10.0)
     stager.until(lambda: bool(stager.messages))
@@ -641,7 +587,7 @@ def test_a_certificate_of_another_authority_is_named_with_what_to_do(
     threads: ThreadPoolExecutor, authority: TestAuthority, tmp_path: Path
 ) -> None:
     other = TestAuthority(tmp_path, "other")
-    with contextlib.closing(_Stager(tls=_tls(authority.sign("stager")))) as stager:
+    with contextlib.closing(TurnedStager(tls=_tls(authority.sign("stager")))) as stager:
         coming = threads.submit(_connect, stager.port_number, tls_ca=other.cert)
         said = _refused(stager, coming, ConfigError)
         assert f"the certificate of the stager at 127.0.0.1:{stager.port_number} is not accepted" in said
@@ -654,7 +600,7 @@ def test_a_certificate_that_has_expired_is_renewed_without_a_restart(
     threads: ThreadPoolExecutor, authority: TestAuthority
 ) -> None:
     pair = authority.sign("stager", days=0)
-    with contextlib.closing(_Stager(tls=_tls(pair))) as stager:
+    with contextlib.closing(TurnedStager(tls=_tls(pair))) as stager:
         coming = threads.submit(_connect, stager.port_number, tls_ca=authority.cert)
         said = _refused(stager, coming, ConfigError)
         assert (
@@ -673,7 +619,7 @@ def test_a_certificate_that_has_expired_is_renewed_without_a_restart(
 def test_a_certificate_for_another_host_is_refused(
     threads: ThreadPoolExecutor, authority: TestAuthority
 ) -> None:
-    with contextlib.closing(_Stager(tls=_tls(authority.sign("stager", "10.0.0.7")))) as stager:
+    with contextlib.closing(TurnedStager(tls=_tls(authority.sign("stager", "10.0.0.7")))) as stager:
         coming = threads.submit(_connect, stager.port_number, tls_ca=authority.cert)
         said = _refused(stager, coming, ConfigError)
     assert "certificate is not valid for '127.0.0.1'; give HOLDFAST_STAGER the name" in said
@@ -682,7 +628,7 @@ def test_a_certificate_for_another_host_is_refused(
 def test_a_rank_without_tls_hears_that_the_stager_has_it(
     threads: ThreadPoolExecutor, authority: TestAuthority
 ) -> None:
-    with contextlib.closing(_Stager(tls=_tls(authority.sign("stager")))) as stager:
+    with contextlib.closing(TurnedStager(tls=_tls(authority.sign("stager")))) as stager:
         coming = threads.submit(_connect, stager.port_number)
         said = _refused(stager, coming, ConfigError)
     assert f"the stager at 127.0.0.1:{stager.port_number} takes connections with TLS alone" in said
@@ -690,7 +636,7 @@ def test_a_rank_without_tls_hears_that_the_stager_has_it(
 
 
 def test_a_rank_with_tls_hears_that_the_stager_has_none(
-    stager: _Stager, threads: ThreadPoolExecutor, authority: TestAuthority
+    stager: TurnedStager, threads: ThreadPoolExecutor, authority: TestAuthority
 ) -> None:
     coming = threads.submit(_connect, stager.port_number, tls_ca=authority.cert)
     said = _refused(stager, coming, ConfigError)
@@ -701,7 +647,7 @@ def test_a_rank_with_tls_hears_that_the_stager_has_none(
 
 
 def test_a_key_is_proved_within_tls_too(threads: ThreadPoolExecutor, authority: TestAuthority) -> None:
-    with contextlib.closing(_Stager(tls=_tls(authority.sign("stager")))) as stager:
+    with contextlib.closing(TurnedStager(tls=_tls(authority.sign("stager")))) as stager:
         coming = threads.submit(_connect, stager.port_number, key=b"x" * 32, tls_ca=authority.cert)
         assert "another key" in _refused(stager, coming, ConfigError)
 
@@ -711,7 +657,7 @@ def test_nothing_that_is_sent_with_tls_can_be_read_on_the_way(
 ) -> None:
     secret = b"weights of a model " * 50
     with (
-        contextlib.closing(_Stager(tls=_tls(authority.sign("stager")))) as stager,
+        contextlib.closing(TurnedStager(tls=_tls(authority.sign("stager")))) as stager,
         cut_link(stager.port_number) as link,
     ):
         link.keep_bytes()
@@ -732,7 +678,7 @@ def test_nothing_that_is_sent_with_tls_can_be_read_on_the_way(
 def test_strangers_at_a_stager_with_tls_cost_the_ranks_nothing(
     threads: ThreadPoolExecutor, authority: TestAuthority
 ) -> None:
-    with contextlib.closing(_Stager(tls=_tls(authority.sign("stager")))) as stager:
+    with contextlib.closing(TurnedStager(tls=_tls(authority.sign("stager")))) as stager:
         strangers = [socket.create_connection(("127.0.0.1", stager.port_number)) for _ in range(300)]
         said = (
             b"",

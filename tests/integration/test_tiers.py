@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,30 @@ def test_without_a_stager_a_killed_run_resumes_from_its_disk_when_its_memory_is_
     cluster: Cluster, reference: Path, memory: Path
 ) -> None:
     check_resumed_alone(cluster, reference, memory, lost=True)
+
+
+def test_a_job_whose_slices_are_gone_for_one_rank_does_not_begin_again(
+    cluster: Cluster, memory: Path
+) -> None:
+    alone = {"HOLDFAST_STORE": cluster.store, **SMALL_ALONE}
+    with cluster.start(RANKS, *RUN, str(PAUSE_AT), stager=False, env=alone) as job:
+        wait_for_pause(cluster, job, kept=SAVED)
+        kill_all_ranks(cluster)
+        job.wait(60)
+    tiers = [memory, cluster.directory / "disk"]
+    for tier in tiers:
+        (of_rank_1,) = tier.glob("*/rank-00001-*.slots")
+        of_rank_1.unlink()
+    left = {path: path.read_bytes() for tier in tiers for path in tier.glob("*/*.slots")}
+    assert len(left) == 2
+    with cluster.start(RANKS, *RUN, stager=False, env=alone) as job:
+        assert job.wait(120) == 6, job.output()
+    said = " ".join(job.output().split())
+    assert "there are checkpoints, and none is whole" in said
+    assert (
+        f"rank 1 on host {socket.gethostname()} has not its slice in memory:{memory}, file:{tiers[1]}" in said
+    )
+    assert {path: path.read_bytes() for path in left} == left
 
 
 def check_resumed_alone(cluster: Cluster, reference: Path, memory: Path, *, lost: bool) -> None:

@@ -261,12 +261,13 @@ def _watch_payloads() -> None:
             _checks().payload_begins(self, number, header)
         return found
 
-    def noted_taken(self: TcpTrainersPort, number: int, header: PayloadHeader, in_place: bool) -> None:
-        if in_place and header.number not in self._ranks[number].taken:
-            found = self._places.get((number, header.slot))
-            if found is not None:
-                _checks().payload_landed(self, number, header, found)
-        taken(self, number, header, in_place)
+    def noted_taken(self: TcpTrainersPort, number: int, header: PayloadHeader, place: Place | None) -> None:
+        if place is not None and header.number not in self._ranks[number].taken:
+            if place is self._places.get((number, header.slot)):
+                _checks().payload_landed(self, number, header, place)
+            else:
+                SIM.world.checks.broken("a payload is taken for a place that was withdrawn")
+        taken(self, number, header, place)
 
     def noted_post(self: TcpTrainersPort, rank: int, slot: int, memory: memoryview, pieces: Any) -> None:
         SIM.world.receive_posted(rank, slot)

@@ -195,6 +195,9 @@ class Link:
     ) -> bytes | None:
         return self._session.questions.fetch(asked, attempt=attempt, step=step, chunk=chunk, body=body)
 
+    def fits(self, step: int) -> None:
+        self._tell(lambda: self._session.port.send(wire.encode(Kind.FITS, attempt=self.attempt, step=step)))
+
     def announce(self, layout: Layout) -> None:
         """Use `layout` for all later offers. Every rank calls it with the same one; rank 0 sends it to the stager."""
         self._plan = SendPlan.of(layout, self.rank)

@@ -96,6 +96,9 @@ class NoStager:
             f"{self._advice}, or set tiers (HOLDFAST_TIERS)"
         )
 
+    def fits(self, step: int) -> None:
+        """The council of the local tiers hears it."""
+
     def announce(self, layout: Layout) -> None:
         """Nobody needs it."""
 

@@ -117,6 +117,10 @@ class ToStager(Protocol):
         """Bytes that the stager's ring still has; None if it has not. Any thread."""
         ...
 
+    def fits(self, step: int) -> None:
+        """Say that this rank's state fits the layout at this step, which it does not offer now."""
+        ...
+
     def announce(self, layout: Layout) -> None:
         """Use `layout` for all later offers. Every rank calls it with the same one."""
         ...

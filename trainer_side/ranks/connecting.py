@@ -15,6 +15,7 @@ from holdfast.net.handshake import (
     CHALLENGE_BYTES,
     MESSAGES_CHANNEL,
     NONCE_BYTES,
+    RANKS_MAX,
     Hello,
     Start,
     Status,
@@ -59,6 +60,9 @@ class Door:
         rank: This rank, of `ranks`.
         start: Of the job.
         tls: The stager must speak TLS; None: it must not.
+
+    Raises:
+        ConfigError: There are more ranks than one stager serves.
     """
 
     def __init__(
@@ -71,6 +75,11 @@ class Door:
         start: Start,
         tls: RankTls | None = None,
     ) -> None:
+        if ranks > RANKS_MAX:
+            raise ConfigError(
+                f"this job has {ranks} ranks, and a stager that listens serves at most {RANKS_MAX}; unset "
+                'HOLDFAST_STAGER, and set tiers = ["store"]'
+            )
         self.address = address
         self._tls = tls
         self._key, self.rank, self._ranks = key, rank, ranks

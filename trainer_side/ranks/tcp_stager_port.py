@@ -122,7 +122,11 @@ class TcpStagerPort:
     def send(self, message: bytes) -> None:
         """Send a control message; the order is kept, and none is lost when the connection is cut."""
         self._check()
-        self._line.put(message)
+        try:
+            self._line.put(message)
+        except ProtocolError as error:
+            self._fail(ProtocolError(f"the stager: {error}"))
+            self._check()
         self._write()
 
     def poll(self) -> list[bytes]:

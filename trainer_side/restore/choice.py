@@ -29,6 +29,7 @@ from trainer_side.restore.image_map import Mapped, ends_of
 STORE = -1  # in place of the number of a slice: the portable file
 RING = "ring"  # in place of the name of a job: whose slices in the ring are is known by attempt and step
 NEARNESS_OF_RING = 4
+_PLACES_NAMED = 8
 NEARNESS_OF_STORE = 5  # a rank's own tiers are nearer; slices that lie in the store as well are farther
 
 
@@ -51,7 +52,7 @@ class Holder(NamedTuple):
         nearness: 0 is nearest. `tier`, `place`: for people.
         absent: Chunks of which it does not have the frame.
         replicas: What its seal says of the replicas on the rank that wrote it; empty: nothing. `drift`: what is known
-            already of a difference between the ranks.
+            already of a difference between the ranks. `complete`: every rank is known to have sealed that step.
     """
 
     key: SliceKey
@@ -64,11 +65,19 @@ class Holder(NamedTuple):
     absent: frozenset[int] = frozenset()
     replicas: str = ""
     drift: str = ""
+    complete: bool = False
+
+
+class RankPlace(NamedTuple):
+    """Where a rank of this job is, and which tiers it has looked into."""
+
+    host: str
+    tiers: tuple[str, ...]
 
 
 class StoreCandidate(NamedTuple):
     """A checkpoint of the store, as its manifest says; `fault` tells why it cannot be used, if so. `drift`: in what its
-    replicas were not the same, or why it may be torn.
+    replicas were not the same, or why it may be torn. `unopened`: the store lists the manifest and does not give it.
     """
 
     number: int
@@ -78,6 +87,7 @@ class StoreCandidate(NamedTuple):
     digest: str
     fault: str
     drift: str = ""
+    unopened: bool = False
 
 
 class FrameSource(NamedTuple):
@@ -92,12 +102,18 @@ _STORE_SOURCE = FrameSource(-1, STORE)
 
 @dataclass(frozen=True)
 class Passed:
-    """A checkpoint that is not a candidate, and why. `lost`: it once was there; else it was perhaps never finished."""
+    """A checkpoint that is not a candidate, and why.
+
+    Attributes:
+        lost: It once was there; else it was perhaps never finished.
+        unopened: The store lists it and does not give its manifest: it may be whole.
+    """
 
     attempt: int
     step: int
     reason: str
     lost: bool
+    unopened: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,8 +144,10 @@ class Candidate:
         return Key(self.attempt, self.step)
 
 
-def candidates(holders: Iterable[Holder], stored: Sequence[StoreCandidate]) -> list[Candidate | Passed]:
-    """All checkpoints, newest first, each as a candidate or with the reason why it is none.
+def candidates(
+    holders: Iterable[Holder], stored: Sequence[StoreCandidate], places: Sequence[RankPlace] = ()
+) -> list[Candidate | Passed]:
+    """All checkpoints, newest first, each as a candidate or with the reason why it is none. `places`: by rank.
 
     One that tiers and store both have comes twice: first from the nearest, then from the store alone. Those whose
     replicas were not the same come last: what ranks that did not agree have written is better than nothing.
@@ -152,13 +170,14 @@ def candidates(holders: Iterable[Holder], stored: Sequence[StoreCandidate]) -> l
             farthest = max(some[0].nearness for some in found.values())
             ranked.append(((int(bool(drift)), *newest_first, 0, -len(found), farthest), candidate))
         else:
-            ranked.append(
-                ((0, *newest_first, 3, 0), Passed(key.attempt, key.step, _gap(key, found), lost=False))
-            )
+            was_whole = any(holder.complete for some in found.values() for holder in some)
+            passed = Passed(key.attempt, key.step, _gap(key, found, places, was_whole), lost=was_whole)
+            ranked.append(((0, *newest_first, 3, 0), passed))
     for one in stored:
         newest_first = (-one.attempt, -one.step)
         if one.fault:
-            ranked.append(((0, *newest_first, 2, 0), Passed(one.attempt, one.step, one.fault, lost=True)))
+            passed = Passed(one.attempt, one.step, one.fault, lost=True, unopened=one.unopened)
+            ranked.append(((0, *newest_first, 2, 0), passed))
         else:
             alone = Candidate(one.attempt, one.step, one.number, drift=one.drift)
             ranked.append(((int(bool(one.drift)), *newest_first, 1, 0), alone))
@@ -207,15 +226,35 @@ def _is_same(one: StoreCandidate, key: SliceKey) -> bool:
     return (one.attempt, one.step, one.ranks, one.digest) == (key.attempt, key.step, key.ranks, key.digest)
 
 
-def _gap(key: SliceKey, found: Collection[int]) -> str:
+def _gap(
+    key: SliceKey, found: Mapping[int, tuple[Holder, ...]], places: Sequence[RankPlace], was_whole: bool
+) -> str:
     missing = [rank for rank in range(min(key.ranks, len(found) + 4)) if rank not in found][:3]
     named = ", ".join(map(str, missing))
     count = key.ranks - len(found)
     more = f" and {count - len(missing)} more" if count > len(missing) else ""
-    return (
+    said = (
         f"step {key.step} (attempt {key.attempt}): the local tiers have {len(found)} of its {key.ranks} slices; nobody "
         f"has those of ranks {named}{more}, nor has the store this step"
     )
+    if not (was_whole and places):
+        return said
+    having = {holder.rank for some in found.values() for holder in some}
+    lacking = [rank for rank in range(len(places)) if rank not in having]
+    what = "no slice of it"
+    if not lacking:  # ranks of one machine find each other's
+        lacking, what = (
+            [rank for rank in range(len(places)) if rank < key.ranks and rank not in found],
+            "not its slice",
+        )
+    who = [
+        f"rank {rank} on host {places[rank].host} has {what} in {', '.join(places[rank].tiers) or 'any tier'}"
+        for rank in lacking[:_PLACES_NAMED]
+    ]
+    if len(lacking) > _PLACES_NAMED:
+        who.append(f"so have {len(lacking) - _PLACES_NAMED} more ranks")
+    nobody = "each rank of this job has some of it, so they lay on a machine that is not in it"
+    return f"{said}. Every rank had sealed it: {'; '.join(who) or nobody}"
 
 
 # -- who reads what --------------------------------------------------------------------------------------------------

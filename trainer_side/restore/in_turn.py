@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from holdfast.image.manifest import Key
 from trainer_side.ranks.peers import Peers
-from trainer_side.restore.choice import Candidate, Holder, Passed, candidates, pass_over
+from trainer_side.restore.choice import Candidate, Holder, Passed, RankPlace, candidates, pass_over
 from trainer_side.restore.inventory import Shelf
 
 
@@ -20,11 +20,18 @@ class InTurn:
         shelf: The store's checkpoints.
         peers: The ranks.
         set_aside: Checkpoints that are passed over.
+        places: Where each rank is, for people.
     """
 
     def __init__(
-        self, holders: Sequence[Holder], shelf: Shelf, peers: Peers, set_aside: Collection[Key] = ()
+        self,
+        holders: Sequence[Holder],
+        shelf: Shelf,
+        peers: Peers,
+        set_aside: Collection[Key] = (),
+        places: Sequence[RankPlace] = (),
     ) -> None:
+        self._places = places
         self._holders, self._shelf, self._peers, self._set_aside = holders, shelf, peers, set_aside
 
     def __iter__(self) -> Iterator[Candidate | Passed]:
@@ -41,7 +48,7 @@ class InTurn:
 
     def known(self) -> Sequence[Candidate | Passed]:
         """What is known so far, in order; between them may be others that were not read yet. Not collective."""
-        return pass_over(candidates(self._holders, self._shelf.stored), self._set_aside)
+        return pass_over(candidates(self._holders, self._shelf.stored, self._places), self._set_aside)
 
     def first(self) -> Candidate | None:
         """The first candidate; whatever is newer is known then. Collective."""

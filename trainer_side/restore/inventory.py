@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -32,15 +33,17 @@ from trainer_side.restore.choice import (
     RING,
     Candidate,
     Holder,
+    RankPlace,
     SliceKey,
     StoreCandidate,
 )
 from trainer_side.tiers.kept_slices import ask_kept
-from trainer_side.tiers.tier import Keeps, Kept, Nearness, Tier
+from trainer_side.tiers.tier import Keeps, Kept, NamesDamage, Nearness, Tier
 
 _log = logging.getLogger("holdfast.restore")
 _T = TypeVar("_T")
 _DIGEST_CHARACTERS_MAX = 64
+_DAMAGE_TOLD_MAX = 100  # of one tier
 _AHEAD_MAX = 64  # manifests that are read at once, and held
 _SECONDS_MAX = 60.0  # where nobody says how long a tier or the store may take
 _NEARNESS = {
@@ -60,12 +63,16 @@ class Found:
     Attributes:
         own: Those of this rank; a holder's `number` counts them.
         holders: Those of all.
-        lost: Tiers that could not say what they keep, and why; of all ranks.
+        lost: Tiers that could not say what they keep, and what is damaged in others, and why; of all ranks.
+        missed: Those of them that may have, or had, slices of a whole checkpoint.
+        places: Where each rank is; empty if no rank has a tier.
     """
 
     own: list[tuple[Keeps, Kept]] = field(default_factory=list)
     holders: list[Holder] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    places: list[RankPlace] = field(default_factory=list)
 
     def layout(self, candidate: Candidate, peers: Peers) -> Layout:
         """The layout of a candidate's slices, from a rank that has one of them. Collective.
@@ -107,26 +114,34 @@ def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_
         PeerLost: A rank is gone.
     """
     found = Found()
-    lost: list[str] = []
+    lost: list[tuple[str, bool]] = []  # what, and whether a whole checkpoint may be missed
     for tier in tiers:
         try:
             kept = ask_kept(tier, seconds_max)
         except (HoldfastError, OSError) as error:
-            lost.append(f"rank {peers.rank}: {tier.name} cannot say what it keeps: {error}")
+            lost.append((f"rank {peers.rank}: {tier.name} cannot say what it keeps: {error}", True))
             continue
+        if isinstance(tier, NamesDamage):
+            what = tier.damage()[:_DAMAGE_TOLD_MAX]
+            lost += [(f"rank {peers.rank}: {tier.name}: {reason}", True) for reason in what]
         for one in kept:
             try:
                 one.seal.check_layout(one.layout, source=f"{tier.name}: {one.place}")
             except DamageError as error:
-                lost.append(f"rank {peers.rank}: {error}")
+                lost.append((f"rank {peers.rank}: {error}", one.complete))
                 continue
             found.own.append((tier, one))
     if peers.all_agree(not tiers):
         return found
-    mine = json.dumps([[_row(tier, kept) for tier, kept in found.own], lost]).encode()
+    names = [tier.name for tier in tiers if tier.nearness is not Nearness.RING]
+    mine = json.dumps(
+        [[_row(tier, kept) for tier, kept in found.own], lost, [socket.gethostname(), names]]
+    ).encode()
     for rank, said in enumerate(gather(peers, mine)):
-        rows, lost_there = json.loads(said)
-        found.lost += lost_there
+        rows, lost_there, (host, tiers_there) = json.loads(said)
+        found.lost += [what for what, _ in lost_there]
+        found.missed += [what for what, is_missed in lost_there if is_missed]
+        found.places.append(RankPlace(host, tuple(tiers_there)))
         for number, (key, slice_rank, nearness, name, place, absent, *said) in enumerate(rows):
             found.holders.append(
                 Holder(
@@ -150,7 +165,7 @@ def _row(tier: Keeps, kept: Kept) -> list[object]:
     replicas = str(seal.record.get(DIGEST_FIELD, ""))[:_DIGEST_CHARACTERS_MAX]
     drift = kept.doubt or (str(seal.record.get("drift", "")) if seal.record.get("job") == RING else "")
     where = [_NEARNESS[tier.nearness], tier.name, kept.place]
-    return [key, seal.rank, *where, sorted(kept.absent), replicas, drift]
+    return [key, seal.rank, *where, sorted(kept.absent), replicas, drift, kept.complete]
 
 
 class Shelf:
@@ -284,7 +299,7 @@ class Shelf:
 
 def _candidate(number: int, item: CatalogItem) -> StoreCandidate:
     if item.manifest is None:
-        return StoreCandidate(number, item.attempt, item.step, 0, "", item.fault)
+        return StoreCandidate(number, item.attempt, item.step, 0, "", item.fault, unopened=item.unopened)
     ranks, digest = item.manifest.ranks, item.manifest.layout_digest
     return StoreCandidate(number, item.attempt, item.step, ranks, digest, item.fault, item.caveat)
 

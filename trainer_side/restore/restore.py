@@ -89,13 +89,14 @@ def restore(
 
     Returns:
         None on a new run: there is no checkpoint at all, and `state` is as it was. So it is when there are only slices
-        of a step that not every rank had sealed; that is said.
+        of a step of which nobody knows that every rank had sealed it; that is said.
 
     Raises:
-        DamageError: There are checkpoints and none is good; names each with its reason.
+        DamageError: There are checkpoints and none is whole, or a tier cannot say what it keeps; names each with its
+            reason, and of a step that was whole once where its slices are missing.
         StateError: The checkpoint does not fit the state: names, shapes, or what an object's `load_state_dict` refused.
         StoreMissing: There is no checkpoint of `options.step`.
-        StoreError: The store failed or was too slow.
+        StoreError: The store failed, was too slow, or gives none of the manifests that it lists.
         PeerLost: A rank is gone.
     """
     begun = time.monotonic()
@@ -119,7 +120,7 @@ def restore(
     )
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
     wanted = [one for one in found.holders if step in (None, one.key.step)]
-    listed = InTurn(wanted, shelf, peers, options.set_aside)
+    listed = InTurn(wanted, shelf, peers, options.set_aside, found.places)
     if silent is not None:
         _go_without(job, silent, listed.first(), without_store=options.without_store)
     if step is not None:
@@ -132,7 +133,7 @@ def restore(
 
 def _first_good(job: RestoreJob, listed: InTurn, seconds: dict[str, float]) -> Restored | None:
     skipped: list[str] = []
-    told, lost = 0, False
+    told, lost, damaged = 0, False, False
     first = listed.first()
     if first is not None:
         job.tell(_drifted_before(listed.known(), first), "an older checkpoint is preferred")
@@ -141,6 +142,7 @@ def _first_good(job: RestoreJob, listed: InTurn, seconds: dict[str, float]) -> R
         if isinstance(candidate, Passed):
             skipped.append(candidate.reason)
             lost = lost or candidate.lost
+            damaged = damaged or (candidate.lost and not candidate.unopened)
             continue
         job.tell(skipped[told:], f"trying {candidate.name} instead")
         told = len(skipped)
@@ -153,13 +155,24 @@ def _first_good(job: RestoreJob, listed: InTurn, seconds: dict[str, float]) -> R
                 )
             return trial.load(skipped, _next_of(in_turn, candidate))
         skipped.append(f"{candidate.name}: {problem}")
-        lost = True
-    where = "the tiers" if job.store is None else job.store.url
-    if lost:
-        reasons = "\n".join(f"  {reason}" for reason in skipped)
-        raise DamageError(f"{where}: none of {len(skipped)} checkpoints can be used:\n{reasons}")
+        lost = damaged = True
+    if lost or job.found.missed:
+        raise _none_is_whole(job, skipped, damaged=damaged or bool(job.found.missed))
     job.tell(skipped, "there is no other checkpoint, so the run begins anew")
     return None
+
+
+def _none_is_whole(job: RestoreJob, skipped: Sequence[str], *, damaged: bool) -> HoldfastError:
+    """Why nothing is restored. Not `damaged`: the store alone keeps what there is from being opened."""
+    where = "the tiers" if job.store is None else job.store.url
+    reasons = "\n".join(f"  {reason}" for reason in (*skipped, *job.found.missed))
+    counted = f"; none of {len(skipped)} checkpoints can be used" if skipped else ""
+    kind = DamageError if damaged else StoreError
+    return kind(
+        f"{where}: there are checkpoints, and none is whole{counted}:\n{reasons}\nWhat is left of them stays as it is. "
+        "Bring back what is missing; or, to begin again from the start, make the Checkpointer with fresh=True, and "
+        "leave out restore()"
+    )
 
 
 def _next_of(later: Iterator[Candidate | Passed], taken: Candidate) -> Key | None:

@@ -26,7 +26,7 @@ from holdfast.image.manifest import Key
 from holdfast.image.regions import Extent
 from holdfast.image.slices import SliceFrame, SliceSeal, frames_of
 from holdfast.ring.near_ring import NearRing, near_ring
-from holdfast.ring.remains import Asked, HeldCheckpoint, read_held
+from holdfast.ring.remains import ANSWER_BYTES_MAX, Asked, HeldCheckpoint, read_held
 from holdfast.wire.frames import to_json
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import RING, StoreCandidate
@@ -34,7 +34,6 @@ from trainer_side.tiers.tier import Kept, Nearness
 
 _log = logging.getLogger("holdfast.restore")
 _CHECKPOINTS_MAX = 4  # newest first; what is older comes from the store
-_ANSWER_BYTES_MAX = 8 << 20  # a request of a reader, and what lies between its extents
 
 
 class Fetch(Protocol):
@@ -268,18 +267,20 @@ def _cut(frame: SliceFrame, offset: int, nbytes: int) -> list[Extent]:
 
 
 def _parts(spans: Sequence[Extent], view: memoryview) -> Iterator[tuple[Extent, memoryview]]:
-    """Each span with its part of the view, in which they lie back to back."""
+    """Each span, cut to what one answer can bring, with its part of the view, in which they lie back to back."""
     position = 0
     for span in spans:
-        yield span, view[position : position + span.nbytes]
-        position += span.nbytes
+        for offset in range(span.offset, span.end, ANSWER_BYTES_MAX):
+            nbytes = min(span.end - offset, ANSWER_BYTES_MAX)
+            yield Extent(offset, nbytes), view[position : position + nbytes]
+            position += nbytes
 
 
 def _together(parts: Sequence[tuple[Extent, memoryview]]) -> Iterator[list[tuple[Extent, memoryview]]]:
     """Neighbours that one answer can bring, with what lies between them."""
     some: list[tuple[Extent, memoryview]] = []
     for part in parts:
-        if some and part[0].end - some[0][0].offset > _ANSWER_BYTES_MAX:
+        if some and part[0].end - some[0][0].offset > ANSWER_BYTES_MAX:
             yield some
             some = []
         some.append(part)

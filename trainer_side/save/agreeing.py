@@ -21,6 +21,7 @@ from trainer_side.save.rank_context import RankContext
 from trainer_side.state.given_state import GivenState
 from trainer_side.state.parameter_names import by_name, first_names, parameter_names
 from trainer_side.state.proposal import Table, table
+from trainer_side.state.table_change import what_changed
 from trainer_side.state.tree import collect
 
 _log = logging.getLogger("holdfast.trainer")
@@ -45,18 +46,19 @@ class RanksAgreeing:
         self._said: set[str] = set()
         self._is_staged_said = False
         self._names: dict[str, list[list[str]]] = {}
+        self._before: Table | None = None  # what was agreed on
+        self._step = -1
         self.sum_seconds = 0.0
 
     def begin(self) -> None:
-        """See that the first save of all may be. Where it may not, the others hear it from rank 0 in `agree`.
+        """See that the first save of all may be. Where it may not, the other ranks hear it in `agree`.
 
         Raises:
             ConfigError: The run has checkpoints, and the script has neither called `restore()` nor said `fresh`.
             StoreError: Whether it has cannot be seen.
         """
-        if self._rank != 0:
-            return
-        error = self._context.beginning.refusal(self._context.link.store_url, self._context.tiers.tiers)
+        url, tiers = self._context.link.store_url, self._context.tiers.tiers
+        error = self._context.beginning.refusal(url, tiers, with_store=self._rank == 0)
         if error is not None:
             self._refuse(error)
             raise error
@@ -75,20 +77,21 @@ class RanksAgreeing:
             self._refuse(error if isinstance(error, StateError) else problem)
             raise
 
-    def agree(self, tree: Any, beside_bytes: int) -> Agreement:
+    def agree(self, tree: Any, beside_bytes: int, step: int = -1) -> Agreement:
         """Compare the state with that of the other ranks. Collective.
 
         Args:
             tree: The state.
             beside_bytes: What data.pkl takes beside the pickle.
+            step: Of the save; -1: it is not said.
 
         Raises:
-            ConfigError: Rank 0 has found that the first save must not be (see `begin`).
+            ConfigError: A rank has found that the first save must not be (see `begin`).
             StateError: It cannot be saved, here or on another rank; or the ranks hold different tensors, or different
-                bytes in tensors of which one copy is saved.
+                bytes in tensors of which one copy is saved; or this rank's state alone has changed.
             PeerLost: A rank did not answer in time.
         """
-        self._names = {}
+        self._names, self._step = {}, step
         proposed, agreement = self._propose(
             lambda: table(self._state, tree, rank=self._rank, ranks=self._ranks, beside_bytes=beside_bytes)
         )
@@ -100,6 +103,7 @@ class RanksAgreeing:
                     "the ranks hold different tensors, and were asked twice what is where; is holdfast the same "
                     "version on all nodes?"
                 )
+        self._before = proposed._replace(sums=())
         self._say_staged(agreement)
         self._say_rank0_only(agreement.rank0_only)
         return agreement
@@ -129,6 +133,8 @@ class RanksAgreeing:
                 sums=proposed.sums,
                 held=proposed.held,
                 stage=proposed.stage,
+                step=self._step,
+                change="" if self._before is None else what_changed(self._before, proposed),
             )
         )
         return proposed, agreement
@@ -136,7 +142,7 @@ class RanksAgreeing:
     def _refuse(self, error: HoldfastError) -> None:
         """Raises the error that all ranks are told: this one's own, or that of a rank before it."""
         try:
-            self._council.agree(Proposal.refused(error))
+            self._council.agree(Proposal.refused(error, self._step))
         except (StateError, type(error)):
             raise
         except HoldfastError:

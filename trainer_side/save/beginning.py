@@ -1,7 +1,8 @@
 """Checks, before the first byte of the first save, whether this job goes on with its run or begins it anew.
 
     restore() was called, whatever it found ────────────────────────────────► goes on
-    it was not; rank 0 looks: nothing in the store or its tiers ────────────► a new run
+    it was not; rank 0 looks into the store, each rank into its tiers:
+                              nothing there ────────────────────────────────► a new run
                               checkpoints there ─ fresh=True ───────────────► begins anew, and that is said
                                                 └ otherwise ────────────────► refused, on all ranks alike
 
@@ -18,7 +19,7 @@ from holdfast.errors import ConfigError, HoldfastError, StoreError
 from holdfast.image.manifest import is_manifest_name
 from holdfast.store import open_store
 from trainer_side.tiers.kept_slices import ask_kept
-from trainer_side.tiers.tier import Tier
+from trainer_side.tiers.tier import Nearness, Tier
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -50,13 +51,21 @@ class Beginning:
             )
         self._is_settled = True
 
-    def refusal(self, store_url: str, tiers: Sequence[Tier]) -> HoldfastError | None:
-        """Why the first save must not be; None if it may. Rank 0 alone asks, once; the others hear it from rank 0."""
+    def refusal(
+        self, store_url: str, tiers: Sequence[Tier], *, with_store: bool = True
+    ) -> HoldfastError | None:
+        """Why the first save must not be; None if it may. Each rank asks, once, and tells the others.
+
+        Args:
+            store_url: The run.
+            tiers: Of this rank; another rank's may have been emptied.
+            with_store: Whether this rank looks into the store, too: one of them is enough.
+        """
         if self._is_settled:
             return None
         self._is_settled = True
         try:
-            there = self._there(store_url, tiers)
+            there = self._there(store_url, tiers, with_store=with_store)
         except HoldfastError as error:
             if self._fresh:
                 return None
@@ -81,12 +90,14 @@ class Beginning:
             "another store; or say Checkpointer(..., fresh=True) to begin anew in this one"
         )
 
-    def _there(self, store_url: str, tiers: Sequence[Tier]) -> list[str]:
+    def _there(self, store_url: str, tiers: Sequence[Tier], *, with_store: bool) -> list[str]:
         """Names of what a restore could look at, newest first."""
         found = []
-        if store_url:
+        if store_url and with_store:
             names = sorted((info.name for info in open_store(store_url).list()), reverse=True)
             found += [name for name in names if is_manifest_name(name)]
         for tier in tiers:
+            if tier.nearness is Nearness.STORE and not with_store:
+                continue
             found += [f"{tier.name}: {kept.place}" for kept in ask_kept(tier, self._seconds_max)]
         return found

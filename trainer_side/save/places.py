@@ -194,6 +194,8 @@ class Room:
         is_over = seconds_max is not None
         seconds_max = self._config.full_seconds_max if seconds_max is None else seconds_max
         begun, waited_seconds = time.monotonic(), 0.0
+        if len(self._areas.in_flight()) >= self._areas.count_max:
+            self._link.fits(step)  # a rank that asks for another layout meanwhile need not wait as long
         try:
             while len(in_flight := self._areas.in_flight()) >= self._areas.count_max:
                 oldest = in_flight[0]

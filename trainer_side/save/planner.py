@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StateError
 from holdfast.image.entries import REPLICATED
 from holdfast.image.replicas import watched
 from holdfast.notices.sparing import NOBODY
-from holdfast.telemetry.causes import DeclineCause
+from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.wire.state_messages import Agreement
 from trainer_side.save.agreeing import RanksAgreeing
 from trainer_side.save.areas import areas_max
@@ -92,8 +92,11 @@ class Planner:
         self._names = SavedNames(self._state, is_writer=context.link.rank == 0)
         self._own_names = PerRankNames(self._state)
 
-    def take(self) -> tuple[SavePlan, Capture]:
+    def take(self, step: int = -1) -> tuple[SavePlan, Capture]:
         """Capture the state, planning first if its tensors are new.
+
+        Args:
+            step: Of the save: a rank whose state alone has changed is known by it. -1: it is not said.
 
         Raises:
             Outgrown: A plain value, or one of `PerRank`, does not fit its room.
@@ -124,6 +127,7 @@ class Planner:
             taken = capture(tree, self._plan.skeleton, defer=True, trailer=self._trailer)
             if taken is not None:
                 self._left_out.look(collected)
+                self._tiers.council.fits(step)
                 return self._plan, taken
         # First save, or other tensors than before. All ranks come here at the same step, so they may wait for
         # each other; a rank that is still sending must wait for its buffer first, and not decline.
@@ -131,7 +135,12 @@ class Planner:
         self._left_out.look(collected, new_layout=True)
         self._names.renew(collected, told)
         self._own_names.look(collected, is_new=True)
-        self._agreed = self._agreeing.agree(collected, len(self._names.trailer))
+        try:
+            self._agreed = self._agreeing.agree(collected, len(self._names.trailer), step)
+        except StateError as error:
+            if self._plan is not None:  # other ranks may have begun it, and wait for this one's slice
+                self._tiers.skip(step, Reason.of_error(error))
+            raise
         tree = self._agreeing.named(collected, self._agreed)
         planned = self._renew_together(tree)
         taken = capture(tree, planned.skeleton, trailer=self._trailer)

@@ -150,7 +150,7 @@ class Saver:
             return self._decline(step, refusal)
         try:
             with no_collections():
-                plan, taken = self._planner.take()
+                plan, taken = self._planner.take(step)
         except PeerLost as lost:
             if not self._link.has_lost(lost) or self._tiers.takes_steps:
                 raise  # the stager is there, a rank is not: going on would leave the ranks at different steps
@@ -169,6 +169,7 @@ class Saver:
             wait_seconds = self._room.wait(step, wait_seconds_max)
             answer = self._link.answer(step)
             if answer is not None and not self._tiers.takes_steps:
+                self._link.fits(step)
                 return self._decline(step, answer, tell=False)  # all were told the same
             place = self._room.take(step, record)
         except NoRoom as no_room:
@@ -198,6 +199,7 @@ class Saver:
         """Decline the step; one that was only busy when training goes on. `is_late`: it was waited for."""
         if is_late or reason.cause != DeclineCause.BUSY:
             return self._decline(step, reason)
+        self._link.fits(step)
         self._late.note(step)
         self._late_reason = reason
         return False

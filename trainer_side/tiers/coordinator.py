@@ -2,7 +2,7 @@
 
 SEALED, SKIPPED ─► Tally  ─► COMPLETE, VOID
 DONE            ─► ReplicaWatch ─► VOID, where replicas differ and such steps are refused
-PROPOSE         ─► Round  ─► RESERVED, or REFUSED
+PROPOSE, FITS   ─► Round  ─► RESERVED, or REFUSED
 READY           ─► Muster ─► GO, or REFUSED
 NOTICE, AT      ─► Chair  ─► SAVE_AT
 ROOM            ───────────► ROOM
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
-from holdfast.wire.agreement import Round
+from holdfast.wire.agreement import OneSided, Round
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind
 from holdfast.wire.state_messages import Agreement
@@ -88,6 +88,8 @@ class Coordinator:
                 return self._verdicts(self._tally.refuse(order, Reason.of_error(error))) if error else []
             case Kind.PROPOSE:
                 return _answer(self._round.propose(rank, self._round.read(frame), now))
+            case Kind.FITS:
+                return _answer(self._round.fits(rank, frame.step))
             case Kind.READY:
                 code, message = _refusal(frame)
                 return _answer(self._muster.ready(rank, code, message, now))
@@ -156,8 +158,10 @@ def _refusal(frame: Frame) -> tuple[str, str]:
     return body["code"], body["message"]
 
 
-def _answer(answer: Agreement | HoldfastError | bool | None) -> list[bytes]:
+def _answer(answer: Agreement | HoldfastError | OneSided | bool | None) -> list[bytes]:
     """What all ranks hear of a round or a muster; nothing while ranks are missing (None or False)."""
+    if isinstance(answer, OneSided):
+        answer = answer.error
     if isinstance(answer, HoldfastError):
         return [wire.encode(Kind.REFUSED, body=wire.error_body(answer))]
     if isinstance(answer, Agreement):

@@ -114,6 +114,10 @@ class Council:
             raise error or refused from None
         assert error is None
 
+    def fits(self, step: int) -> None:
+        if self.problem is None:
+            self._thread.say(wire.encode(Kind.FITS, step=step))
+
     def make_room(self, needed_bytes: int) -> None:
         assert self._rank == ROOT
         self._thread.say(wire.encode(Kind.ROOM, arg=pickle_reserve_bytes(needed_bytes)))

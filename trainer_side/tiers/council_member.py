@@ -99,7 +99,9 @@ class CouncilMember:
                 self._answer(None)
             case Kind.REFUSED:
                 body = wire.json_body(frame, code=str, message=str)
-                self._answer(peer_error(body["code"], body["message"]))
+                if not self._answer(peer_error(body["code"], body["message"])):
+                    # Other ranks asked; this one goes on.
+                    _log.error("rank %d: other ranks cannot save: %s", self._rank, body["message"])
             case Kind.ROOM:
                 self.new_pickle_reserve_bytes = max(self.new_pickle_reserve_bytes, frame.arg)
             case Kind.DOUBTED:
@@ -131,11 +133,14 @@ class CouncilMember:
         if self._appointments is not None:
             self._appointments.end()
 
-    def _answer(self, answer: Agreement | HoldfastError | None) -> None:
+    def _answer(self, answer: Agreement | HoldfastError | None) -> bool:
+        """Whether a question was open."""
         question, self._question = self._question, None
-        if question is not None:
-            question.answer = answer
-            question.answered.set()
+        if question is None:
+            return False
+        question.answer = answer
+        question.answered.set()
+        return True
 
     def _hear_appointment(self, frame: Frame, appointments: Appointments) -> bytes | None:
         try:

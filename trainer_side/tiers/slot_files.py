@@ -156,7 +156,7 @@ class SlotFiles:
             medium.close()
             raise
         return OpenSlots(
-            file, layout, found.superblock.rank, run=self._place.run, unsealable=found.seals_missing
+            file, layout, found.superblock.rank, run=self._place.run, unsealable=tuple(found.seals_missing)
         )
 
     # -- a new one -----------------------------------------------------------------------------------------------

@@ -33,8 +33,20 @@ class Examined(NamedTuple):
     superblock: Superblock
     layout: Layout
     committed: tuple[Commitment | None, ...]
-    seals_missing: tuple[int, ...]  # slots that the record names and whose seal is damaged
+    seals_missing: dict[int, str]  # slots that the record names and whose seal is damaged, with what is wrong
     kept: tuple[Kept, ...]
+
+
+class Scanned(NamedTuple):
+    """The slot files of a run.
+
+    Attributes:
+        files: Those that can be read, with their sealed slices.
+        damage: What cannot be read, with the reason: whole files, and slices of steps that every rank had sealed.
+    """
+
+    files: list[tuple[Superblock, tuple[Kept, ...]]]
+    damage: list[str]
 
 
 def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layout]) -> Examined:
@@ -81,7 +93,8 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
                 raise DamageError(
                     f"{source}: neither commit sector is whole, so nobody knows what its slots hold"
                 )
-            missing, kept = [], []
+            missing: dict[int, str] = {}
+            kept = []
             for slot, commitment in enumerate(sector.slots):
                 if commitment is None:
                     continue
@@ -89,25 +102,31 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
                     seal = read_seal(read, superblock, layout, slot, commitment, source=source)
                 except DamageError as error:
                     _log.warning("%s", error)
-                    missing.append(slot)
+                    missing[slot] = str(error)
                 else:
-                    kept.append(Kept(seal, layout, source, slot))
-            return Examined(superblock, layout, sector.slots, tuple(missing), tuple(kept))
+                    kept.append(Kept(seal, layout, source, slot, complete=commitment.complete))
+            return Examined(superblock, layout, sector.slots, missing, tuple(kept))
     finally:
         os.close(file)
 
 
-def scan(place: TierDirectory, layouts: dict[str, Layout]) -> list[tuple[Superblock, tuple[Kept, ...]]]:
+def scan(place: TierDirectory, layouts: dict[str, Layout]) -> Scanned:
     """All readable slot files of a run with their sealed slices. The log names a file that is not readable."""
-    found = []
+    found = Scanned([], [])
     for path, rank in place.slot_paths():
         try:
             examined = examine(path, place, rank, layouts)
         except HoldfastError as error:
             if path.exists():  # else its writer has just removed it
                 _log.warning("local tier: leaving out a file: %s", error)
+                if not isinstance(error, ConfigError):  # another run's, or another rank's
+                    found.damage.append(str(error))
         else:
-            found.append((examined.superblock, examined.kept))
+            found.files.append((examined.superblock, examined.kept))
+            for slot, reason in examined.seals_missing.items():
+                committed = examined.committed[slot]
+                if committed is not None and committed.complete:
+                    found.damage.append(f"step {committed.step} (attempt {committed.attempt}): {reason}")
     return found
 
 

@@ -72,6 +72,7 @@ class SlotTier:
         self._open: OpenSlots | None = None
         self._layouts: dict[str, Layout] = {}
         self._superblocks: dict[str, Superblock] = {}
+        self._damage: list[str] = []
         self._leftovers = False  # files of other layouts may lie about
 
     @property
@@ -147,15 +148,20 @@ class SlotTier:
             self._place.write_doubt(opened.rank, steps)
 
     def kept(self) -> list[Kept]:
+        self._damage = []
         if not self._place.check():
             return []
         found: list[Kept] = []
-        doubts = self._place.doubts()
-        for superblock, kept in scan(self._place, self._layouts):
+        doubts, scanned = self._place.doubts(), scan(self._place, self._layouts)
+        self._damage = scanned.damage
+        for superblock, kept in scanned.files:
             found += [replace(one, doubt=doubt_about(doubts, Key(*one.seal.order))) for one in kept]
             for one in kept:
                 self._superblocks[one.place] = superblock
         return sorted(found, key=lambda one: (one.seal.order, -one.seal.rank), reverse=True)
+
+    def damage(self) -> Sequence[str]:
+        return self._damage
 
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
         superblock = self._superblocks.get(kept.place)

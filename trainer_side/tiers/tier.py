@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceSeal
@@ -53,6 +53,7 @@ class Kept:
         slot: The slot of the slice, for the tier.
         absent: Chunks whose frame is missing; none in a tier, where a sealed slice is whole.
         doubt: Why its checkpoint may be torn; empty where nobody doubts it.
+        complete: Every rank is known to have sealed this step: it was a whole checkpoint.
     """
 
     seal: SliceSeal
@@ -61,6 +62,7 @@ class Kept:
     slot: int = 0
     absent: frozenset[int] = frozenset()
     doubt: str = ""
+    complete: bool = False
 
 
 class SliceWriter(Protocol):
@@ -125,6 +127,15 @@ class Keeps(Protocol):
 
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
         """Fill `view` with the slice's bytes from `offset` on. Any thread."""
+        ...
+
+
+@runtime_checkable
+class NamesDamage(Protocol):
+    """A place that can say which slices it should have, and cannot give."""
+
+    def damage(self) -> Sequence[str]:
+        """What the last `kept` has left out although it lies there, with the reason. The thread that called `kept`."""
         ...
 
 

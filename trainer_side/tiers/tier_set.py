@@ -47,6 +47,10 @@ class RankCouncil(Protocol):
         """
         ...
 
+    def fits(self, step: int) -> None:
+        """Say that this rank saves the step with the layout that was agreed on: it will propose nothing for it."""
+        ...
+
     def make_room(self, needed_bytes: int) -> None:
         """Rank 0 only: its pickle has outgrown its reserve. All ranks hear how much it gets."""
         ...
@@ -189,6 +193,9 @@ class StagerCouncil:
         """Raise `error`, if there is one: without tiers the other ranks had nothing to prepare."""
         if error is not None:
             raise error
+
+    def fits(self, step: int) -> None:
+        """The offer of the step says it; where there is none, `ToStager.fits`."""
 
     def make_room(self, needed_bytes: int) -> None:
         """The decline that goes to the stager asks for it."""

@@ -9,9 +9,9 @@ import pytest
 
 from holdfast.errors import ProtocolError
 from holdfast.ring.near_ring import RingPlace, near_ring
-from holdfast.ring.remains import Asked
+from holdfast.ring.remains import ANSWER_BYTES_MAX, Asked
 from holdfast.ring.ring import Ring
-from holdfast.wire.frames import MAX_BODY_BYTES, Frame, Kind, to_json
+from holdfast.wire.frames import Frame, Kind, to_json
 from tests.support.ring_checkpoint import LiveFetch, put_in_ring
 from tests.unit.trainer_side.tiered import saved
 
@@ -89,7 +89,11 @@ def test_two_answers_at_a_time_are_on_their_way_to_a_rank_in_the_order_of_its_qu
         (Asked.BYTES, b""),
         (Asked.BYTES, b'{"offset":-1,"nbytes":5}'),
         (Asked.BYTES, b'{"offset":0,"nbytes":0}'),
-        (Asked.BYTES, b'{"offset":0,"nbytes":%d}' % (MAX_BODY_BYTES + 1)),
+        (Asked.BYTES, b'{"offset":0,"nbytes":%d}' % (ANSWER_BYTES_MAX + 1)),
+        (Asked.BYTES, b'{"offset":0,"nbytes":5}' + b" " * (1 << 20)),
+        (Asked.HELD, bytes(1 << 20)),
+        (Asked.LAYOUT, b"0" * (1 << 20)),
+        (Asked.PLACE, bytes(1 << 20)),
     ],
 )
 def test_nonsense_drops_the_rank(ring: Ring, flags: int, body: bytes) -> None:

@@ -7,6 +7,7 @@ import pytest
 from holdfast.ring.journal import SlotState
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
+from holdfast.wire.state_messages import Proposal
 from holdfast.wire.welcome import Welcome
 from tests.unit.stager.bench import LAYOUT, Bench
 
@@ -145,3 +146,25 @@ def test_ranks_are_welcomed_when_what_an_earlier_job_staged_is_durable(bench: Be
     bench.now += 1
     bench.turn()
     assert [rank for rank, _ in bench.port.told(Kind.WELCOME)] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", [Kind.OFFER, Kind.FITS])
+def test_a_rank_whose_state_alone_has_changed_is_refused_and_the_step_fails_for_all(
+    bench: Bench, kind: Kind
+) -> None:
+    bench.port.say(0, Kind.LAYOUT, body=LAYOUT.to_bytes())
+    changed = Proposal("d", [], 0, {}, step=20, change="tensor a: [0:2] here before, [0:3] here now")
+    bench.port.seen.messages.append((1, changed.to_frame(3)))
+    bench.turn()
+    assert not bench.port.told(Kind.REFUSED)
+    offer = wire.to_json({"layout_digest": LAYOUT.digest})
+    bench.port.say(0, kind, step=20, body=offer if kind is Kind.OFFER else b"")
+    bench.turn()
+    ((rank, refused),) = bench.port.told(Kind.REFUSED)
+    assert rank == 1
+    body = wire.json_body(refused)
+    assert body["code"] == "state"
+    assert "the state of rank 1 has changed, and that of rank 0 has not: tensor a: [0:2]" in body["message"]
+    failed = [(rank, wire.json_body(frame)["message"]) for rank, frame in bench.port.told(Kind.FAILED)]
+    assert failed == ([(0, body["message"]), (1, body["message"])] if kind is Kind.OFFER else [])
+    assert bench.service.lost_ranks == set()

@@ -64,6 +64,7 @@ class FakeLink:
         self.wishes: list[Wish] = []
         self.notices: list[Notice] = []
         self.doubts: list[Doubt] = []
+        self.fitting: list[int] = []
         self.on_doubt: Callable[[Doubt], None] = lambda _: None
 
     @property
@@ -103,6 +104,9 @@ class FakeLink:
         return Agreement(
             2 * proposal.pickle_bytes + 4096, {}, patterns=agreed.patterns, split_rows=agreed.split_rows
         )
+
+    def fits(self, step: int) -> None:
+        self.fitting.append(step)
 
     def announce(self, layout: Layout) -> None:
         self.layouts.append(layout)
@@ -176,6 +180,9 @@ def test_so_many_steps_are_taken_as_there_are_areas(link: FakeLink, areas: int) 
     rank = Rank(link, in_flight_max=areas)
     assert [rank.save(step) for step in range(5)] == [True] * areas + [False] * (5 - areas)
     assert set(link.declined) == set(range(areas, 4)), "training may end with step 4"
+    assert link.fitting == [*range(areas, 5)], (
+        "a rank that asks for another layout must not wait for this one"
+    )
     which = "the checkpoint before is" if areas == 1 else f"the {areas} checkpoints before are"
     assert set(link.declined.values()) == {DeclineCause.BUSY.because(f"{which} still being sent")}
     assert all(rank.holds(step) for step in range(areas)), "a copy went into an area that is being sent"
@@ -255,6 +262,7 @@ def test_wait_waits_for_the_oldest_only(link: FakeLink, monkeypatch: pytest.Monk
     assert oldest.is_set()
     assert not link.offers[1][0].released.is_set()
     assert rank.checkpointer.stats.wait_seconds > 0
+    assert link.fitting == [2], "a rank that asks for another layout must not wait as long"
     stager.join()
     rank.checkpointer.close()
 

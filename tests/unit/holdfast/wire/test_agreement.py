@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from holdfast.errors import PeerLost, ProtocolError, StateError
+from holdfast.errors import ConfigError, PeerLost, ProtocolError, StateError
 from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
-from holdfast.wire.agreement import Round, pickle_reserve_bytes
+from holdfast.wire.agreement import OneSided, Round, pickle_reserve_bytes
 from holdfast.wire.frames import decode
 from holdfast.wire.held_regions import HeldRegions, held_rows
 from holdfast.wire.state_messages import Agreement, Proposal
@@ -135,6 +136,63 @@ def test_rounds_follow_each_other() -> None:
         answer = round_.propose(1, proposal(), 0.0)
         assert isinstance(answer, Agreement)
         assert answer.pickle_reserve_bytes > 2 * pickle_bytes
+
+
+CHANGED = dataclasses.replace(
+    proposal(), step=20, change="tensor model/a: split, [0:2] here before, [0:3] here now"
+)
+
+
+@pytest.mark.parametrize("proposes_first", [True, False])
+def test_a_rank_whose_state_alone_has_changed_is_named_at_once(proposes_first: bool) -> None:
+    round_ = Round(3, 60)
+    ended: object
+    if proposes_first:
+        assert round_.propose(1, CHANGED, 0.0) is None
+        ended = round_.fits(2, 20)
+    else:
+        assert round_.fits(2, 20) is None
+        ended = round_.propose(1, CHANGED, 0.0)
+    assert isinstance(ended, OneSided)
+    assert (ended.ranks, ended.step) == ((1,), 20)
+    assert isinstance(ended.error, StateError)
+    assert f"step 20: the state of rank 1 has changed, and that of rank 2 has not: {CHANGED.change}." in str(
+        ended.error
+    )
+    assert round_.overdue(1000.0) is None, "the round is over"
+    for rank in range(3):
+        answer = round_.propose(rank, dataclasses.replace(CHANGED, step=30), 0.0)
+    assert isinstance(answer, Agreement)
+
+
+def test_other_steps_and_steps_that_are_saved_twice_end_no_round() -> None:
+    round_ = Round(2, 60)
+    assert round_.fits(0, 20) is None
+    assert round_.fits(1, 20) is None
+    assert round_.propose(1, CHANGED, 0.0) is None, "its first save of that step fitted"
+    assert isinstance(round_.propose(0, CHANGED, 0.0), Agreement)
+    for step in (10, 30):
+        assert round_.fits(0, step) is None
+        assert round_.propose(1, dataclasses.replace(CHANGED, step=20), 0.0) is None
+        assert isinstance(round_.propose(0, proposal(), 0.0), Agreement)
+    assert round_.propose(1, proposal(), 0.0) is None, "of no step"
+    assert round_.fits(0, 40) is None
+
+
+def test_a_rank_that_alone_cannot_save_is_not_waited_for_either() -> None:
+    round_ = Round(2, 60)
+    round_.fits(0, 20)
+    ended = round_.propose(1, Proposal.refused(ConfigError("no such thing"), 20), 0.0)
+    assert isinstance(ended, OneSided)
+    assert isinstance(ended.error, ConfigError)
+    assert str(ended.error) == "step 20: rank 1: no such thing"
+
+
+def test_step_and_change_travel_with_a_proposal() -> None:
+    read = Proposal.from_frame(decode(CHANGED.to_frame(3)))
+    assert (read.step, read.change) == (20, CHANGED.change)
+    read = Proposal.from_frame(decode(proposal().to_frame(3)))
+    assert (read.step, read.change) == (-1, "")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -146,6 +147,17 @@ def test_ranks_with_other_tensors_are_refused_by_name() -> None:
         thread.join(60)
     assert str(errors[0]) == str(errors[1])
     assert "rank 1: tensor model/w: expected (float32 [4], replicated) as on rank 0" in str(errors[0])
+    ranks.close()
+
+
+def test_a_rank_whose_state_alone_has_changed_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks(2)
+    ranks.councils[0].fits(20)
+    with pytest.raises(
+        StateError, match="step 20: the state of rank 1 has changed, and that of rank 0 has not"
+    ):
+        ranks.councils[1].agree(dataclasses.replace(_proposal("float16"), step=20))
+    until(lambda: "rank 0: other ranks cannot save: step 20" in caplog.text)
     ranks.close()
 
 
