@@ -1,4 +1,4 @@
-"""Shows `holdfast drill` what each step was trained on: a CRC-32 over what the modules of the state were called with.
+"""Shows `holdfast drill` what each step was trained on: a CRC-32 of what the modules of the state were called with.
 
 A script that does not use a ResumableSampler says nothing of its data. What reaches the model says it for any script,
 also for one that draws its next batch ahead of the checkpoint. Calls in evaluation, or without gradients, do not count.
@@ -17,12 +17,8 @@ from holdfast.crc import crc32
 from trainer_side.state.per_rank import PerRank
 
 _DEPTH_MAX = 8
-
-
-class _SinceStep:
-    """Since the last step."""
-
-    crc, calls = 0, 0
+_CALLS_MAX = 256  # in one step; the last stands for all that follow
+_calls: list[int] = []  # since the last step
 
 
 class SeenBatches:
@@ -42,9 +38,9 @@ class SeenBatches:
                     module.register_forward_pre_hook(note_call, with_kwargs=True)
 
     def note(self, step: int) -> None:
-        if _SinceStep.calls:
-            diary.note("batches", {"step": step, "crc": _SinceStep.crc})
-        _SinceStep.crc = _SinceStep.calls = 0
+        if _calls:
+            diary.note("batches", {"step": step, "crcs": _calls})
+            _calls.clear()
 
 
 # A function of this module and no method: modules are copied and pickled together with their hooks.
@@ -52,11 +48,12 @@ def note_call(module: torch.nn.Module, args: tuple[Any, ...], named: Mapping[str
     """Count one call of a module."""
     if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
         return
-    _SinceStep.calls += 1
+    crc = _calls.pop() if len(_calls) == _CALLS_MAX else 0
     for tensor in _tensors([args, named], 0):
         with suppress(Exception):  # without bytes of its own: sparse, nested, on `meta`
             here = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            _SinceStep.crc = crc32(here.numpy().data, _SinceStep.crc)
+            crc = crc32(here.numpy().data, crc)
+    _calls.append(crc)
 
 
 def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:

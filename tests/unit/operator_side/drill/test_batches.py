@@ -14,7 +14,7 @@ RANKS = 2
 def trained(first: int, batches: list[int], at: float) -> list[dict[str, Any]]:
     """Both ranks, each with batches of its own."""
     return [
-        {"time": at + place, "rank": rank, "batches": {"step": first + place, "crc": 1000 * rank + crc}}
+        {"time": at + place, "rank": rank, "batches": {"step": first + place, "crcs": [1000 * rank + crc]}}
         for place, crc in enumerate(batches)
         for rank in range(RANKS)
     ]
@@ -50,15 +50,17 @@ def test_the_same_batches_are_nothing_to_speak_of() -> None:
     [
         (
             [5, 6, 7],
-            "step 4 was trained on the batch that the undisturbed run had at step 5: the script draws batches",
+            "step 4 began with the batch that the undisturbed run had 1 batch later, at step 5: the script draws b",
         ),
+        ([0, 1, 2], "the undisturbed run had 4 batches earlier, at step 0: the script begins its data again"),
+        ([0, 5, 6], "4 batches earlier, at step 0: the script draws its first batch before restore()"),
         (
-            [0, 1, 2],
-            "step 4 was trained on the batch that the undisturbed run had at step 0: the script begins its",
+            [77, 5, 6],
+            "a batch that the undisturbed run never had: the script draws its first batch before restore()",
         ),
         (
             [77, 78],
-            "step 4 was trained on a batch that the undisturbed run did not have at any step: save the place",
+            "step 4 began with a batch that the undisturbed run never had: save the place in the data",
         ),
     ],
 )
@@ -79,3 +81,18 @@ def test_of_kills_after_the_runs_have_parted_nothing_is_said() -> None:
 def test_a_script_whose_batches_are_not_seen_is_left_alone() -> None:
     assert wrong_after([(4, [99])], reference=[]) == [[]]
     assert wrong_after([(4, [])]) == [[]]
+
+
+def test_of_a_step_with_several_batches_each_one_counts() -> None:
+    """As nanoGPT accumulates gradients: what it has drawn ahead is the first of the next step."""
+    first, second = {"step": 0, "crcs": [10, 11, 12]}, {"step": 1, "crcs": [13, 14, 15]}
+    reference = [{"time": 0.0, "rank": 0, "batches": one} for one in (first, second)]
+    resumed = {"time": 11.0, "rank": 0, "batches": {"step": 1, "crcs": [14, 15, 16]}}
+    kill = Kill(1, KillTarget.RANKS, notice=False, rank=0, after_step=0, part=0.0)
+    finding = KillFinding(kill, resumed_from=0)
+    name_other_batches([finding], [Struck(kill, None, 10.0)], reference, [*reference, resumed])
+    (said,) = finding.wrong
+    assert (
+        "step 1 began with the batch that the undisturbed run had 1 batch later, at step 1: the script draws"
+        in said
+    )

@@ -30,7 +30,7 @@ class Named(nn.Module):
 
 
 @pytest.fixture
-def diary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[dict[str, int]]]:
+def diary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[dict[str, Any]]]:
     path = tmp_path / "diary.jsonl"
     monkeypatch.setenv(DIARY_VARIABLE, str(path))
     return lambda: (
@@ -38,7 +38,7 @@ def diary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
     )
 
 
-def test_equal_batches_are_told_from_others(diary: Callable[[], list[dict[str, int]]]) -> None:
+def test_equal_batches_are_told_from_others(diary: Callable[[], list[dict[str, Any]]]) -> None:
     model = Named()
     seen = SeenBatches({"model": model, "epoch": 3})
     one, other = torch.ones(1, 2), torch.zeros(1, 2)
@@ -56,12 +56,27 @@ def test_equal_batches_are_told_from_others(diary: Callable[[], list[dict[str, i
         seen.note(step)
     found = diary()
     assert [line["step"] for line in found] == [*range(6)]
-    crcs = [line["crc"] for line in found]
+    crcs = [line["crcs"] for line in found]
     assert crcs[0] == crcs[1]
-    assert len({*crcs}) == 5
+    assert crcs[3] == [*crcs[0], *crcs[2]]
+    assert len({crc for one in crcs for crc in one}) == 4
 
 
-def test_evaluation_is_no_training(diary: Callable[[], list[dict[str, int]]]) -> None:
+def test_a_step_of_many_calls_has_a_line_that_is_bounded(diary: Callable[[], list[dict[str, Any]]]) -> None:
+    model = Named()
+    seen = SeenBatches({"model": model})
+    for step, last in enumerate((1.0, 1.0, 2.0)):
+        for number in range(1000):
+            model(torch.full((1, 2), last if number == 900 else 0.0))
+        seen.note(step)
+    first, second, third = [line["crcs"] for line in diary()]
+    assert first == second
+    assert len(first) == 256
+    assert first[:-1] == third[:-1]
+    assert first[-1] != third[-1]
+
+
+def test_evaluation_is_no_training(diary: Callable[[], list[dict[str, Any]]]) -> None:
     model = Named()
     seen = SeenBatches({"model": PerRank(model)})
     with torch.no_grad():
@@ -75,7 +90,7 @@ def test_evaluation_is_no_training(diary: Callable[[], list[dict[str, int]]]) ->
 
 
 def test_the_module_is_copied_pickled_and_called_with_anything_as_ever(
-    diary: Callable[[], list[dict[str, int]]],
+    diary: Callable[[], list[dict[str, Any]]],
 ) -> None:
     model = Named()
     seen = SeenBatches({"model": model})
