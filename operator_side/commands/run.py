@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from holdfast.command.examples import examples
-from holdfast.errors import ConfigError, FencedError, NotDurable, StoreMissing, help_for
+from holdfast.errors import ConfigError, FencedError, NotDurable, StoreError, StoreMissing, help_for
 
 if TYPE_CHECKING:
     from holdfast.config import StagerConfig
@@ -164,7 +164,7 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     newest checkpoint of a job that is done is not durable; 130 the command was ended by SIGTERM or Ctrl-C; 137 a
     process was killed because the memory was used up; otherwise the exit code of the process that crashed.
     """
-    from holdfast.config import StagerConfig, TrainerConfig
+    from holdfast.config import StagerConfig
     from holdfast.ring.directory import runtime_directory
     from holdfast.store import refuse_missing_parent
     from operator_side.supervise.core import Core
@@ -179,7 +179,6 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     if options["create"]:
         options["settings"] = (*options["settings"], "create=true")
     config = StagerConfig.from_sources(store=options["store"], **_settings(options["settings"]))
-    on_not_durable = TrainerConfig.from_sources().on_not_durable
     refuse_missing_parent(config.store, create=config.create)
     fleet = _fleet(options)
     logs = _logs(options["logs"], config.store)
@@ -218,9 +217,8 @@ def run(command: tuple[str, ...], **options: Any) -> int:
         watch = FleetWatch(fleet, options["poll_seconds"])
 
         def last_look(verdict: Verdict) -> Verdict:
-            if verdict.cause is not Cause.DONE or on_not_durable == "warn":
-                return verdict
-            return _unless_not_durable(verdict, core.newest_step, config.store)
+            is_done = verdict.cause is Cause.DONE
+            return _unless_not_durable(verdict, core.newest_step, config.store) if is_done else verdict
 
         verdict = Supervisor(core, job, watch, files, last_look=last_look).run()
     finally:
@@ -327,13 +325,20 @@ def _newest_step(store: str) -> int:
 
 def _unless_not_durable(done: Verdict, step: int, store: str) -> Verdict:
     """The verdict on a job that is done, and whose newest step is `step`."""
+    from holdfast.config import TrainerConfig
     from operator_side.supervise.verdict import Cause, Verdict
 
-    durable = _newest_step(store)
-    if durable >= step:
+    try:
+        durable = _newest_step(store)
+    except StoreError as error:
+        message = f"the job is done, and the store does not say whether step {step}, its newest, is durable: {error}"
+    else:
+        if durable >= step:
+            return done
+        kept = f"step {durable} is" if durable >= 0 else "nor is any other step"
+        message = f"the job is done, and step {step}, its newest, is staged but not durable; {kept}"
+    if TrainerConfig.from_sources().on_not_durable == "warn":
         return done
-    kept = f"step {durable} is" if durable >= 0 else "nor is any other step"
-    message = f"the job is done, and step {step}, its newest, is staged but not durable; {kept}"
     name = f"{NotDurable.__module__}.{NotDurable.__qualname__}"
     return Verdict(Cause.LOST, message, "not durable", exit_code=NotDurable.exit_code, exception=name)
 
