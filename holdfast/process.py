@@ -118,6 +118,27 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     return max(0, least)
 
 
+def memory_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has killed to free memory: of this process's control group; of the whole machine
+    where no group counts them; 0 where nobody does.
+
+    Args:
+        root: Where `proc` and `sys` are.
+    """
+    counters = [
+        folder / name
+        for folder in _memory_groups(root)
+        for name in ("memory.events", "memory.oom_control")  # of version 2, and of version 1
+    ]
+    for counter in (*counters, root / "proc/vmstat"):
+        with suppress(OSError, ValueError):
+            for line in counter.read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+    return 0
+
+
 def _memory_groups(root: Path) -> Iterator[Path]:
     """The control groups that limit the memory of this process, the innermost first: of version 1 where the memory
     controller is one of those, else of version 2. A group that is not mounted here is no folder: in a container the

@@ -1,7 +1,8 @@
 """Lines on stderr with which a process of the job tells the supervisor what it does; mpirun forwards them.
 
     <01>holdfast {"began": {"rank": 3, "host": "spot-7", "pid": 4711}}       the process around a rank, rank.py
-    <01>holdfast {"ended": {"rank": 3, "status": -9}}                        the same
+    <01>holdfast {"ended": {"rank": 3, "status": -9}}                        the same; "out_of_memory": true where the
+                                                                             kernel has killed a process for it
     <01>holdfast {"restored": {"rank": 3, "step": 1200, "attempt": 2, "before": "800-a2"}}    the rank, trainer_side
     <01>holdfast {"stepped": {"rank": 3, "step": 1201}}                      the same, after its first step
 

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ import platformdirs
 
 from holdfast.config import StagerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
+from holdfast.process import memory_kills
 from holdfast.ring import doorbell as ipc
 from holdfast.ring.directory import run_key, runtime_directory
 from holdfast.ring.ring import Ring
@@ -39,7 +41,8 @@ _log = logging.getLogger("holdfast.stager.flusher")
 _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 _READY_LINE_BYTES_MAX = 64 * 1024
 _LOG_TAIL_BYTES = 2000
-_started: list[subprocess.Popen[bytes]] = []  # not waited for: they outlive us by design; see `reap`
+# Not waited for: they outlive us by design; see `reap`. The value: `memory_kills()` when it had begun.
+_started: dict[subprocess.Popen[bytes], int] = {}
 
 
 class FlusherAhead:
@@ -160,8 +163,14 @@ def attach(
 def reap() -> None:
     """Let go of the flushers that this process started and that have ended: otherwise they stay as zombies."""
     for process in [process for process in _started if process.poll() is not None]:
-        _started.remove(process)
-        code = process.returncode
+        killed_before, code = _started.pop(process), process.returncode
+        if code == -signal.SIGKILL and memory_kills() > killed_before:
+            _log.error(
+                "the flusher (process %d) was killed by the kernel because the memory was used up: raise the limit of "
+                "its control group, or lower ring_bytes",
+                process.pid,
+            )
+            continue
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         _log.info("the flusher (process %d) ended with %s", process.pid, how)
 
@@ -259,7 +268,7 @@ def _start(config: StagerConfig, deadline: float, ahead: FlusherAhead | None) ->
     except (ValueError, AttributeError):
         error, ready = None, False
     if ready:
-        _started.append(process)
+        _started[process] = memory_kills()
         _log.info("started the flusher (process %d), its log is %s", process.pid, path)
         return
     code = process.wait()

@@ -58,6 +58,7 @@ from trainer_side.save.saver import Saver, no_collections
 from trainer_side.seat import Seat
 from trainer_side.state.given_state import GivenState
 from trainer_side.state.plain_counters import PlainCounters
+from trainer_side.state.seen_batches import SeenBatches
 from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.whole_number import shown, step_number
 
@@ -180,6 +181,7 @@ class Checkpointer:
         )
         self._left_out = LeftOut(self._state, rank=self._link.rank, events=self._events)
         self._counters = PlainCounters(self._state, rank=self._link.rank)
+        self._batches = SeenBatches(self._state)
         self._room = Room(self._areas, self._engine, self._copier, context)
         planner = Planner(self._given, self._left_out, self._room, context)
         self._saver = Saver(self._state, planner, self._room, self._copier, context)
@@ -320,6 +322,7 @@ class Checkpointer:
             self._finished.note(step)
         diary.note("step", step)
         self._counters.note(step)
+        self._batches.note(step)
         appointments = self._link.appointments
         due = appointments.reach(step)
         every = appointments.every(self._every, step)

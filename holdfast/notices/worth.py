@@ -96,7 +96,7 @@ def decide(outlook: Outlook) -> Decision:
         return Decision(
             Choice.TAKE,
             f"{left:.1f} s are left, and no checkpoint was {outlook.safe} yet that would say how long one takes",
-            flight_seconds,
+            min(flight_seconds, left / 2),  # a guess from the first bytes may be far above what is left
         )
     needed = flight_seconds + (outlook.step_seconds or 0.0) + outlook.plan_seconds
     needed += outlook.staged_seconds or 0.0

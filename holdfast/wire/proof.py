@@ -41,6 +41,7 @@ _STATISTICS = (
 )  # of BatchNorm, which each rank gathers by itself
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"})
 _FLOATING = ("float", "bfloat", "complex")
+_WRAPPERS = frozenset({"module", "_orig_mod"})  # DistributedDataParallel, AveragedModel; torch.compile
 
 _WAYS_OUT = (
     "If each rank has a part of larger tensors, hand over each part as Split(tensor, shape, start): the checkpoint has "
@@ -133,11 +134,85 @@ def _refusal(table: Sequence[Sequence[Any]], split: Sequence[int], sums: Mapping
     sides = " and ".join(ranks_named(group) for group in [*groups.values()][:_SIDES_MAX])
     more = f" and {len(groups) - _SIDES_MAX} more groups" if len(groups) > _SIDES_MAX else ""
     paths = [str(table[place][0]) for place in split]
+    why = _late_copy(table, split) or f"{_likely(table, split)}. {_WAYS_OUT}"
     return (
         f"what the ranks hold is not the same: {sides}{more} differ in {some(paths)} ({len(paths)} of {len(table)} "
-        f"tensors). A checkpoint has one copy of each, so the others would be lost. {_likely(table, split)}. "
-        f"{_WAYS_OUT}"
+        f"tensors). A checkpoint has one copy of each, so the others would be lost. {why}"
     )
+
+
+def _late_copy(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
+    """What to say where all that differs is a copy of weights that are equal; else nothing.
+
+    An EMA, a target network or a teacher that was copied before DistributedDataParallel made the weights equal.
+    """
+    chosen = set(split)
+    equal = [row for place, row in enumerate(table) if place not in chosen and _may_be_a_part(row)]
+    differing = [table[place] for place in split]
+    originals = _originals_by_name(equal, differing) or _originals_by_shape(equal, differing)
+    if not originals:
+        return ""
+    copied, original = str(differing[0][0]), originals[0]
+    return (
+        "It looks like a copy of a model that each rank made while its weights were still its own, such as an EMA "
+        f"(AveragedModel), a target network or a teacher, made before DistributedDataParallel: {original} is the same "
+        f"on every rank, and {copied}, its copy by name or shape, is not. Make the copy after "
+        "DistributedDataParallel(model), or load the weights of the wrapped model into it before the first step"
+    )
+
+
+def _originals_by_name(equal: Sequence[Sequence[Any]], differing: Sequence[Sequence[Any]]) -> list[str]:
+    """For each of these tensors the equal one of which it is a copy; empty unless each has one."""
+    by_end: dict[tuple[tuple[str, ...], tuple[int, ...]], str] = {}
+    for row in equal:
+        words = _words(str(row[0]))
+        for begin in range(1, len(words)):
+            by_end.setdefault((words[begin:], tuple(row[2])), str(row[0]))
+    found = []
+    for path, _, shape, _ in differing:
+        words = _words(path)
+        ends = ((begin, by_end.get((words[begin:], tuple(shape)))) for begin in range(1, len(words)))
+        begin, original = next(((begin, one) for begin, one in ends if one is not None), (0, ""))
+        place = _words(original)[: begin - len(words)]
+        if not begin or not _may_be_a_copy(path, words[:begin], place):
+            return []
+        found.append(original)
+    return found
+
+
+def _may_be_a_copy(path: str, copied: tuple[str, ...], original: tuple[str, ...]) -> bool:
+    """Whether these two parts of the state are two models, and not layers, experts or moments of one."""
+    if _is_moment([path]) and "." not in path.rpartition("/")[2]:  # a name with a dot is a parameter's
+        return False
+    nested = copied[: len(original)] == original or original[: len(copied)] == copied
+    numbered = copied[-1].isdigit() and original[-1].isdigit()
+    inside_a_model = len(copied) > len(_words(path.rpartition("/")[0])) + 1
+    expert = _names_an_expert(".".join(copied)) and not _names_an_expert(".".join(original))
+    return not (nested or numbered or inside_a_model or expert)
+
+
+def _originals_by_shape(equal: Sequence[Sequence[Any]], differing: Sequence[Sequence[Any]]) -> list[str]:
+    """The same for a list without names, which has the shapes of one model, in any order."""
+    places = {str(row[0]).rpartition("/")[0] for row in differing}
+    if len(places) != 1 or not all(str(row[0]).rpartition("/")[2].isdigit() for row in differing):
+        return []
+    (place,) = places
+    models: dict[str, list[Sequence[Any]]] = {}
+    copied = [*differing]
+    for row in equal:
+        if str(row[0]).rpartition("/")[0] == place:
+            copied.append(row)
+        elif not _is_moment(row):
+            models.setdefault(str(row[0]).partition("/")[0], []).append(row)
+    shapes = sorted(list(row[2]) for row in copied)
+    return next(
+        ([str(rows[0][0])] for rows in models.values() if sorted(list(row[2]) for row in rows) == shapes), []
+    )
+
+
+def _words(path: str) -> tuple[str, ...]:
+    """The parts of a tensor's name, without those that wrappers add."""
+    return tuple(word for word in path.replace("/", ".").split(".") if word not in _WRAPPERS)
 
 
 def _likely(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
@@ -164,7 +239,11 @@ def _likely(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
         )
     if any(len(row[2]) > 1 for row in weights) and all(len(row[2]) < 2 for row in same):
         return "It looks like tensor parallelism: each rank has a shard of the matrices"
-    return "It looks like expert parallelism or tensor parallelism: some weights are each rank's own"
+    return (
+        f"{same[0][0]} is the same on every rank, and {weights[0][0]} is not: perhaps each rank has weights of its own "
+        "(expert parallelism or tensor parallelism), perhaps these were made or copied on each rank, and "
+        "DistributedDataParallel never made them equal"
+    )
 
 
 def _is_moment(row: Sequence[Any]) -> bool:

@@ -118,7 +118,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
     JSON: {"passed", "seed", "directory", "kills": [{"number", "what", "after_step", "last_step", "resumed_from",
     "lost_steps", "lost_seconds", "phases", "notice", "compared": [step], "unequal": [step], "exact", "wrong": [text]}],
     "files_compared", "files_differ", "constant": [name], "samples": null or {"trained", "skipped", "repeated"},
-    "counters": [text], "wrong": [text]}.
+    "counters": [text], "measured": [name], "wrong": [text]}. `measured` was not compared: a clock has measured it.
 
     Exit codes: 0 the drill passed; 1 it failed; other codes as for every command.
     """
@@ -207,6 +207,7 @@ def _document(outcome: DrillOutcome, seed: int, folder: str | None) -> dict[str,
         "constant": sorted(outcome.constant),
         "samples": None if outcome.samples is None else outcome.samples._asdict(),
         "counters": outcome.counters,
+        "measured": sorted(outcome.measured),
         "wrong": outcome.wrong,
     }
 
@@ -240,6 +241,11 @@ def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
             ),
             markup=False,
             soft_wrap=True,
+        )
+    if outcome.measured:
+        names = ", ".join(sorted(outcome.measured))
+        out.print(
+            plain(f"not compared, since a clock has measured it: {names}"), markup=False, soft_wrap=True
         )
     seen = outcome.samples
     out.print(

@@ -16,12 +16,13 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from holdfast.command.examples import examples
-from holdfast.errors import ConfigError, FencedError, StoreMissing, help_for
+from holdfast.errors import ConfigError, FencedError, NotDurable, StoreError, StoreMissing, help_for
 
 if TYPE_CHECKING:
     from holdfast.config import StagerConfig
     from operator_side.supervise.hosts import Fleet
     from operator_side.supervise.supervisor_messages import Launch
+    from operator_side.supervise.verdict import Verdict
 
 
 _FORWARDED = ("HOLDFAST_", "NCCL_", "FI_", "OMP_", "PYTORCH_", "TORCH_")
@@ -159,8 +160,9 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     rank that crashed. As many crashes after the restore of one checkpoint set that checkpoint aside first: the job then
     resumes from the checkpoint before it. This happens at most --set-aside-max times in a row.
 
-    Exit codes: 0 the job is done; 9 hosts or ranks were lost too often; 130 the command was ended by SIGTERM or Ctrl-C;
-    otherwise the exit code of the process that crashed.
+    Exit codes: 0 the job is done, and its newest checkpoint is durable; 9 hosts or ranks were lost too often; 11 the
+    newest checkpoint of a job that is done is not durable; 130 the command was ended by SIGTERM or Ctrl-C; 137 a
+    process was killed because the memory was used up; otherwise the exit code of the process that crashed.
     """
     from holdfast.config import StagerConfig
     from holdfast.ring.directory import runtime_directory
@@ -169,7 +171,7 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     from operator_side.supervise.job_processes import JobProcesses, RunFiles
     from operator_side.supervise.limits import Limits
     from operator_side.supervise.supervisor import FleetWatch, Supervisor, environment_of_job, next_attempt
-    from operator_side.supervise.verdict import class_of
+    from operator_side.supervise.verdict import Cause, class_of
 
     if options["min_ranks"] is not None and options["min_ranks"] > options["ranks"]:
         raise ConfigError(f"--min-ranks {options['min_ranks']} is more than --ranks {options['ranks']}")
@@ -213,8 +215,12 @@ def run(command: tuple[str, ...], **options: Any) -> int:
         files = RunFiles(runtime_directory(config.store, config.runtime_dir), logs, events)
         job = JobProcesses(line, environment_of_job(), files, _relay)
         watch = FleetWatch(fleet, options["poll_seconds"])
-        supervisor = Supervisor(core, job, watch, files)
-        verdict = supervisor.run()
+
+        def last_look(verdict: Verdict) -> Verdict:
+            is_done = verdict.cause is Cause.DONE
+            return _unless_not_durable(verdict, core.newest_step, config.store) if is_done else verdict
+
+        verdict = Supervisor(core, job, watch, files, last_look=last_look).run()
     finally:
         lock.close()
     if verdict.exit_code:
@@ -315,6 +321,26 @@ def _newest_step(store: str) -> int:
         close = getattr(opened, "close", None)
         if close is not None:
             close()
+
+
+def _unless_not_durable(done: Verdict, step: int, store: str) -> Verdict:
+    """The verdict on a job that is done, and whose newest step is `step`."""
+    from holdfast.config import TrainerConfig
+    from operator_side.supervise.verdict import Cause, Verdict
+
+    try:
+        durable = _newest_step(store)
+    except StoreError as error:
+        message = f"the job is done, and the store does not say whether step {step}, its newest, is durable: {error}"
+    else:
+        if durable >= step:
+            return done
+        kept = f"step {durable} is" if durable >= 0 else "nor is any other step"
+        message = f"the job is done, and step {step}, its newest, is staged but not durable; {kept}"
+    if TrainerConfig.from_sources().on_not_durable == "warn":
+        return done
+    name = f"{NotDurable.__module__}.{NotDurable.__qualname__}"
+    return Verdict(Cause.LOST, message, "not durable", exit_code=NotDurable.exit_code, exception=name)
 
 
 def _mpirun(

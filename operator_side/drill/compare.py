@@ -1,30 +1,38 @@
 """Compares the checkpoints of two runs step by step, and names the values that differ.
 
 Tensors are compared by the CRCs in the manifests, so nothing large is read. Only `PerRank` values and plain values that
-differ are read, to name the difference.
+differ are read, to name the difference. What a clock has measured for a log is no difference (`measured_times.py`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.image.manifest import EntryRecord, Manifest, TensorRecord
 from holdfast.store.base import Store
+from operator_side.drill.measured_times import is_measured
 from operator_side.drill.values import inside, values_of
 
 _PICKLE = "data.pkl"
 _SHOWN_CHARACTERS = 60
 _CRC = "CRC "
+_NUMBER = re.compile(r"(?<=/)\d+(?=/)")  # of an entry of a log
 
 
 class Difference(NamedTuple):
-    """A value that differs: its name, and the two values (for a tensor, the CRC-32)."""
+    """A value that differs: its name, and the two values (for a tensor, the CRC-32).
+
+    Attributes:
+        is_measured: By a clock, so that it differs in any two runs.
+    """
 
     path: str
     was: str
     became: str
+    is_measured: bool = False
 
     def __str__(self) -> str:
         short = (
@@ -34,12 +42,13 @@ class Difference(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The comparison of a file with the reference's file of the same step."""
+    """The comparison of a file with the reference's file of the same step. `measured`: names that do not count."""
 
     step: int
     attempt: int
     file: str
     differs: tuple[Difference, ...]
+    measured: frozenset[str] = frozenset()
 
 
 def constants(files: Sequence[Compared], before_step: int) -> set[str]:
@@ -77,8 +86,10 @@ def compare(reference: Store, drilled: Store) -> list[Compared]:
         if got is None or item.fault:
             found.append(Compared(item.step, 0, item.name, (Difference(item.name, "good", item.fault),)))
             continue
-        differs = tuple(differences(reference, want, drilled, got))
-        found.append(Compared(item.step, got.attempt, got.file, differs))
+        all_ = list(differences(reference, want, drilled, got))
+        measured = frozenset(_NUMBER.sub("*", each.path) for each in all_ if each.is_measured)
+        differs = tuple(each for each in all_ if not each.is_measured)
+        found.append(Compared(item.step, got.attempt, got.file, differs, measured))
     return sorted(found, key=lambda one: (one.step, one.attempt))
 
 
@@ -87,15 +98,17 @@ def differences(first: Store, want: Manifest, second: Store, got: Manifest) -> I
     for path in dict.fromkeys([*ours, *theirs]):
         one, other = ours.get(path), theirs.get(path)
         if one is None or other is None:
-            yield Difference(path, *("nothing" if tensor is None else "a tensor" for tensor in (one, other)))
+            was, became = ("nothing" if tensor is None else "a tensor" for tensor in (one, other))
+            yield Difference(path, was, became)
         elif (one.dtype, one.shape) != (other.dtype, other.shape):
-            yield Difference(path, *(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (one, other)))
+            was, became = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (one, other))
+            yield Difference(path, was, became)
         elif _size_and_crc(want, one) != _size_and_crc(got, other):
             yield from _of_tensor(path, first, want, one, second, got, other)
     pickles = _pickle(want), _pickle(got)
     if pickles[0].crc32 != pickles[1].crc32:
-        was = values_of(_read(first, want, pickles[0]), source=want.file)
-        yield from _unequal("", was, values_of(_read(second, got, pickles[1]), source=got.file))
+        before = values_of(_read(first, want, pickles[0]), source=want.file)
+        yield from _unequal("", before, values_of(_read(second, got, pickles[1]), source=got.file))
 
 
 def _of_tensor(
@@ -113,15 +126,15 @@ def _of_tensor(
         if was is not None and became is not None:
             yield from _unequal(f"{path}/", was, became)  # other bytes of equal values are the same state
             return
-    crcs = (f"{_CRC}{_size_and_crc(*pair)[1]}" for pair in ((want, one), (got, other)))
-    yield Difference(path, *crcs)
+    yield Difference(path, f"{_CRC}{_size_and_crc(want, one)[1]}", f"{_CRC}{_size_and_crc(got, other)[1]}")
 
 
 def _unequal(prefix: str, want: dict[str, str], got: dict[str, str]) -> Iterator[Difference]:
-    for path in dict.fromkeys([*want, *got]):
-        was, became = want.get(path, "nothing"), got.get(path, "nothing")
+    paths = dict.fromkeys(f"{prefix}{path}" for path in (*want, *got))
+    for path in paths:
+        was, became = (values.get(path.removeprefix(prefix), "nothing") for values in (want, got))
         if was != became:
-            yield Difference(f"{prefix}{path}", was, became)
+            yield Difference(path, was, became, is_measured(path, paths))
 
 
 def _size_and_crc(manifest: Manifest, tensor: TensorRecord) -> tuple[int, int]:

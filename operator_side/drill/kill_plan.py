@@ -4,7 +4,7 @@ reference's checkpoints   ──3────────7───────�
 plan                            ▲5        ▲9                     no two in the same gap: after each one
                             one rank    the stager               there is a checkpoint to compare
 
-Sequence: stepped, trains, answered, tick ─► Tell (a notice), Strike (SIGKILL)      one at a time
+Sequence: staged, stepped, trains, answered, tick ─► Tell (a notice), Strike (SIGKILL)      one at a time
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ class Sequence:
     def __init__(self, kills: Listed[Kill], *, notice_seconds: float) -> None:
         self._left = list(kills)
         self._notice_seconds = notice_seconds
+        self._has_staged = False  # before, a kill would only show that the script begins anew
         self._trains = False  # every rank has done its first step since the last kill
         self._step, self._stepped_at = -1, 0.0
         self._step_seconds = 0.0
@@ -131,6 +132,10 @@ class Sequence:
     def trains(self) -> None:
         """Note that every rank of an attempt has done its first step."""
         self._trains = True
+
+    def staged(self) -> None:
+        """Note that a checkpoint of this run was staged."""
+        self._has_staged = True
 
     def stepped(self, step: int, at: float) -> None:
         if step == self._step + 1:
@@ -143,7 +148,7 @@ class Sequence:
 
     def tick(self, now: float) -> GiveNotice | Strike | None:
         """The action that is due now; None: nothing."""
-        if not self._left or not self._trains:
+        if not self._left or not self._trains or not self._has_staged:
             return None
         kill = self._left[0]
         if self._told_at is not None:

@@ -14,10 +14,12 @@ from typing import Any
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.store import open_store
+from operator_side.drill.batches import name_other_batches
 from operator_side.drill.compare import Compared, compare, constants
 from operator_side.drill.findings import KillFinding, Samples, Struck, counters, examine, samples, shortened
 from operator_side.drill.job import DrillRun, Setup, wait_until
 from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, Strike, plan
+from operator_side.drill.run_progress import RunProgress
 from operator_side.drill.supervised_run import SupervisedRun
 from operator_side.drill.torchrun_run import TorchrunRun
 
@@ -38,6 +40,7 @@ class DrillOutcome:
         samples: Comparison of the samples; None: they were not seen.
         counters: Numbers on modules that no checkpoint has, and that a resume did not bring back.
         wrong: Failures that belong to no single kill.
+        measured: Names of values that were not compared, since a clock has measured them.
     """
 
     planned: list[Kill]
@@ -48,6 +51,7 @@ class DrillOutcome:
     samples: Samples | None = None
     counters: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    measured: set[str] = field(default_factory=set)
 
     @property
     def passed(self) -> bool:
@@ -97,7 +101,11 @@ def play(
     deadline = time.monotonic() + seconds_max
     say("running the script undisturbed, as the reference")
     with _RUNS[setup.launcher](setup, folder / "reference", kills=0) as reference:
-        while not reference.look()[0]:
+        progress = RunProgress("the undisturbed run", say, time.monotonic())
+        ended = False
+        while not ended:
+            ended, new = reference.look()
+            progress.look(new["diary"], time.monotonic())
             wait_until(deadline)
         _succeeded(reference)
     steps = [line["step"] for line in reference.said["diary"] if "step" in line]
@@ -110,7 +118,8 @@ def play(
     outcome = DrillOutcome(plan(seed, kills, ways, ranks=setup.ranks, checkpoints=saved))
     say(f"the reference did {len(set(steps))} steps and saved {len(saved)} checkpoints; now {kills} kills")
     with _RUNS[setup.launcher](setup, folder / "drilled", kills=kills) as drilled:
-        struck = disturb(drilled, outcome.planned, setup.notice_seconds, deadline, say)
+        struck = disturb(drilled, outcome.planned, setup.notice_seconds, deadline, say, steps=len(set(steps)))
+    say("both runs have ended; comparing their checkpoints")
     if drilled.exit_code != 0:
         outcome.wrong.append(
             f"the run with kills ended with exit code {drilled.exit_code}: {drilled.last_words(3)}"
@@ -129,28 +138,34 @@ def _succeeded(run: DrillRun) -> None:
 
 
 def disturb(
-    run: DrillRun, kills: list[Kill], notice_seconds: float, deadline: float, say: Callable[[str], None]
+    run: DrillRun,
+    kills: list[Kill],
+    notice_seconds: float,
+    deadline: float,
+    say: Callable[[str], None],
+    *,
+    steps: int = 0,
 ) -> list[Struck]:
-    """Follow a run to its end and kill it as planned. Returns the kills that came, in order.
+    """Follow a run of so many steps to its end and kill it as planned. Returns the kills that came, in order.
+
+    None comes before the run has staged a checkpoint: there would be nothing to resume from.
 
     Raises:
         PeerLost: The drill took too long, or there was no process to kill.
     """
     sequence = Sequence(kills, notice_seconds=notice_seconds)
+    progress = RunProgress("the run with kills", say, time.monotonic(), steps=steps)
     struck: list[Struck] = []
     told_at: float | None = None
     while True:
         ended, new = run.look()
-        for line in new["diary"]:
-            if "step" in line:
-                sequence.stepped(int(line["step"]), line["time"])
+        progress.look(new["diary"], time.monotonic())
+        _tell(sequence, new)
         for line in new["status"]:
             if line.get("event") == "training":
                 sequence.trains()
                 if struck:
                     say(str(line.get("message")))
-        if any(_answers(line) for line in new["events"]):
-            sequence.answered()
         if ended:
             return struck
         match sequence.tick(time.time()):
@@ -166,6 +181,20 @@ def disturb(
                 struck.append(Struck(kill, told_at, at))
                 told_at = None
         wait_until(deadline)
+
+
+def _tell(sequence: Sequence, new: Mapping[str, list[dict[str, Any]]]) -> None:
+    for line in new["diary"]:
+        if "step" in line:
+            sequence.stepped(int(line["step"]), line["time"])
+    if any(map(_staged, new["events"])):
+        sequence.staged()
+    if any(map(_answers, new["events"])):
+        sequence.answered()
+
+
+def _staged(line: Mapping[str, Any]) -> bool:
+    return (line.get("event"), line.get("role")) == ("staged", "stager")
 
 
 def _whom(kill: Kill) -> str:
@@ -188,6 +217,7 @@ def _judge(outcome: DrillOutcome, struck: list[Struck], reference: DrillRun, dri
         one._replace(differs=tuple(each for each in one.differs if each.path not in outcome.constant))
         for one in outcome.files
     ]
+    outcome.measured = {name for one in outcome.files for name in one.measured}
     outcome.before = [one for one in outcome.files if one.step <= first and one.differs]
     outcome.findings = examine(
         struck,
@@ -196,8 +226,15 @@ def _judge(outcome: DrillOutcome, struck: list[Struck], reference: DrillRun, dri
         status=drilled.said["status"],
         files=[one for one in outcome.files if one.step > first],
     )
+    why = (
+        "the run had already ended"
+        if any(map(_staged, drilled.said["events"]))
+        else "no checkpoint was staged before the end of the run; give the script more steps"
+    )
     for kill in outcome.planned[len(struck) :]:
-        outcome.wrong.append(f"kill {kill.number} ({kill.what}) never came: the run had already ended")
+        outcome.wrong.append(f"kill {kill.number} ({kill.what}) never came: {why}")
+    if not outcome.before:
+        name_other_batches(outcome.findings, struck, reference.said["diary"], drilled.said["diary"])
     for finding in outcome.findings:
         if finding.exact is None:
             finding.wrong.append(

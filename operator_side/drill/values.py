@@ -8,6 +8,7 @@ No code named in the pickle is ever run: each class and function becomes an iner
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import zipfile
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 from holdfast.errors import DamageError
 from holdfast.pickle_price import PICKLE_FACTOR, check_pickle
-from holdfast.price import check_price
+from holdfast.price import check_price, json_price
 
 _LENGTH_BYTES = 8  # before a `PerRank` value (docs/format.md, section 2)
 _ZIP = b"PK\x03\x04"
@@ -101,6 +102,15 @@ def _tree(pickled: bytes) -> Any:
     return _Unpickler(io.BytesIO(pickled)).load()
 
 
+def _parsed(text: str) -> Any:
+    """The dictionary that a text is the JSON of, as Trainer's state is; or the text."""
+    try:
+        check_price(json_price(text.encode()), len(text), PICKLE_FACTOR)
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
 def _priced(leaves: Iterator[tuple[str, str]], received_bytes: int) -> dict[str, str]:
     """The leaves, as far as so many bytes are worth them: what is in a value twice has all its leaves twice."""
     found: dict[str, str] = {}
@@ -117,6 +127,8 @@ def _leaves(path: str, value: Any, storages: dict[str, str] | None = None) -> It
         yield path, f"storage of CRC {storages.get(str(value[2]))}"  # the path is that of its tensor
         return
     parts: list[tuple[str, Any]]
+    if isinstance(value, str) and value[:1] == "{":
+        value = _parsed(value)
     if isinstance(value, dict):
         parts = [(str(key), one) for key, one in value.items()]
     elif isinstance(value, list | tuple):

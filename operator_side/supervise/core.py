@@ -51,7 +51,7 @@ from operator_side.supervise.supervisor_messages import (
     Terminate,
 )
 from operator_side.supervise.suspicion import SetAside, Suspicion
-from operator_side.supervise.verdict import INTERRUPTED, Cause, Death, Verdict, judge
+from operator_side.supervise.verdict import INTERRUPTED, MEMORY_KILL, Cause, Death, Verdict, judge
 
 
 class SupervisorPhase(StrEnum):
@@ -73,6 +73,9 @@ class Core:
         first_attempt: Number of the first attempt.
         newest_step: Newest step in the store, -1 for none.
         now: The time.
+
+    Attributes:
+        newest_step: The newest step that was staged, durable or restored; one that is set aside does not count.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class Core:
                 return self._reached("joined", "all ranks and the stager have joined", {}, now)
             case RankRestored(rank, step, of_attempt, before) if attempt.is_last(attempt.restored, rank):
                 told = {"step": step}
+                self.newest_step = max(self.newest_step, step)  # from a ring it may not be durable
                 if step >= 0 and of_attempt > 0:
                     attempt.restored_from, attempt.before = Key(of_attempt, step), before
                     told["of_attempt"] = of_attempt
@@ -161,7 +165,8 @@ class Core:
 
     def _died(self, attempt: RunRecord, event: Ended, now: float) -> list[Action]:
         by_us = self.phase is SupervisorPhase.ENDING
-        attempt.deaths.append(Death(event.rank, event.status, event.exception, by_us))
+        death = Death(event.rank, event.status, event.exception, by_us, out_of_memory=event.out_of_memory)
+        attempt.deaths.append(death)
         if attempt.first_death_at is not None or not (event.status or event.rank == attempt.ranks):
             return []
         attempt.first_death_at = now
@@ -169,6 +174,8 @@ class Core:
             return []
         self._resumption.lost(now)
         message = f"attempt {attempt.number}: {attempt.name(event.rank)} has ended with status {event.status}"
+        if event.out_of_memory:
+            message += f"; {MEMORY_KILL}"
         fields = {"attempt": attempt.number, "rank": event.rank, "status": event.status}
         return [Note("lost", message, fields)]
 

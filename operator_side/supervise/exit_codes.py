@@ -159,7 +159,6 @@ def _evidence(seen: Seen, deaths: tuple[Death, ...], *, noticed: bool) -> Eviden
         deaths,
         noticed=(seen.host,) if noticed else (),
         stopping=signal.SIGINT in seen.told,
-        out_of_memory=seen.out_of_memory,
         launcher=seen.command,
     )
 
@@ -216,7 +215,7 @@ def _death(failure: _Failure, job: _Job, seen: Seen) -> Death:
             short in _OF_COLLECTIVES and bool(_LOST_CONNECTION.search(text))
         )
     lost_peer |= failure.status == AGAIN
-    return Death(failure.rank, failure.status, exception, failure.closed, lost_peer)
+    return Death(failure.rank, failure.status, exception, failure.closed, lost_peer, seen.out_of_memory)
 
 
 def _job(reports: Sequence[dict[str, Any]]) -> _Job:

@@ -71,7 +71,7 @@ def parse_report(text: str) -> Report | None:
         if kind == "began":
             return ProcessBegan(rank, str(fields["host"])[:255])
         if kind == "ended" and type(fields["status"]) is int:
-            return Ended(rank, fields["status"])
+            return Ended(rank, fields["status"], out_of_memory=fields.get("out_of_memory") is True)
         if kind == "stepped" and type(fields["step"]) is int:
             return Stepped(rank, fields["step"])
         if kind == "restored" and type(fields["step"]) is int:

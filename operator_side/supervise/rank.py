@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from holdfast.process import tie
+from holdfast.process import memory_kills, tie
 from holdfast.supervised import own_rank, say
 
 TRAINER, STAGER = "trainer", "stager"
@@ -50,6 +50,7 @@ def main() -> None:
     role, command = sys.argv[1], sys.argv[2:]
     rank = own_rank()
     tie()
+    killed_before = memory_kills()
     started = _start(command)
     if isinstance(started, int):
         say("ended", rank=rank, status=started)
@@ -66,7 +67,8 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     say("began", rank=rank, host=os.uname().nodename, pid=started.pid)
     status = started.wait()
-    say("ended", rank=rank, status=status)
+    starved = {"out_of_memory": True} if status and memory_kills() > killed_before else {}
+    say("ended", rank=rank, status=status, **starved)
     if status < 0:
         signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
         os.kill(os.getpid(), -status)

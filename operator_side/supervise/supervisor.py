@@ -109,6 +109,7 @@ class Supervisor:
         job: The processes of the job.
         watch: Asks the fleet for its hosts; started here.
         files: Where the run keeps its files.
+        last_look: Gives the verdict to end with, once the flusher has ended or is left to itself.
         drain_seconds_max: Seconds to wait at the end until the flusher has made everything durable.
         clock: Monotonic seconds.
     """
@@ -120,13 +121,14 @@ class Supervisor:
         watch: FleetWatch,
         files: RunFiles,
         *,
+        last_look: Callable[[Verdict], Verdict],
         drain_seconds_max: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core, self._job, self._watch, self._clock = core, job, watch, clock
         self._ring = files.ring
         self._follower = Follower(files.events)
-        self._drain_seconds_max = drain_seconds_max
+        self._last_look, self._drain_seconds_max = last_look, drain_seconds_max
         self._status = EventLog(files.logs / "status.jsonl", role="supervisor")
         self._signals: list[int] = []
         self._verdict: Verdict | None = None
@@ -148,6 +150,9 @@ class Supervisor:
             while self._verdict is None:
                 self._turn()
             self._wait_for(flusher)
+            verdict = self._last_look(self._verdict)
+            fields = {"cause": verdict.cause.value, "exit_code": verdict.exit_code}
+            self._note("over", verdict.message, fields, loud=verdict.exit_code != 0)
         finally:
             flusher.let_go()
             self._job.close()
@@ -156,7 +161,7 @@ class Supervisor:
             self._follower.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return self._verdict
+        return verdict
 
     # -- one turn --------------------------------------------------------------------------------------------------
 
@@ -209,12 +214,6 @@ class Supervisor:
                     self._note(event, message, fields, loud=loud)
                 case Finish(verdict):
                     self._verdict = verdict
-                    self._note(
-                        "over",
-                        verdict.message,
-                        {"cause": verdict.cause.value, "exit_code": verdict.exit_code},
-                        loud=verdict.exit_code != 0,
-                    )
 
     def _keep_evidence(self, key: Key) -> None:
         try:

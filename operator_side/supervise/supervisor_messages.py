@@ -53,11 +53,12 @@ class Stepped(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A process of the job has ended, with an exit code or minus a signal."""
+    """A process of the job has ended, with an exit code or minus a signal. `out_of_memory`: see `Death`."""
 
     rank: int
     status: int
     exception: str = ""
+    out_of_memory: bool = False
 
 
 class Exited(NamedTuple):

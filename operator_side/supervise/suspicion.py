@@ -4,9 +4,10 @@
     restored from B, …                                                                     B is set aside
     …                           --set-aside-max in a row                                   the run ends, as without this
 
-A loss from outside (a kill, a lost host) says nothing about a checkpoint, and does not count. Nor does a crash before
-every rank had its state back, or one after which the next attempt has a newer checkpoint to begin with. A job that has
-trained the step anew from an older checkpoint, and crashes the same way again, has a bug: nothing more is set aside.
+A loss from outside (a kill, a lost host, no memory) says nothing about a checkpoint, and does not count. Nor does a
+crash before every rank had its state back, or one after which the next attempt has a newer checkpoint to begin with. A
+job that has trained the step anew from an older checkpoint, and crashes the same way again, has a bug: nothing more is
+set aside.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from holdfast.image.manifest import Key
 from operator_side.supervise.limits import Limits
 from operator_side.supervise.record import RunRecord
-from operator_side.supervise.verdict import Cause, Verdict
+from operator_side.supervise.verdict import OUT_OF_MEMORY, Cause, Verdict
 
 
 class SetAside(NamedTuple):
@@ -59,7 +60,7 @@ class Suspicion:
         if self._row and attempt.staged_step > self._beyond:
             self._row, self._beyond, self._is_anew = 0, -1, False
         self._is_anew |= self._row > 0 and attempt.staged_step == self._beyond
-        if verdict.cause is not Cause.CRASHED:
+        if verdict.cause is not Cause.CRASHED or verdict.mark == OUT_OF_MEMORY:
             return None
         key, before = attempt.restored_from, attempt.before
         if key is None or before is None or attempt.staged_step >= 0:

@@ -3,8 +3,8 @@
     evidence                                                verdict
     every trainer ended with 0                              done
     a host of the attempt is gone, or had a notice          preempted
-    the kernel says that it ended a process for memory      crashed      (only `holdfast rank` can know)
-    a process was killed by a signal from outside           killed       (an unannounced preemption, out of memory)
+    the kernel has killed a process for memory              crashed      by the counters of its control group
+    a process was killed by a signal from outside           killed       (an unannounced preemption)
     the stager lost a rank that never reported its end      killed       (a whole container or pod)
     the stager, or mpirun itself, was killed                killed
     silent, or no step for too long, and ended by us        lost
@@ -36,6 +36,9 @@ _OWN_FAULTS = frozenset(
 _SETTLED = frozenset({"ConfigError", "StateError"})
 _USAGE_EXIT_CODE = 2
 INTERRUPTED = 130
+OUT_OF_MEMORY = "out of memory"  # mark of such verdicts
+MEMORY_KILL = "the kernel has killed a process of its control group, because the memory was used up"
+_SIGKILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # itself; a child of the shell that it is
 
 
 class Cause(StrEnum):
@@ -58,6 +61,7 @@ class Death:
         exception: The exception at the end of its log, such as `ValueError`; empty if there is none.
         by_us: Whether the supervisor had already begun to end the attempt.
         lost_peer: Whether the loss of another process ended it, by its own words.
+        out_of_memory: Whether the kernel has killed a process of its control group to free memory while it ran.
     """
 
     rank: int
@@ -65,6 +69,12 @@ class Death:
     exception: str = ""
     by_us: bool = False
     lost_peer: bool = False
+    out_of_memory: bool = False
+
+    @property
+    def starved(self) -> bool:
+        """Whether the kernel killed it, or the process that it stands for, to free memory."""
+        return self.out_of_memory and self.status in _SIGKILLED and not self.by_us
 
     @property
     def from_outside(self) -> bool:
@@ -90,7 +100,6 @@ class Evidence:
         noticed: Hosts of this attempt with a preemption notice.
         given_up: Why the supervisor ended the attempt; empty if it did not.
         stopping: Whether the supervisor was told to stop.
-        out_of_memory: Whether the kernel says that it has killed a process of the job to free memory.
         launcher: Name of the launcher.
     """
 
@@ -103,7 +112,6 @@ class Evidence:
     noticed: Collection[str] = ()
     given_up: str = ""
     stopping: bool = False
-    out_of_memory: bool = False
     launcher: str = "mpirun"
 
 
@@ -165,12 +173,13 @@ def class_of(exception: str) -> type[HoldfastError] | None:
 
 
 def _killed(evidence: Evidence) -> Verdict | None:
+    starved = next((death for death in evidence.deaths if death.starved), None)
+    if starved is not None:
+        how = f"{_who(starved.rank, evidence)} was killed by the kernel because the memory was used up"
+        return Verdict(Cause.CRASHED, how, OUT_OF_MEMORY, starved.rank, 128 + signal.SIGKILL)
     killed = [death for death in evidence.deaths if death.from_outside]
     if killed:
         first = killed[0]
-        if evidence.out_of_memory and -first.status == signal.SIGKILL:
-            how = f"{_who(first.rank, evidence)} was killed by the kernel because the memory was used up"
-            return Verdict(Cause.CRASHED, how, "out of memory", first.rank, 128 + signal.SIGKILL)
         how = f"{_who(first.rank, evidence)} was killed by {_signal(-first.status)} from outside"
         return Verdict(Cause.KILLED, how, f"killed {first.status}", first.rank, 128 - first.status)
     reported = {death.rank for death in evidence.deaths}
@@ -213,6 +222,8 @@ def _crashed(evidence: Evidence) -> Verdict | None:
         how, code = f"{who} ended with exit code {first.status}", first.status
     if first.exception:
         how = f"{how} ({first.exception})"
+    if first.out_of_memory:
+        how = f"{how}; {MEMORY_KILL}"
     short = first.exception.rpartition(".")[2]
     return Verdict(
         Cause.CRASHED,

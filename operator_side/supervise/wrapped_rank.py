@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.process import tie
+from holdfast.process import memory_kills, tie
 from holdfast.supervised import REPORTS_VARIABLE, own_rank
 from operator_side.supervise.exit_codes import Seen
 
@@ -224,22 +224,3 @@ def _read_reports(path: Path) -> Iterator[dict[str, Any]]:
                 said = json.loads(line)
                 if isinstance(said, dict):
                     yield said
-
-
-def memory_kills(proc: Path = Path("/proc"), mounts: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many processes of this one's cgroup the kernel has killed to free memory; 0 where it does not tell."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if not controllers:
-                places = [mounts / group.lstrip("/") / "memory.events", mounts / "memory.events"]
-            elif controllers == "memory":
-                root = mounts / "memory"
-                places = [root / group.lstrip("/") / "memory.oom_control", root / "memory.oom_control"]
-            else:
-                continue
-            for place in places:  # in a container its own group may be mounted as the root
-                if place.exists():
-                    words = [one.split() for one in place.read_text().splitlines()]
-                    return int(dict(word for word in words if len(word) == 2)["oom_kill"])
-    return 0

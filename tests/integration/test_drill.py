@@ -58,9 +58,31 @@ def test_a_script_that_forgets_random_numbers_and_data_is_found_out(tmp_path: Pa
     (kill,) = said["kills"]
     assert kill["exact"] is False
     assert any("model/0.weight" in why for why in kill["wrong"]), kill["wrong"]
+    assert "at step 0: the script begins its data again" in kill["wrong"][0]
+    assert said["measured"] == ["log/json/log_history/*/eval_runtime"]
     assert said["samples"]["repeated"] > 0
     assert any(why.startswith("samples:") for why in said["wrong"]), said["wrong"]
     assert (tmp_path / "drill" / "drilled" / "store").is_dir(), "what failed is kept"
+
+
+def test_a_batch_that_is_drawn_ahead_is_named_in_one_line_and_the_runs_are_followed(tmp_path: Path) -> None:
+    """As nanoGPT does. A log with times, in the same state, is no difference."""
+    code, said, stderr = drill(
+        tmp_path, "--kills", "1", "--with", "none", "--seed", "1", script=("40", "5", "ahead")
+    )
+    assert code == 1
+    (kill,) = said["kills"]
+    step = kill["resumed_from"] + 1
+    assert kill["wrong"][0] == (
+        f"only the batches differ, as far as can be seen: the state it resumed from is equal, but step {step} began "
+        f"with the batch that the undisturbed run had 1 batch later, at step {step + 1}: the script draws batches "
+        "before it saves, and draws others when it resumes. Draw the batch of a step after the checkpoint of the step "
+        "before, or save what was drawn"
+    )
+    assert "eval_runtime" not in str(kill["wrong"])
+    assert said["measured"] == ["log/json/log_history/*/eval_runtime"]
+    assert "holdfast drill: the undisturbed run: step 0 is done, " in stderr
+    assert "holdfast drill: the run with kills: step 0 of 40 is done, " in stderr
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])

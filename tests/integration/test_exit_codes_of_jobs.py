@@ -237,16 +237,35 @@ def group() -> Iterator[Path]:
         made.rmdir()
 
 
-def test_a_kill_for_memory_is_told_from_a_preemption(group: Path, tmp_path: Path) -> None:
-    hungry = "print(len(b'x' * (1 << 30)))"
-    wrapped = [HOLDFAST, "rank", "--", sys.executable, "-c", hungry]
-    done = subprocess.run(
-        ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *wrapped],
-        env=environment(tmp_path / "runtime"),
+_HUNGRY = "print(len(b'x' * (2 << 30)))"
+
+
+def in_group(group: Path, *command: str, runtime: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command],
+        env=environment(runtime),
         capture_output=True,
         text=True,
         timeout=SECONDS_MAX,
         check=False,
     )
+
+
+def test_a_kill_for_memory_is_told_from_a_preemption(group: Path, tmp_path: Path) -> None:
+    wrapped = [HOLDFAST, "rank", "--", sys.executable, "-c", _HUNGRY]
+    done = in_group(group, *wrapped, runtime=tmp_path / "runtime")
     assert done.returncode == 137, done.stderr
     assert "was killed by the kernel because the memory was used up" in done.stderr
+
+
+@pytest.mark.mpi
+def test_a_kill_for_memory_ends_a_supervised_job_by_name(group: Path, tmp_path: Path) -> None:
+    (group / "memory.limit_in_bytes").write_text(str(1 << 30))  # with room for the stager
+    run = [HOLDFAST, "run", "-n", "1", "--store", str(tmp_path / "store"), "--logs", str(tmp_path / "logs")]
+    run += ["--restarts-max", "0", "--set", "ring_bytes=4MiB", "--set", "chunk_bytes=64KiB"]
+    done = in_group(group, *run, "--", sys.executable, "-c", _HUNGRY, runtime=tmp_path / "runtime")
+    assert done.returncode == 137, done.stderr
+    assert (
+        f"rank 0 on {os.uname().nodename} was killed by the kernel because the memory was used up"
+        in done.stderr
+    )

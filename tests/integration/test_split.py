@@ -40,6 +40,7 @@ REFUSED = {
     "pipeline_one_equal_name": ("model/norm.weight", "rank 0 and rank 1 differ"),
     "pipeline_plain_value": ("rank 1: rank 0 does not have notes/seen", "plain value"),
     "experts": ("model/expert.weight", "expert parallelism", "same_ranks=True"),
+    "average_before_ddp": ("average/", "a copy of a model that each rank made", "model/"),
     "one_bit": ("model/weight", "1 of 1 tensors"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from tests.integration.jobs import drilled
 from tests.integration.test_drill import _SETTINGS, SECONDS_MAX, drill, left
-from tests.support.job import environment
+from tests.support.job import REPOSITORY, environment
 from tests.support.signals import INTERRUPTIBLE
 
 pytestmark = [pytest.mark.mpi]
@@ -102,3 +103,22 @@ def test_a_drill_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(SECONDS_MAX) == 130
     assert not left(runtime)
+
+
+def test_times_in_the_log_of_trainer_are_no_difference(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    line = [sys.executable, "-m", "holdfast", "drill", "-n", "2", "--json", "--dir", str(tmp_path / "drill")]
+    line += ["--kills", "1", "--with", "none", *_SETTINGS, "--", sys.executable]
+    line += [str(REPOSITORY / "examples" / "train_transformers.py"), "--steps", "60", "--every", "10"]
+    done = subprocess.run(
+        line,
+        env=environment(tmp_path / "runtime"),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
+    said = json.loads(done.stdout)
+    assert done.returncode == 0, f"{said}\n{done.stderr}"
+    assert said["files_compared"] == 6
+    assert {name.rpartition("/")[2] for name in said["measured"]} >= {"eval_runtime", "train_loss"}

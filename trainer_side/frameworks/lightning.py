@@ -38,6 +38,7 @@ try:
     from lightning.pytorch.callbacks import Checkpoint
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+    from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 except ImportError as error:
     raise missing("lightning", error) from error
 
@@ -139,7 +140,8 @@ class HoldfastCallback(Checkpoint):
 
     A checkpoint has the model, optimizers, schedulers, loops (steps, epochs, batches), loaders that have a state, the
     other callbacks, the data module, precision and each rank's random numbers. The callback replaces the
-    `ModelCheckpoint` that Lightning adds by itself; to keep the best model, add one of your own.
+    `ModelCheckpoint` that Lightning adds by itself; to keep the best model, add one of your own. Lightning's
+    `enable_checkpointing=False` forbids that one, and not this callback.
 
     Args:
         every: Number of optimizer steps (`trainer.global_step`) from one checkpoint to the next. 0: checkpoints only
@@ -240,6 +242,25 @@ class HoldfastCallback(Checkpoint):
         if self.checkpointer is not None:
             self.checkpointer.close()
             self.checkpointer = None
+
+
+def _stay_where_lightning_saves_nothing() -> None:
+    """Have `Trainer(enable_checkpointing=False)` take this callback.
+
+    Lightning refuses every `Checkpoint` there, and calls it a ModelCheckpoint. The callback has to be one: else
+    Lightning adds a ModelCheckpoint of its own, and does not call the callback last.
+    """
+    configure: Any = _CallbackConnector._configure_checkpoint_callbacks
+
+    def without_ours(connector: _CallbackConnector, enable_checkpointing: bool) -> None:
+        found = connector.trainer.checkpoint_callbacks
+        if enable_checkpointing or not all(isinstance(one, HoldfastCallback) for one in found):
+            configure(connector, enable_checkpointing)
+
+    _CallbackConnector._configure_checkpoint_callbacks = without_ours  # type: ignore[assignment,method-assign]
+
+
+_stay_where_lightning_saves_nothing()
 
 
 def _something_follows(trainer: Trainer) -> bool:

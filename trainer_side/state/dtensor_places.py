@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trainer_side.state.containers import with_changes
 from trainer_side.state.outline import parts_of
 from trainer_side.state.split_tensor import is_dtensor, is_split
-from trainer_side.state.tree import with_changes
 
 _DICTS = frozenset({dict, OrderedDict})
 _CONTAINERS = _DICTS | {list, tuple}

@@ -8,8 +8,6 @@ A value that becomes empty in the middle of a run (the extra state of a module) 
 
 from __future__ import annotations
 
-import io
-import pickle
 import pickletools
 from typing import Any
 
@@ -48,18 +46,3 @@ def with_readable_empty_bytes(pickled: bytes) -> bytes:
         pieces += [pickled[after : ops[called][2]], _NOTHING_AS_LATIN1]
         done = ops[called + 1][2]
     return b"".join([*pieces, pickled[done:]])
-
-
-class EmptyBytesPickler(pickle.Pickler):
-    """As `pickle.Pickler`, for `torch.save(..., pickle_module=...)`."""
-
-    def __init__(self, file: io.BytesIO, protocol: int | None = None) -> None:
-        super().__init__(file, protocol)
-        self._out = file
-
-    def dump(self, value: object) -> None:
-        super().dump(value)
-        finished = with_readable_empty_bytes(self._out.getvalue())
-        self._out.seek(0)
-        self._out.truncate()
-        self._out.write(finished)

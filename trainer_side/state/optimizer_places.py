@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from trainer_side.state.containers import children
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.tree import children, tensor_paths
+from trainer_side.state.tree import tensor_paths
 
 _DEPTH_MAX = 6
 _OBJECTS_MAX = 20_000  # a data set may be a list of millions

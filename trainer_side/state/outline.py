@@ -20,8 +20,8 @@ import torch
 from torch.nn.parameter import Parameter
 
 from trainer_side.state.arriving import Arriving
+from trainer_side.state.containers import children
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.tree import children
 
 _Kind = str | type
 _PLAIN, _TENSOR, _DICT, _LIST, _OTHER_CONTAINER, _STRANGE = (

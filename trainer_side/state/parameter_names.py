@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import StateError
-from trainer_side.state.tree import children
+from trainer_side.state.containers import children
 
 _LISTED = ("params", "param_names")
 

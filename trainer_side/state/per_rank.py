@@ -18,13 +18,13 @@ from typing import Any, cast
 import torch
 
 from holdfast.errors import DamageError, StateError
-from trainer_side.state.empty_bytes import EmptyBytesPickler
 from trainer_side.state.inference import writable
 from trainer_side.state.pickle_bounds import refuse_costly_pickle, refuse_packed
+from trainer_side.state.readable_pickler import ReadablePickler
 from trainer_side.state.unfilled import unfilled
 from trainer_side.whole_number import shown
 
-_PICKLE = SimpleNamespace(Pickler=EmptyBytesPickler, __name__="pickle")
+_PICKLE = SimpleNamespace(Pickler=ReadablePickler, __name__="pickle")
 _LENGTH = struct.Struct("<Q")
 _UNIT_BYTES = 4096
 _SLACK_BYTES = 1024

@@ -28,10 +28,12 @@ from torch._utils import (
 )
 
 from holdfast.errors import StateError
+from trainer_side.state.containers import children
 from trainer_side.state.empty_bytes import with_readable_empty_bytes
+from trainer_side.state.numpy_scalars import MetNumpyScalar, is_scalar, with_python_scalars
+from trainer_side.state.readable_pickler import ReadablePickler
 from trainer_side.state.sparse_file import SparseFile
 from trainer_side.state.survey import Survey
-from trainer_side.state.tree import children
 
 # What saving or loading a value that torch does not take may raise, from pickle, torch, or the value's own code.
 REFUSED = (
@@ -181,28 +183,20 @@ def _stand_in(nbytes: int) -> torch.UntypedStorage:
 def _pickler(jobs: list[Pickling], finish: Callable[[bytes], bytes]) -> type[pickle.Pickler]:
     """The class that torch.save derives its pickler from."""
 
-    class Pickler(pickle.Pickler):
-        def __init__(self, file: io.BytesIO, protocol: int | None = None) -> None:
-            super().__init__(file, protocol)
-            self._out = file
-
+    class Pickler(ReadablePickler):
         def reducer_override(self, value: Any) -> Any:
             (job,) = jobs
             if isinstance(value, torch.Tensor):
                 return job.reduce(value)
+            super().reducer_override(value)
             job.kinds.add(_kind(value))
             return NotImplemented
 
-        def dump(self, value: Any) -> None:
-            super().dump(value)
-            pickled = with_readable_empty_bytes(self._out.getvalue())
+        def finished(self, pickled: bytes) -> bytes:
             (job,) = jobs
             job.kinds.update(_builtins_in(pickled))
             job.note_persistent_ids(self.persistent_id)
-            finished = finish(pickled)
-            self._out.seek(0)
-            self._out.truncate()
-            self._out.write(finished)
+            return finish(pickled)
 
     return Pickler
 
@@ -265,15 +259,22 @@ class Ready:
         Raises:
             One of `REFUSED`: `Pickling.head` would raise, too, and say why.
         """
+        try:
+            out, kinds = self._dumped(value, stand_ins)
+        except MetNumpyScalar:
+            out, kinds = self._dumped(with_python_scalars(value), stand_ins)
+        pickled = with_readable_empty_bytes(out)
+        kinds.update(_builtins_in(pickled))
+        return pickled, kinds
+
+    def _dumped(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
         out = io.BytesIO()
         pickler = _ReadyPickler(out, self._protocol, stand_ins)
         try:
             pickler.dump(value)
         finally:
             pickler.forget()
-        pickled = with_readable_empty_bytes(out.getvalue())
-        pickler.kinds.update(_builtins_in(pickled))
-        return pickled, pickler.kinds
+        return out.getvalue(), pickler.kinds
 
 
 # Asked for the persistent id of everything that is pickled, which is Python code for each number and string if it is
@@ -303,6 +304,8 @@ class _ReadyPickler(pickle.Pickler):
             return stand_in.reduction
         if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
             raise pickle.PicklingError("a tensor that the survey has not found")
+        if is_scalar(value):
+            raise MetNumpyScalar
         self.kinds.add(_kind(value))
         return NotImplemented
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import DamageError, StateError
+from trainer_side.state.containers import children
 from trainer_side.state.optimizer_places import (
     Given,
     is_form,
@@ -38,7 +39,7 @@ from trainer_side.state.optimizer_places import (
 )
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.tree import children, tensor_paths, view_of
+from trainer_side.state.tree import tensor_paths, view_of
 
 _MAGIC = b"HFNAMES1"
 _END = struct.Struct(f"<I{len(_MAGIC)}s")

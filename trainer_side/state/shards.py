@@ -18,10 +18,11 @@ import torch
 from holdfast.errors import StateError
 from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
+from trainer_side.state.containers import children, with_changes
 from trainer_side.state.dtensor_places import DTensorPlaces
 from trainer_side.state.split_tensor import Held, StagePart, hand_split, held, is_split, live_of, local_of
 from trainer_side.state.survey import StorageSource
-from trainer_side.state.tree import Ownership, children, with_changes
+from trainer_side.state.tree import Ownership
 
 
 class _Mark(NamedTuple):

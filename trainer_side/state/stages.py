@@ -17,8 +17,9 @@ import torch
 
 from holdfast.errors import StateError
 from holdfast.wire.state_union import DEPTH_MAX, StateUnion
+from trainer_side.state.containers import children, with_changes
+from trainer_side.state.numpy_scalars import with_python_scalars
 from trainer_side.state.split_tensor import StagePart, is_split
-from trainer_side.state.tree import children, with_changes
 
 _VERSIONS = "_metadata"  # where torch.nn.Module keeps the versions of modules, beside its state
 
@@ -46,7 +47,8 @@ def outline(tree: Any) -> Any:
             below = [of(one, f"{where}/{key}", depth + 1) for key, one in enumerate(node)]
             return None if all(one is None for one in below) else ["l", below]
         pairs = []
-        for key, one in node.items():
+        for given, one in node.items():
+            key = with_python_scalars(given)
             if type(key) not in (str, int):
                 raise StateError(
                     f"a key of {where or 'the state'}, {key!r}, is neither a text nor a whole number, and the ranks "

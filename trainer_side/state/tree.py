@@ -13,8 +13,7 @@ sends it. Of the replicated ones, those that only `optimizer.step()` changes are
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedPara
 from holdfast.errors import StateError
 from holdfast.image.entries import REPLICATED
 from trainer_side.state.arriving import scaler_state
+from trainer_side.state.containers import children
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_kinds import is_quantised, subclass_refusal
 from trainer_side.state.split_tensor import local_of
@@ -63,27 +63,6 @@ def collect(state: Mapping[str, Any], *, may_arrive: bool = False) -> dict[str, 
         else:
             tree[name] = value.state_dict() if own else value
     return tree
-
-
-def children(node: Any) -> Iterator[tuple[Any, Any]]:
-    """The keys and values of a dict, list or tuple (and of their subclasses); nothing of anything else."""
-    if isinstance(node, dict):
-        yield from node.items()
-    elif isinstance(node, list | tuple):
-        yield from enumerate(node)
-
-
-def with_changes(node: Any, changed: Mapping[Any, Any]) -> Any:
-    """A copy of the container in which these keys have other values."""
-    if type(node) is dict:
-        return {**node, **changed}
-    if isinstance(node, tuple):
-        values = [changed.get(index, value) for index, value in enumerate(node)]
-        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
-    other = copy.copy(node)  # with the attributes of an OrderedDict, which torch pickles
-    for key, value in changed.items():
-        other[key] = value
-    return other
 
 
 def tensor_paths(tree: Any) -> list[Named]:

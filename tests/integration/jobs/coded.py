@@ -21,6 +21,8 @@ from tests.support.job import HOLDFAST
 from trainer_side import Checkpointer, init_torch_distributed
 
 STEPS, EVERY, MET_AT, EARLY = 12, 4, 9, 1
+# Before a notice and after it: the step that all ranks save then is so many seconds ahead, at the speed so far.
+STEP_SECONDS = 0.02
 PAUSE_SECONDS_MAX = 240.0
 
 
@@ -33,6 +35,7 @@ def main() -> None:
         for step in range(checkpointer.restore(), STEPS):
             torch.distributed.all_reduce(torch.ones(1))
             value += 1
+            time.sleep(STEP_SECONDS)
             checkpointer.step(step)
             while (step + 1) % EVERY == 0 and max(checkpointer.staged_step, checkpointer.kept_step) < step:
                 time.sleep(0.01)
@@ -54,8 +57,8 @@ def _until_noticed(out: Path, checkpointer: Checkpointer, step: int) -> None:
     while checkpointer.notice is None and time.monotonic() < deadline:
         step += 1
         torch.distributed.all_reduce(torch.ones(1))
+        time.sleep(STEP_SECONDS)
         checkpointer.step(step)
-        time.sleep(0.02)
 
 
 def wrapped() -> None:

@@ -1,12 +1,16 @@
 """A script for `holdfast drill`: `python drilled.py STEPS EVERY [BUG]`, with dropout, and data by a ResumableSampler.
 
-BUG is a mistake that only a restart shows: `rng` does not save the random numbers, `data` not the place in the data.
+BUG is a mistake that only a restart shows: `rng` does not save the random numbers, `data` not the place in the data;
+`ahead` draws each batch by chance before the checkpoint of the step before, as nanoGPT does. A log with times, as
+Trainer keeps one, is in the state.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -14,6 +18,39 @@ from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
 
 SAMPLES, FEATURES, BATCH, STEP_SECONDS = 64, 8, 4, 0.05
+
+
+class Log:
+    """What was measured at each fifth step, as JSON."""
+
+    def __init__(self) -> None:
+        self._entries: list[dict[str, float]] = []
+
+    def add(self, step: int, loss: float) -> None:
+        if step % 5 == 0:
+            self._entries.append({"step": step, "loss": loss, "eval_runtime": time.perf_counter()})
+
+    def state_dict(self) -> dict[str, str]:
+        return {"json": json.dumps({"log_history": self._entries})}
+
+    def load_state_dict(self, saved: dict[str, str]) -> None:
+        self._entries = json.loads(saved["json"])["log_history"]
+
+
+class Chance:
+    """Batches by chance, from a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def draw(self) -> torch.Tensor:
+        return torch.randint(SAMPLES, (BATCH,), generator=self._generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._generator.set_state(saved["generator"])
 
 
 def main() -> None:
@@ -29,16 +66,22 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sampler = ResumableSampler(SAMPLES, seed=3, rank=rank, ranks=ranks)
     torch.manual_seed(100 + rank)
-    state = {"model": model, "optimizer": optimizer, "data": sampler, "rng": PerRank(RngState())}
+    log, chance = Log(), Chance(rank)
+    state = {"model": model, "optimizer": optimizer, "log": log, "rng": PerRank(RngState())}
+    state["data"] = PerRank(chance) if "ahead" in bugs else sampler
     for bug in bugs:
-        del state[bug]
+        state.pop(bug, None)
     with Checkpointer(state, every=every) as checkpointer:
-        batches = None
-        for step in range(checkpointer.restore(), steps):
+        first, batches = checkpointer.restore(), None
+        following = chance.draw()
+        for step in range(first, steps):
             batches = batches or sampler.batches(BATCH)
-            x = data[torch.as_tensor(next(batches))]
+            x = data[following if "ahead" in bugs else torch.as_tensor(next(batches))]
+            following = chance.draw()
             optimizer.zero_grad()
-            ((model(x) - x) ** 2).mean().backward()
+            loss = ((model(x) - x) ** 2).mean()
+            loss.backward()
+            log.add(step, loss.item())
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 torch.distributed.all_reduce(parameter.grad)

@@ -239,6 +239,16 @@ def experts(rank: int, _: DeviceMesh) -> State:
     return {"model": inner, "optimizer": optimizer}
 
 
+def average_before_ddp(rank: int, _: DeviceMesh) -> State:
+    """Which takes no part yet: its first update would copy the weights, and they are equal by then."""
+    inner = net(rank)
+    average = torch.optim.swa_utils.AveragedModel(inner)
+    model = DistributedDataParallel(inner)
+    optimizer = adam(model)
+    train(model, optimizer, rank)
+    return {"average": average, "model": model, "optimizer": optimizer}
+
+
 def one_bit(rank: int, _: DeviceMesh) -> State:
     """Of which no sampled row sees anything."""
     model = nn.Linear(1024, 1024, bias=False)
@@ -260,6 +270,7 @@ AT_THE_FIRST_SAVE: list[Callable[[int, DeviceMesh], State]] = [
     pipeline_one_equal_name,
     pipeline_plain_value,
     experts,
+    average_before_ddp,
     one_bit,
 ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.process import available_memory_bytes, wait_readable
+from holdfast.process import available_memory_bytes, memory_kills, wait_readable
 
 _TWICE = (
     "import os; from holdfast.process import yield_to_training as y; {}; y(5); y(10); y(5); print(os.nice(0))"
@@ -132,6 +132,41 @@ def test_the_memory_that_is_left_is_that_of_the_machine_and_of_each_group(
         (folder / usage).write_text(f"{768 << 20}\n")
         (folder / "memory.stat").write_text(f"anon 1\n{cached} {256 << 20}\n")
     assert available_memory_bytes(tmp_path) == expected
+
+
+_EVENTS = "low 0\nhigh 7\nmax 8\noom 5\noom_kill {}\noom_group_kill 0\n"
+_CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
+_OLD_CONTROL = "oom_kill_disable 0\nunder_oom 0\n"  # of kernels before 4.13
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "killed"),
+    [
+        ("0::/jobs/one\n", {"jobs/one/memory.events": _EVENTS}, 3),
+        ("0::/jobs/one\n", {"memory.events": _EVENTS}, 3),  # in a container its own group is the root
+        ("0::/jobs/one\n", {"jobs/memory.events": _EVENTS}, 3),  # no controller of its own
+        ("5:cpu:/x\n4:memory:/jobs/one\n0::/\n", {"memory/jobs/one/memory.oom_control": _CONTROL}, 3),
+        ("4:hugetlb,memory:/jobs/one\n0::/\n", {"memory/memory.oom_control": _CONTROL}, 3),
+        ("4:memory:/jobs/one\n", {"memory/jobs/one/memory.oom_control": _OLD_CONTROL}, 20),
+        ("0::/\n", {}, 20),  # no group counts: the whole machine does
+        ("", {}, 20),
+    ],
+)
+def test_kills_for_memory_are_those_of_the_group_that_counts_them(
+    tmp_path: Path, groups: str, files: dict[str, str], killed: int
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    (tmp_path / "proc/vmstat").write_text("oom_kill_unrelated 9\noom_kill 20\n")
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.format(3))
+    assert memory_kills(tmp_path) == killed
+
+
+def test_where_nobody_counts_kills_for_memory_there_are_none(tmp_path: Path) -> None:
+    assert memory_kills(tmp_path) == 0
 
 
 def test_the_memory_of_this_machine_is_some() -> None:

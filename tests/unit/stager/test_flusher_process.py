@@ -45,7 +45,7 @@ def _ended() -> Iterator[None]:
     """Every flusher that a test started has ended after it."""
     yield
     while flusher_process._started:
-        flusher_process._started.pop().wait(60)
+        flusher_process._started.popitem()[0].wait(60)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def _geometry(config: StagerConfig) -> tuple[int, int]:
         return found.ring.chunk_bytes, found.ring.ring_chunks
     finally:
         found.close()
-        flusher_process._started.pop().wait(60)
+        flusher_process._started.popitem()[0].wait(60)
 
 
 def test_the_newest_checkpoint_says_how_large_chunks_of_a_new_ring_are(config: StagerConfig) -> None:
@@ -180,7 +180,7 @@ def test_a_ring_that_is_there_keeps_its_chunks_unless_others_are_set(config: Sta
         assert (found.ring.chunk_bytes, found.ring.ring_chunks) == (65536, 16)
         os.kill(found.pid, signal.SIGKILL)
         found.close()
-        flusher_process._started.pop().wait(60)
+        flusher_process._started.popitem()[0].wait(60)
         assert (runtime_directory(unsaid.store, unsaid.runtime_dir) / "ring").exists()
 
 

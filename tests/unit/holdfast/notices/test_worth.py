@@ -33,6 +33,7 @@ def test_nothing_is_begun_that_is_known_to_come_too_late(outlook: Outlook) -> No
         assert decision.choice is Choice.TAKE
     elif decision.choice is Choice.TAKE:
         assert outlook.seconds_left > 0
+        assert decision.wait_seconds < outlook.seconds_left
         known = outlook.staged_seconds or 0.0
         assert (
             known + (outlook.step_seconds or 0.0) * (outlook.staged_seconds is not None)

@@ -85,6 +85,74 @@ def test_the_likely_parallelism_is_named(table: list[list[Any]], split: set[int]
     assert words in prove(table, {0: sums, 1: other}).refusal
 
 
+MODEL = rows(("model/0.weight", [8, 8]), ("model/0.bias", [8]), ("model/2.weight", [4, 8]))
+MOMENTS = rows(("optimizer/state/0/exp_avg", [8, 8]), ("optimizer/state/1/exp_avg", [8]))
+SHAPES = ([8, 8], [8], [4, 8])
+
+
+def refused(table: list[list[Any]], differs: set[int]) -> str:
+    sums = [place for place, _ in enumerate(table)]
+    other = [crc + 1000 if place in differs else crc for place, crc in enumerate(sums)]
+    return prove(table, {0: sums, 1: other}).refusal
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("ema/module.0.weight", "ema/module.0.bias", "ema/module.2.weight"),
+        ("ema/0.weight", "ema/0.bias", "ema/2.weight"),
+        ("ema/ema_model.0.weight", "ema/ema_model.0.bias", "ema/ema_model.2.weight"),
+        ("ema/state/0.weight", "ema/state/0.bias", "ema/state/2.weight"),
+        ("all/ema/0.weight", "all/ema/0.bias", "all/ema/2.weight"),
+        ("ema/shadow_params/0", "ema/shadow_params/1", "ema/shadow_params/2"),
+    ],
+)
+@pytest.mark.parametrize("differs", [{0, 1, 2}, {0, 2}])
+@pytest.mark.parametrize("owner", [-1, 0])
+def test_a_copy_that_was_made_too_early_is_named_before_anything_is_guessed(
+    names: tuple[str, ...], differs: set[int], owner: int
+) -> None:
+    copied = rows(*zip(names, SHAPES, strict=True), owner=owner)
+    for model in (MODEL, [[row[0].replace("/", "/module."), *row[1:]] for row in MODEL]):
+        said = refused([*copied, *model, *MOMENTS], differs)
+        assert "a copy of a model that each rank made" in said
+        assert f"{model[0][0]} is the same on every rank, and {names[0]}, its copy" in said
+        assert "expert" not in said
+        assert "Split" not in said
+
+
+@pytest.mark.parametrize(
+    ("named", "differs", "words"),
+    [
+        # Experts, of which the shared one has the same names.
+        ([("model/experts.0.w", [4, 4]), ("model/shared.0.w", [4, 4])], {0}, "experts of its own"),
+        ([("model/layers.3.moe.w", [4, 4]), ("model/layers.0.mlp.w", [4, 4])], {0}, "experts of its own"),
+        # A layer beside one that is the same on every rank, and moments.
+        ([("layers/3/w", [4, 4]), ("layers/0/w", [4, 4])], {0}, "expert parallelism or tensor parallelism"),
+        ([("model/l.3.w", [4, 4]), ("model/l.0.w", [4, 4])], {0}, "expert parallelism or tensor parallelism"),
+        ([("model/l.q.w", [4, 4]), ("model/l.k.w", [4, 4])], {0}, "expert parallelism or tensor parallelism"),
+        ([("o/state/a.w/exp_avg", [4, 4]), ("o/state/b.w/exp_avg", [4, 4])], {0}, "partitioned among"),
+        # A copy, and a part of the model besides.
+        (
+            [("ema/w", [4, 4]), ("model/w", [4, 4]), ("model/v", [4, 4])],
+            {0, 2},
+            "model/w is the same on every rank, and ema/w is not: perhaps",
+        ),
+        (
+            [("parts/0", [4, 4]), ("parts/1", [4]), ("model/w", [4, 4])],
+            {0, 1},
+            "model/w is the same on every",
+        ),
+    ],
+)
+def test_what_is_no_copy_is_not_called_one(
+    named: list[tuple[str, list[int]]], differs: set[int], words: str
+) -> None:
+    said = refused(rows(*named), differs)
+    assert words in said
+    assert "a copy of a model" not in said
+
+
 def test_ranks_that_are_equal_among_each_other_stand_together() -> None:
     found = prove(ROWS, {0: SAME, 1: changed(0), 2: SAME, 3: changed(0)})
     assert "ranks 0, 2 and ranks 1, 3 differ in model/a.weight" in found.refusal

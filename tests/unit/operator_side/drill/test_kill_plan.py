@@ -46,6 +46,7 @@ def test_a_run_with_too_few_checkpoints_is_refused() -> None:
 def test_a_kill_waits_for_its_step_and_for_all_ranks() -> None:
     kill = Kill(1, KillTarget.RANKS, notice=False, rank=0, after_step=5, part=0.5)
     sequence = Sequence([kill], notice_seconds=NOTICE_SECONDS)
+    sequence.staged()
     sequence.stepped(4, 10.0)
     sequence.stepped(5, 12.0)
     assert sequence.tick(20.0) is None, "not every rank has begun"
@@ -60,6 +61,7 @@ def test_a_kill_waits_for_its_step_and_for_all_ranks() -> None:
 def test_after_a_notice_the_kill_waits_for_its_answer_or_its_time(answered: bool) -> None:
     kill = Kill(1, KillTarget.RANK, notice=True, rank=1, after_step=5, part=0.0)
     sequence = Sequence([kill], notice_seconds=NOTICE_SECONDS)
+    sequence.staged()
     sequence.trains()
     sequence.answered()  # of an earlier notice
     sequence.stepped(5, 12.0)
@@ -74,9 +76,21 @@ def test_after_a_notice_the_kill_waits_for_its_answer_or_its_time(answered: bool
 def test_the_next_kill_waits_until_training_goes_on() -> None:
     kills = [Kill(n, KillTarget.STAGER, notice=False, rank=0, after_step=5 * n, part=0.0) for n in (1, 2)]
     sequence = Sequence(kills, notice_seconds=NOTICE_SECONDS)
+    sequence.staged()
     sequence.trains()
     sequence.stepped(11, 1.0)
     assert sequence.tick(1.0) == Strike(kills[0])
     assert sequence.tick(2.0) is None
     sequence.trains()
     assert sequence.tick(3.0) == Strike(kills[1])
+
+
+@pytest.mark.parametrize("notice", [True, False])
+def test_no_kill_and_no_notice_comes_before_a_checkpoint_was_staged(notice: bool) -> None:
+    kill = Kill(1, KillTarget.RANKS, notice=notice, rank=0, after_step=5, part=0.0)
+    sequence = Sequence([kill], notice_seconds=NOTICE_SECONDS)
+    sequence.trains()
+    sequence.stepped(9, 12.0)
+    assert sequence.tick(1000.0) is None
+    sequence.staged()
+    assert sequence.tick(1000.0) == (GiveNotice(kill) if notice else Strike(kill))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -40,6 +41,19 @@ def test_values_are_found_by_path() -> None:
     assert values["scheduler/last_epoch"] == "3"
     assert values["scheduler/lrs/1"] == "0.25"
     assert "model/weight" in values
+
+
+def test_a_text_that_is_json_has_values_of_its_own() -> None:
+    """As the state of Hugging Face's Trainer has."""
+    state = {
+        "trainer": {"json": json.dumps({"log_history": [{"step": 1, "loss": 0.5}]})},
+        "name": "{not json",
+    }
+    values = values_of(pickled(state), source="test")
+    assert values["trainer/json/log_history/0/loss"] == "0.5"
+    assert values["name"] == "'{not json'"
+    deep = '{"a":' * 100_000
+    assert values_of(pickled({"text": deep}), source="test")["text"] == repr(deep)
 
 
 def test_padding_and_other_tensor_bytes_change_nothing() -> None:

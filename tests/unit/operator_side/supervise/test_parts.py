@@ -109,6 +109,7 @@ def test_each_process_has_its_file_and_reports_are_not_shown(tmp_path: Path) -> 
         '[1,1]<stderr>:   File "x.py", line 3',
         "[1,1]<stderr>: torch.OutOfMemoryError: too much",
         f"[1,1]<stderr>: {MARK}" + json.dumps({"ended": {"rank": 1, "status": 1}}),
+        f"[1,2]<stderr>: {MARK}" + json.dumps({"ended": {"rank": 2, "status": -9, "out_of_memory": True}}),
     )
     output.close()
     assert found == [
@@ -116,6 +117,7 @@ def test_each_process_has_its_file_and_reports_are_not_shown(tmp_path: Path) -> 
         RankRestored(0, -1),
         Stepped(0, 0),
         Ended(1, 1, "torch.OutOfMemoryError"),
+        Ended(2, -9, out_of_memory=True),
     ]
     assert ("stdout", "step 1") in relayed
     assert not any("ended" in text for _, text in relayed)

@@ -129,6 +129,16 @@ def test_more_crashes_are_waited_for_where_more_are_asked_for() -> None:
     assert [one["crashes"] for one in notes(story)] == [3]
 
 
+def test_memory_that_is_used_up_says_nothing_about_a_checkpoint() -> None:
+    story = begun()
+    for _ in range(2):
+        life(story, POISONED, GOOD, Ended(1, -9, out_of_memory=True))
+    assert not notes(story)
+    assert "the same crash 2 times in a row" in story.verdict.message
+    assert "rank 1 on h1 was killed by the kernel because the memory was used up" in story.verdict.message
+    assert story.verdict.exit_code == 137
+
+
 @pytest.mark.parametrize("end", [(KILLED,), (Ended(0, -9), PARTNER)])
 def test_a_preemption_never_counts_and_hides_nothing(end: tuple[Ended, ...]) -> None:
     story = begun()

@@ -55,6 +55,41 @@ def test_causes(what: Evidence, cause: Cause) -> None:
     assert judge(what).cause is cause
 
 
+STARVED = "was killed by the kernel because the memory was used up"
+
+
+@pytest.mark.parametrize(
+    ("deaths", "who"),
+    [
+        ([Death(1, -9, out_of_memory=True), ECHO], "rank 1 on spot-2"),
+        ([ECHO, Death(1, -9, out_of_memory=True)], "rank 1 on spot-2"),
+        ([Death(2, -9, out_of_memory=True), ECHO], "the stager on here"),
+        ([Death(1, 137, out_of_memory=True)], "rank 1 on spot-2"),  # a shell around the script
+        ([Death(0, -15), Death(1, -9, out_of_memory=True)], "rank 1 on spot-2"),  # mpirun ended the other one
+    ],
+)
+def test_a_kill_for_memory_is_named_and_no_preemption(deaths: list[Death], who: str) -> None:
+    verdict = judge(evidence(*deaths))
+    assert verdict.message == f"{who} {STARVED}"
+    assert (verdict.cause, verdict.exit_code) == (Cause.CRASHED, 137)
+
+
+def test_a_process_of_a_rank_that_was_killed_for_memory_is_named_beside_its_exception() -> None:
+    """A worker of a DataLoader, say: the rank itself ends by an exception."""
+    verdict = judge(evidence(Death(1, 1, "RuntimeError", out_of_memory=True)))
+    assert verdict.message == (
+        "rank 1 on spot-2 ended with exit code 1 (RuntimeError); the kernel has killed a process of its control group, "
+        "because the memory was used up"
+    )
+    assert verdict.exit_code == 1
+
+
+def test_what_we_kill_ourselves_is_not_blamed_on_the_memory() -> None:
+    verdict = judge(evidence(Death(1, -9, by_us=True, out_of_memory=True), given_up="rank 0 is silent"))
+    assert verdict.cause is Cause.LOST
+    assert judge(evidence(Death(1, -15, out_of_memory=True))).cause is Cause.KILLED
+
+
 def test_who_and_how_is_said() -> None:
     verdict = judge(evidence(BUG, ECHO))
     assert verdict.message == "rank 1 on spot-2 ended with exit code 1 (ValueError)"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_side.state.empty_bytes import EmptyBytesPickler, with_readable_empty_bytes
+from trainer_side.state.empty_bytes import with_readable_empty_bytes
 from trainer_side.state.per_rank import decode, encode
+from trainer_side.state.readable_pickler import ReadablePickler
 
 EMPTY = b""
 VALUES: list[Any] = [
@@ -27,7 +28,7 @@ VALUES: list[Any] = [
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_torch_reads_them_back(value: Any) -> None:
     out = io.BytesIO()
-    torch.save(value, out, pickle_module=SimpleNamespace(Pickler=EmptyBytesPickler, __name__="pickle"))
+    torch.save(value, out, pickle_module=SimpleNamespace(Pickler=ReadablePickler, __name__="pickle"))
     out.seek(0)
     assert torch.load(out, weights_only=True) == value
     assert pickle.loads(with_readable_empty_bytes(pickle.dumps(value, 2))) == value

@@ -1,0 +1,85 @@
+"""On which batches a resumed run trains, compared with the undisturbed one. Pure.
+
+undisturbed   step 3: a1f0 02d1  step 4: 77c2 0b9e  step 5: …       a step may take several batches
+resumed after step 3:            step 4: 0b9e …     one batch later: it was drawn ahead of the checkpoint
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from operator_side.drill.findings import KillFinding, Struck
+
+Lines = Sequence[Mapping[str, Any]]
+_Batches = Mapping[tuple[int, int], Sequence[int]]  # rank and step → CRC of each
+_AHEAD = (
+    "the script draws batches before it saves, and draws others when it resumes. Draw the batch of a step after "
+    "the checkpoint of the step before, or save what was drawn"
+)
+_BEFORE = (
+    "the script draws its first batch before restore(), and the one that it had drawn ahead of the checkpoint is lost. "
+    "Draw the batch of a step after the checkpoint of the step before"
+)
+_AGAIN = "the script begins its data again. Save the place in the data, as ResumableSampler does"
+_OTHER = "save the place in the data, as ResumableSampler does, and the random numbers that choose samples"
+
+
+def name_other_batches(
+    findings: Sequence[KillFinding], struck: Sequence[Struck], reference: Lines, drilled: Lines
+) -> None:
+    """Say of each kill whether training has gone on with another batch, from a state that was equal.
+
+    Of later kills nothing can be said, since the state is another one then.
+
+    Args:
+        findings: What is known of each kill; its `wrong` gets the sentence as its first.
+        struck: The kills, in the same order.
+        reference: Diary of the undisturbed run.
+        drilled: Diary of the run with kills.
+    """
+    want = _batches(reference)
+    for number, (finding, one) in enumerate(zip(findings, struck, strict=True)):
+        if finding.resumed_from is None:
+            continue
+        until = struck[number + 1].at if number + 1 < len(struck) else float("inf")
+        step = finding.resumed_from + 1
+        got = _batches([line for line in drilled if one.at <= line["time"] < until])
+        differ = [
+            rank for rank, at in got if at == step and want.get((rank, at), got[rank, at]) != got[rank, at]
+        ]
+        if differ:
+            finding.wrong.insert(0, _sentence(step, differ, got, want))
+        if finding.unequal or differ:
+            return
+
+
+def _batches(diary: Lines) -> _Batches:
+    return {
+        (line["rank"], line["batches"]["step"]): line["batches"]["crcs"]
+        for line in diary
+        if "batches" in line
+    }
+
+
+def _sentence(step: int, differ: Sequence[int], got: _Batches, want: _Batches) -> str:
+    rank = differ[0]
+    first = got[rank, step][0]
+    calls = [(at, crc) for (of, at), crcs in sorted(want.items()) if of == rank for crc in crcs]
+    own = next(place for place, (at, _) in enumerate(calls) if at == step)
+    places = sorted((place - own for place, (_, crc) in enumerate(calls) if crc == first), key=abs)
+    if not places:
+        what, advice = "a batch that the undisturbed run never had", _OTHER
+    else:
+        away = places[0]
+        number = (
+            f"{abs(away)} {'batch' if abs(away) == 1 else 'batches'} {'later' if away > 0 else 'earlier'}"
+        )
+        what = f"the batch that the undisturbed run had {number}, at step {calls[own + away][0]}"
+        advice = _AHEAD if away > 0 else _AGAIN
+    if all(want.get((one, step + 1), []) == got.get((one, step + 1)) for one in differ):
+        advice = _BEFORE
+    return (
+        f"only the batches differ, as far as can be seen: the state it resumed from is equal, but step {step} began "
+        f"with {what}: {advice}"
+    )

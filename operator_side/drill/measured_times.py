@@ -1,0 +1,71 @@
+"""Which values in a log are measured by a clock, so that no two runs have the same.
+
+    trainer/json/log_history/5/eval_runtime             measured
+    trainer/json/log_history/5/eval_samples_per_second  measured
+    trainer/json/log_history/5/eval_loss                not
+
+Only what stands in a log is judged by its name: `time` in another part of the state may be what is trained on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+_LOGS = frozenset(
+    {
+        "log",
+        "logs",
+        "logged",
+        "logger",
+        "history",
+        "histories",
+        "metrics",
+        "performance",
+        "perf",
+        "timer",
+        "timers",
+    }
+    | {"timing", "timings", "throughput", "speed"}
+)
+_TIMES = frozenset(
+    {
+        "time",
+        "times",
+        "runtime",
+        "walltime",
+        "wallclock",
+        "clock",
+        "date",
+        "datetime",
+        "timestamp",
+        "timestamps",
+    }
+    | {"second", "seconds", "sec", "secs", "s", "ms", "us", "msec", "minutes", "hours", "elapsed", "duration"}
+    | {"durations", "latency", "eta", "throughput", "speed", "mfu", "tflops", "sps", "tps", "fps", "qps"}
+)
+_COUNTED = re.compile(r"time_?steps?")
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+# Of Trainer's last entry: means over the steps since the process began.
+_OF_THE_PROCESS = {"train_loss": "train_runtime"}
+
+
+def is_measured(path: str, beside: Collection[str]) -> bool:
+    """Whether the value is one of a log, and a time, a speed or a mean since the process began.
+
+    Args:
+        path: Of the value.
+        beside: Paths of all values of the file.
+    """
+    place, _, name = path.rpartition("/")
+    if name == "elapsed" or "time_elapsed" in path.split("/"):  # Lightning's Timer
+        return True
+    if _LOGS.isdisjoint(_words(place)):
+        return False
+    if name in _OF_THE_PROCESS:
+        return f"{place}/{_OF_THE_PROCESS[name]}" in beside
+    return not (_COUNTED.search(name.lower()) or _TIMES.isdisjoint(_words(name)))
+
+
+def _words(text: str) -> set[str]:
+    return {word.lower() for word in _WORDS.findall(text)}
