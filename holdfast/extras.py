@@ -14,7 +14,7 @@ def install_line(*extras: str) -> str:
     try:
         stated = requires("holdfast") or []
     except PackageNotFoundError:  # run from its source, by the path
-        return f"pip install '.[{','.join(extras)}]' in a checkout of holdfast"
+        return f"in its checkout: pip install '.[{','.join(extras)}]'"
     found = [
         one.partition(";")[0].strip()
         for extra in extras

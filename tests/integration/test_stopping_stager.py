@@ -29,14 +29,12 @@ def newest(scene: Scene, event: str) -> int:
 
 
 def test_ranks_hear_that_the_stager_is_stopping_and_are_never_busy(scene: Scene) -> None:
-    with (
-        scene.start(
-            [str(MANY), str(EVERY)],
-            TRAIN_STEP_SECONDS="0.02",
-            TRAIN_STAGED_SECONDS_MAX="1",  # so long a declined step is waited for: none is on its way when the next one comes
-            HOLDFAST_CLOSE_SECONDS_MAX="1",
-        ) as job
-    ):
+    with scene.start(
+        [str(MANY), str(EVERY)],
+        TRAIN_STEP_SECONDS="0.02",
+        TRAIN_STAGED_SECONDS_MAX="1",  # a declined step is waited for: none is on its way at the next
+        HOLDFAST_CLOSE_SECONDS_MAX="1",
+    ) as job:
         wait_until(lambda: newest(scene, "durable") > 0, 240, job.output())
         directory = runtime_directory(scene.cluster.store, scene.directory / "stager-runtime")
         flusher = int((directory / "flusher.pid").read_text())
