@@ -146,7 +146,7 @@ variable "holdfast_package" {
 
   validation {
     condition     = can(regex("[/]", var.holdfast_package))
-    error_message = "holdfast_package: \"${var.holdfast_package}\" names no place, and on a package index another package may have this name; write \"holdfast[…] @ \" and the URL of your own wheel or repository."
+    error_message = "holdfast_package: expected a place to take it from, such as \"holdfast[trainer] @ https://…\", since no package index has holdfast; got \"${var.holdfast_package}\"."
   }
 }
 
