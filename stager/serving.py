@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError
@@ -40,8 +41,9 @@ def serve(
     problem: HoldfastError | None = None,
     attached: Flusher | None = None,
     ahead: FlusherAhead | None = None,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> set[int]:
-    """Receive until the ranks have left and all that is staged is in the store.
+    """Receive until the ranks have left, or the stager is stopping, and all that is staged is in the store.
 
     Args:
         port: The ranks.
@@ -49,9 +51,10 @@ def serve(
         problem: What is wrong with them.
         attached: The flusher, if this stager has attached to it already.
         ahead: A flusher that waits to begin.
+        is_stopping: Whether the stager was told to stop; asked again and again.
 
     Returns:
-        The ranks that were lost.
+        The ranks that were lost, or are left alone.
 
     Raises:
         StartRefused: There is no flusher, or there are no settings, and the ranks were told.
@@ -65,7 +68,7 @@ def serve(
         segments = SegmentList(config.runtime_dir)
         flusher = attached or attach(config, ahead=ahead)
     except HoldfastError as error:
-        is_told = refuse_start(port, error)
+        is_told = refuse_start(port, error, is_stopping)
         if segments is not None:
             segments.close()
         if is_told:  # the lowest rank says it: once for the job
@@ -73,7 +76,7 @@ def serve(
             raise StartRefused(error) from None
         raise
     events = EventLog(config.events, role="stager")
-    service = StagerService(config, port, flusher, events=events)
+    service = StagerService(config, port, flusher, events=events, is_stopping=is_stopping)
     with export_spans("stager", flusher.store_url, events):  # around all else: it may take seconds to end
         try:
             board = Board("stager", flusher.store_url, ranks=service.ranks_said)

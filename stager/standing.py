@@ -1,9 +1,11 @@
 """A stager that stands alone: it listens, serves one job after the other, and keeps the ring between them.
 
     listening ── first rank of a job ─► serving ── all ranks have left or are lost ─► listening
-        └── SIGTERM, SIGINT ─► no further job; what is staged is written ─► ended ◄──┘
+        └── told to stop ─► no further job or step; what is staged is written ─► ended ◄──┘
 
-A job that is started again finds the ring as the one before left it, and restores from it.
+A job that is started again finds the ring as the one before left it, and restores from it. SIGTERM, SIGINT and a
+terminal that closes (SIGHUP, which `nohup` has ignored) tell it to stop. The ranks of a job that goes on hear of each
+later step that the stager is stopping; so they do when they come again after the connection has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.net.address import Address, parse_address
 from holdfast.net.key import read_key
 from holdfast.net.tls import StagerTls
-from holdfast.process import wait_readable
+from holdfast.process import ENDING_SIGNALS, wait_readable
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.wanted import RingKeeper
 from holdfast.stager_key import StagerKey
@@ -40,6 +42,7 @@ _log = logging.getLogger("holdfast.stager")
 
 _TICK_SECONDS = 1.0
 _SIGNALS_MAX = 64
+_GOODBYE_SECONDS_MAX = 5.0  # a rank whose connection ends comes again at once
 _ANY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - no address to connect to
 
 
@@ -104,7 +107,6 @@ class StandingStager:
         self._keeper: RingKeeper | None = RingKeeper(runtime_directory(config.store, config.runtime_dir))
         self._reactor = Reactor()
         self._reception = Reception(sock, self._reactor, key, ranks=config.ranks, tls=tls)
-        self._port: TcpTrainersPort | None = None
         self._stopped = False
         self._left_alone: list[int] = []  # ranks of a job that was not over when this stager was told to stop
         # A signal wakes the loop, which then stops between two turns and not in the middle of one.
@@ -115,7 +117,7 @@ class StandingStager:
         # Now, and not at the first job: a wrong store is the operator's to hear, while nothing depends on it.
         self._attached: Flusher | None = attach(config)
         signal.set_wakeup_fd(self._signalled.fileno())
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ENDING_SIGNALS:
             signal.signal(number, self._told_to_stop)
 
     @property
@@ -197,10 +199,9 @@ class StandingStager:
         _log.info("a job of %d ranks joins (%s)", hello.ranks, hello.launch)
         begun = time.monotonic()
         self._reception.open(port)
-        self._port = port
         try:
             attached, self._attached = self._attached, None
-            lost = serve(port, self._config, attached=attached)
+            lost = serve(port, self._config, attached=attached, is_stopping=lambda: self._stopped)
             if self._stopped:
                 self._left_alone = sorted(lost)
             _log.info(
@@ -215,12 +216,22 @@ class StandingStager:
                 raise
             _log.error("the job has ended, and not all of its checkpoints are in the store: %s", error)
         finally:
-            self._port = None
             self._reception.close_job()
+            connected = port.connected
             port.close()
+            if self._stopped:
+                self._say_goodbye(connected)
+
+    def _say_goodbye(self, ranks: set[int]) -> None:
+        """Have the ranks hear that this stager is stopping, before nobody answers them: they would wait for it."""
+        deadline = time.monotonic() + _GOODBYE_SECONDS_MAX
+        while not ranks <= self._reception.turned_away and time.monotonic() < deadline:
+            wait_readable([self._reactor.fileno()], _TICK_SECONDS)
+            self._reactor.turn()
 
     def _told_to_stop(self, number: int, _frame: FrameType | None) -> None:
-        if self._stopped:  # a second one does not wait
+        # A second one does not wait. But a shell hands on the SIGHUP that the kernel has sent to all, too.
+        if self._stopped and number != signal.SIGHUP:
             raise SystemExit(128 + number)
         self._stopped = True
 
@@ -233,5 +244,3 @@ class StandingStager:
         if self._keeper is not None:  # nobody comes back to this ring
             self._keeper.close()
             self._keeper = None
-        if self._port is not None:
-            self._port.end("is left alone: the stager was told to stop")

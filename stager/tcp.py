@@ -145,6 +145,11 @@ class TcpTrainersPort:
         """Whether some rank of the job is connected; a machine that is gone is no more after some ten seconds."""
         return any(rank.sock is not None for rank in self._ranks.values())
 
+    @property
+    def connected(self) -> set[int]:
+        """The ranks that have a connection and have not left."""
+        return {number for number, rank in self._ranks.items() if rank.sock is not None and not rank.left}
+
     def end(self, reason: str) -> None:
         """Take every rank that has not left for lost."""
         for number in range(self.ranks):

@@ -9,8 +9,11 @@ stays in the list and says what to install. Exit codes are those of holdfast/err
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -23,6 +26,7 @@ from rich.text import Text
 
 from holdfast import __version__
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.extras import install_line
 
 _GROUP = "holdfast.commands"
 _EXTRA_OF_PACKAGE = {"trainer_side": "trainer", "stager": "stager", "flusher": "flusher"}
@@ -72,7 +76,7 @@ def _unavailable(point: EntryPoint, error: Exception) -> click.Command:
     extra = _EXTRA_OF_PACKAGE.get(package)
     if isinstance(error, ModuleNotFoundError) and extra and missing.partition(".")[0] != package:
         hint = f"needs holdfast[{extra}]"
-        message = f"{point.name}: {missing} is not installed; run: pip install 'holdfast[{extra}]'"
+        message = f"{point.name}: {missing} is not installed; run: {install_line(extra)}"
     else:
         hint = "cannot be loaded"
         message = (
@@ -142,7 +146,21 @@ def _set_up_logging(level: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `holdfast` script."""
-    sys.exit(_run(arguments))
+    code = _run(arguments)
+    _leave_closed_terminal()
+    sys.exit(code)
+
+
+def _leave_closed_terminal() -> None:
+    """What a closed terminal has not taken would be written again at the end, and its failure replace the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            with open(os.devnull, "w") as nothing:  # noqa: PTH123 - a descriptor is all that is wanted
+                os.dup2(nothing.fileno(), stream.fileno())
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -164,8 +182,9 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _say(message: str, who: str = "holdfast") -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(Text(f"{who}:", "bold red" if who == "holdfast" else "bold"), end=" ")
-    console.print(_plain(message), markup=False)
+    with contextlib.suppress(OSError):  # a terminal that was closed
+        console.print(Text(f"{who}:", "bold red" if who == "holdfast" else "bold"), end=" ")
+        console.print(_plain(message), markup=False)
 
 
 def _plain(text: str) -> str:

@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from holdfast.errors import ConfigError
+from holdfast.extras import install_line
 
 if TYPE_CHECKING:
     from holdfast.checkpoints.image_writing import Image
@@ -63,12 +64,10 @@ def door(name: str) -> Any:
     point = next(iter(entry_points(group=_GROUP, name=name)), None)
     if point is None:
         raise ConfigError(
-            f"this installation of holdfast has no {name!r}; run: pip install --force-reinstall 'holdfast[trainer]'"
+            f"this installation of holdfast has no {name!r}; install holdfast again, as you have installed it"
         )
     try:
         return point.load()
     except ImportError as error:
         missing = error.name or str(error)
-        raise ConfigError(
-            f"{name}: {missing} is not installed; run: pip install 'holdfast[trainer]'"
-        ) from error
+        raise ConfigError(f"{name}: {missing} is not installed; run: {install_line('trainer')}") from error

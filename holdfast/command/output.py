@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -35,6 +35,14 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _UNIT = 1024
 _SIZE_MAX = 1 << 80  # a manifest is input from outside, and may claim any number
 _PIPED_COLUMNS = 200  # for `grep` and `cut`, no cell is cut off or folded
+
+
+def say(text: str) -> None:
+    """Write a line to stderr. Where nobody reads it any more, as on a terminal that was closed, it is dropped: what a
+    command says must not decide how it ends.
+    """
+    with suppress(OSError):
+        click.echo(plain(text), err=True)
 
 
 def console() -> Console:

@@ -53,7 +53,7 @@ class Reason:
 
 
 class DeclineCause(StrEnum):
-    """Why a rank or one of its local tiers does not take a step. A value is the label of a metric."""
+    """Why a rank, one of its local tiers or the stager does not take a step. A value is the label of a metric."""
 
     BUSY = "busy"
     LATE = "late"
@@ -65,6 +65,8 @@ class DeclineCause(StrEnum):
     TORN = "torn"
     STAGER_LOST = "stager lost"
     UNKNOWN = "unknown"
+    # of the stager
+    STOPPING = "stager stopping"
     # of a local tier
     FAILED = "failed"
     HANGS = "hangs"

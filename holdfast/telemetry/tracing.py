@@ -14,6 +14,8 @@ from importlib.metadata import entry_points
 from os import environ
 from typing import TYPE_CHECKING, Any, Literal
 
+from holdfast.extras import install_line
+
 if TYPE_CHECKING:
     from holdfast.telemetry.events import EventLog
     from holdfast.telemetry.spans import Spans
@@ -88,9 +90,10 @@ def _spans(role: str, run: str, names: list[str]) -> Spans | None:
         return Spans(role, run, [BatchSpanProcessor(exporter) for exporter in exporters])
     except ImportError as error:
         _log.warning(
-            "no spans are sent: %s; checkpoints go on without them. Run pip install 'holdfast[otel]' for OTLP over "
-            "HTTP, or unset the OTEL_* variables that ask for spans",
+            "no spans are sent: %s; checkpoints go on without them. For OTLP over HTTP run %s; or unset the OTEL_* "
+            "variables that ask for spans",
             error,
+            install_line("otel"),
         )
     except Exception as error:  # noqa: BLE001 - what a variable says wrongly must not end a flusher
         _log.warning(

@@ -58,7 +58,7 @@ def export(
     A safetensors file has the values that are not tensors in its metadata, as JSON under `holdfast`; a value that JSON
     cannot hold is refused by its path. Each of several tied tensors gets its own copy, and the metadata names the ties.
     PerRank values are exported as in the checkpoint: one tensor of bytes for each rank. All formats but torch need the
-    trainers' packages: pip install 'holdfast[trainer]'.
+    trainers' packages (the extra `trainer`).
 
     JSON: {"url", "step", "attempt", "format", "destination", "nbytes", "tensors", "tied": {name: name}}.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph

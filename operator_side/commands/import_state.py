@@ -88,7 +88,7 @@ def import_state(
     FILE is read with weights_only=True, so no code in it is run. The run must have no checkpoint yet, and no job may be
     running on it. The command reads the checkpoint back at the end; run it again after an interruption.
 
-    The command needs the trainers' packages: pip install 'holdfast[trainer]'.
+    The command needs the trainers' packages (the extra `trainer`).
 
     Exit codes: 3 FILE has a value that cannot be saved, and the message names its path; 8 another process is writing to
     this run.

@@ -29,8 +29,9 @@ def rank_command(command: tuple[str, ...], restarts_max: int) -> int:
     """Run COMMAND, which is one rank of a job or the torchrun of one machine, and tell a preemption from a bug.
 
     For engines that restart jobs themselves: Kubernetes, Slurm, SkyPilot, torchrun. Signals are passed on to COMMAND,
-    so that SIGTERM is a preemption notice where the setting `watch` names `sigterm`. Its output is passed through. When
-    COMMAND has ended, one line on stderr says why, and the exit code says what to do.
+    so that SIGTERM is a preemption notice where the setting `watch` names `sigterm`. SIGHUP is passed on as SIGTERM,
+    unless it is ignored at the start, as under nohup. COMMAND's output is passed through. When COMMAND has ended, one
+    line on stderr says why, and the exit code says what to do.
 
     Exit codes: 0 done; 75 preempted, or processes of the job were lost: start the job again; 1 the script raised an
     exception of its own; 2 to 10 the class of the error, as for every command; 130 ended by SIGINT; 137 out of memory;
@@ -38,7 +39,7 @@ def rank_command(command: tuple[str, ...], restarts_max: int) -> int:
     lost a process ends with 75 only if it had joined the stager, and at most --restarts-max times in a row without a
     newer checkpoint; after that with 9, or with 128 + N.
     """
-    from holdfast.command.output import plain
+    from holdfast.command.output import say
     from operator_side.supervise.exit_codes import AGAIN, coded_end
     from operator_side.supervise.wrapped_rank import WrappedRank
 
@@ -46,5 +47,5 @@ def rank_command(command: tuple[str, ...], restarts_max: int) -> int:
     end = coded_end(seen, restarts_max=restarts_max)
     if end.code:
         what = ": start the job again" if end.code == AGAIN else ""
-        click.echo(plain(f"holdfast rank: {end.message}; exit code {end.code}{what}"), err=True)
+        say(f"holdfast rank: {end.message}; exit code {end.code}{what}")
     return end.code

@@ -161,9 +161,11 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     resumes from the checkpoint before it. This happens at most --set-aside-max times in a row.
 
     Exit codes: 0 the job is done, and its newest checkpoint is durable; 9 hosts or ranks were lost too often; 11 the
-    newest checkpoint of a job that is done is not durable; 130 the command was ended by SIGTERM or Ctrl-C; 137 a
-    process was killed because the memory was used up; otherwise the exit code of the process that crashed.
+    newest checkpoint of a job that is done is not durable; 130 the command was ended by SIGTERM, Ctrl-C or SIGHUP (its
+    terminal was closed); 137 a process was killed because the memory was used up; otherwise the exit code of the
+    process that crashed.
     """
+    from holdfast.command.output import say
     from holdfast.config import StagerConfig
     from holdfast.ring.directory import runtime_directory
     from holdfast.store import refuse_missing_parent
@@ -227,17 +229,17 @@ def run(command: tuple[str, ...], **options: Any) -> int:
         stopped = verdict.cause.value == "stopped"
         _say_why(verdict.message, [] if stopped else job.last_words(verdict), logs)
         if not stopped:
-            click.echo(f"help: {help_for(getattr(class_of(verdict.exception), 'code', 'run'))}", err=True)
+            say(f"help: {help_for(getattr(class_of(verdict.exception), 'code', 'run'))}")
     # Python ends with 1 whatever the exception; a class of holdfast's own has an exit code of its own.
     return int(getattr(class_of(verdict.exception), "exit_code", verdict.exit_code))
 
 
 def _say_why(message: str, words: Sequence[str], logs: Path) -> None:
-    from holdfast.command.output import plain
+    from holdfast.command.output import say
 
     for word in words:
-        click.echo(plain(word), err=True)
-    click.echo(plain(f"holdfast run: {message}; logs: {logs}"), err=True)
+        say(word)
+    say(f"holdfast run: {message}; logs: {logs}")
 
 
 def _settings(pairs: Sequence[str]) -> dict[str, str]:

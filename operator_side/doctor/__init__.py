@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 
 from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.errors import HoldfastError
+from holdfast.extras import install_line
 
 _GROUP = "holdfast.checks"
 
@@ -58,7 +59,7 @@ def _not_installed(name: str, error: ImportError) -> Check:
             name,
             CheckState.SKIPPED,
             f"{error.name or error} is not installed here",
-            f"if this machine is for the {name}: pip install 'holdfast[{name}]'",
+            f"if this machine is for the {name}: {install_line(name)}",
         )
 
     return check

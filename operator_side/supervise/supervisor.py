@@ -19,6 +19,7 @@ from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.image.manifest import Key
+from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.set_aside import note_set_aside
 from holdfast.telemetry.events import EventLog
 from operator_side.supervise.core import Core
@@ -131,6 +132,7 @@ class Supervisor:
         self._last_look, self._drain_seconds_max = last_look, drain_seconds_max
         self._status = EventLog(files.logs / "status.jsonl", role="supervisor")
         self._signals: list[int] = []
+        self._is_told = False  # to end
         self._verdict: Verdict | None = None
 
     def run(self) -> Verdict:
@@ -141,8 +143,7 @@ class Supervisor:
         """
         flusher = KeptFlusher(self._ring)
         before = {
-            number: signal.signal(number, self._signalled)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+            number: signal.signal(number, self._signalled) for number in (*ENDING_SIGNALS, signal.SIGUSR1)
         }
         self._watch.start()
         try:
@@ -245,6 +246,10 @@ class Supervisor:
             self._note("ring_left", message, {"directory": str(self._ring)}, loud=True)
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
+        # A second signal does not wait. But a shell hands on the SIGHUP that the kernel has sent to all, too.
+        if number == signal.SIGHUP and self._is_told:
+            return
+        self._is_told = self._is_told or number != signal.SIGUSR1
         self._signals.append(number)
 
 

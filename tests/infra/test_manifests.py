@@ -25,6 +25,7 @@ PAGE = INFRA.parent / "docs" / "exit-codes.md"
 OPEN = {
     "labels",
     "annotations",
+    "matchLabels",
     "nodeSelector",
     "requests",
     "limits",

@@ -34,6 +34,8 @@ NODES = {
     "efs stager": "stager",
 }
 KEYS = INFRA / "modules/node/files/keys.py"
+# As in infra/examples/cluster/tests.
+PACKAGE = "holdfast[stager,openmpi] @ https://wheels.example/YOU/holdfast-0.2.0-py3-none-any.whl"
 
 needs_overlay = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("useradd") is None,
@@ -210,7 +212,7 @@ def machine(minimal: dict[str, Rendered], metadata: str, tmp_path: Path) -> Mach
     for name, item in files.items():
         path = tmp_path / "files" / name.lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(item["content"].replace('"holdfast[stager,openmpi]"', f'"{wheel}"'))
+        path.write_text(item["content"].replace(f'"{PACKAGE}"', f'"{wheel}"'))
         path.chmod(int(item["permissions"], 8))
     played = tmp_path / "played" / "systemctl"
     played.parent.mkdir()
@@ -361,5 +363,5 @@ def test_what_is_not_one_plain_key_is_not_taken_over(
 def test_settings_reach_the_node_as_they_were_given(minimal: dict[str, Rendered]) -> None:
     files = files_of(node_data(minimal["whole"], "stager"))
     env = dict(line.split("=", 1) for line in files["/etc/holdfast/node.env"]["content"].splitlines())
-    assert json.loads(env["HOLDFAST_PACKAGE"]) == "holdfast[stager,openmpi]"
+    assert json.loads(env["HOLDFAST_PACKAGE"]) == PACKAGE
     assert json.loads(env["HOLDFAST_UNITS"]) == "holdfast-keys.timer holdfast-flusher.service"

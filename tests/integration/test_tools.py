@@ -162,7 +162,7 @@ def test_export_without_torch_says_what_to_install(
     assert (tmp_path / "x.pt").read_bytes() == (run_dir / "step-000000020.pt").read_bytes()
     result = holdfast("export", run_dir, tmp_path / "x.safetensors", "--to", "safetensors", env=bare)
     assert result.returncode == 2
-    assert "torch is not installed; run: pip install 'holdfast[trainer]'" in result.stderr
+    assert "torch is not installed; run: pip install 'torch>=" in result.stderr
     assert holdfast("import", "--help", env=bare).returncode == 0
 
 

@@ -108,7 +108,7 @@ WRONG = (
     "python -m tests.simulation --frist 0",
     "python -m benchmarks tabel",
     "python -c 'import torch;; print(1)'",
-    "pip install 'holdfast[trainers]'",
+    "pip install '.[trainers]'",
     "cp infra/examples/maximal .",
     "HOLDFAST_EVERY=2 frobnicate",
 )

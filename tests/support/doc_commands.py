@@ -313,10 +313,12 @@ def _options(script: str, source: str, words: Sequence[str]) -> None:
 
 
 def _pip(words: Sequence[str]) -> None:
-    """Extras of holdfast; packages of others are the business of who needs them."""
+    """Extras of holdfast; packages of others are the business of who needs them. For holdfast itself without a place to
+    take it from see tests/unit/test_installs.py.
+    """
     extras = tomllib.loads(_text("pyproject.toml"))["project"]["optional-dependencies"]
     for word in words:
-        if found := re.fullmatch(r"holdfast\[([\w,]+)\]", word):
+        if found := re.fullmatch(r"(?:holdfast|\.)\[([\w,]+)\](?: @ \S+)?", word):
             for extra in found[1].split(","):
                 if extra not in extras:
                     raise _WrongError(f"pip: no extra {extra}")

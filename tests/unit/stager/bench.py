@@ -116,8 +116,14 @@ class Bench:
         port = cast("Any", self.port)
         self.events = tmp_path / "events.jsonl"
         self.now, self.runs, self.begun = 0.0, False, time.monotonic()
+        self.stopping = False
         self.service = StagerService(
-            config, port, self.attached, events=EventLog(self.events, role="stager"), clock=self._clock
+            config,
+            port,
+            self.attached,
+            events=EventLog(self.events, role="stager"),
+            is_stopping=lambda: self.stopping,
+            clock=self._clock,
         )
         self.heard: list[str] = []
 

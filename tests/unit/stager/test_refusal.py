@@ -43,3 +43,7 @@ def test_a_trainer_may_come_as_late_as_it_likes(monkeypatch: pytest.MonkeyPatch)
     assert refuse_start(cast("Any", port), FencedError("host a has the run"))
     assert next(turns) > 2000
     assert [rank for rank, _ in port.told(Kind.WELCOME)] == [0]
+
+
+def test_a_stager_that_is_told_to_stop_waits_for_no_trainer() -> None:
+    assert not refuse_start(cast("Any", FakePort()), FencedError("host a has the run"), lambda: True)

@@ -110,6 +110,29 @@ def test_the_drain_goes_on_with_another_flusher(bench: Bench) -> None:
     assert not ended.is_alive()
 
 
+def test_told_to_stop_it_lets_in_what_is_under_way_and_declines_what_comes_later(bench: Bench) -> None:
+    bench.offer_all(1)
+    bench.stopping = True
+    assert not bench.service._is_over(), "step 1 may still become staged"
+    bench.port.say(0, Kind.OFFER, step=2, body=wire.to_json({"layout_digest": LAYOUT.digest}))
+    bench.turn()
+    declined = bench.port.told(Kind.DECLINED)
+    assert [(rank, frame.step) for rank, frame in declined] == [(0, 2), (1, 2)]
+    said = wire.json_body(declined[0][1])
+    assert said["cause"] == "stager stopping"
+    assert said["reason"].startswith("the stager is stopping")
+    bench.pay_all(1)
+    assert [rank for rank, _ in bench.port.told(Kind.STAGED)] == [0, 1]
+    assert bench.service._is_over()
+    bench.flusher.send("durable", attempt=3, step=1, pgt2_seconds=0.1, file="step-1.pt", record={})
+    bench.flusher.send("drained")
+    bench.runs = True
+    bench.service.run()
+    assert [rank for rank, _ in bench.port.told(Kind.DURABLE)] == [0, 1], "the ranks are there, and hear it"
+    assert "finish" in [message.kind for message in bench.flusher.poll()]
+    assert bench.service.lost_ranks == {0, 1}
+
+
 def test_flushers_that_all_end_too_early_are_the_stagers_error(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

