@@ -95,8 +95,8 @@ class Hello:
     launch: str
     incarnation: bytes
     nonce: bytes
-    generation: int = 0
     resuming: bool = False
+    generation: int = 0
 
     def to_bytes(self) -> bytes:
         """As it is sent; its last bytes are `launch`."""
@@ -163,7 +163,7 @@ def read_hello(data: bytes) -> Hello:
             f"rank {rank} of {ranks}, channel {channel}: expected at most {RANKS_MAX} ranks, and channels below "
             f"{CHANNELS_MAX}"
         )
-    return Hello(rank, ranks, channel, launch, incarnation, nonce, generation, bool(resuming))
+    return Hello(rank, ranks, channel, launch, incarnation, nonce, bool(resuming), generation)
 
 
 def _prove(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:

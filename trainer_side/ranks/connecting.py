@@ -152,8 +152,8 @@ class Door:
             self._start.launch,
             self._start.incarnation,
             nonce,
-            self._start.generation,
             resuming,
+            self._start.generation,
         )
         data = hello.to_bytes()
         sock.sendall(data)
