@@ -233,7 +233,9 @@ class Checkpointer:
     @property
     def stats(self) -> Stats:
         """Counts of the checkpoints that this rank has begun, ended and declined so far."""
-        return self._ledger.stats
+        stats = self._ledger.stats
+        stats.stager_losses, stats.stager_lost_seconds = self._link.times_lost
+        return stats
 
     def restore(self, *, step: int | None = None, may_lack: Collection[str] = ()) -> int:
         """Bring the state back from the newest good checkpoint. Collective: every rank calls it before its first step.

@@ -35,6 +35,8 @@ class Stats:
         wait_seconds: How long of it was spent waiting for room, with `on_full="wait"`.
         compared: Saves after which the whole state was compared with its copy, before the next update.
         compare_seconds: How long training stood still for these comparisons, all together.
+        stager_losses: How often this rank has lost its stager.
+        stager_lost_seconds: How long it was without one, until now where it still is.
         kept: Local tier → how many slices this rank has sealed in it.
         skipped: `TIER: CAUSE` → how many steps were not kept in a tier, and why.
     """
@@ -47,6 +49,8 @@ class Stats:
     wait_seconds: float = 0.0
     compared: int = 0
     compare_seconds: float = 0.0
+    stager_losses: int = 0
+    stager_lost_seconds: float = 0.0
     kept: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
 

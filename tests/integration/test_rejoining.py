@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,9 +45,13 @@ def _environment(directory: Path, key: str, **more: str) -> dict[str, str]:
     return environment(directory / "stager-runtime", HOLDFAST_KEY=key, HOLDFAST_EVENTS=events, **more)
 
 
-def _another(scene: Scene) -> contextlib.AbstractContextManager[StandingProcess]:
+def _another(
+    scene: Scene, runtime: str = "stager-runtime"
+) -> contextlib.AbstractContextManager[StandingProcess]:
     """A stager at the same address, as the machine's service manager would start it."""
-    env = _environment(scene.directory, scene.env["HOLDFAST_KEY"])
+    env = _environment(
+        scene.directory, scene.env["HOLDFAST_KEY"], HOLDFAST_RUNTIME_DIR=str(scene.directory / runtime)
+    )
     log = scene.directory / "second-stager.log"
     return standing_stager(scene.cluster.store, env, log, listen=scene.stager.address)
 
@@ -174,3 +179,47 @@ def test_a_stager_that_never_comes_back_leaves_the_training_alone_and_the_end_sa
     for rank in range(RANKS):
         assert losses(scene.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")
     check_loadable(sorted((scene.directory / "store").glob("step-*.pt")))
+
+
+def test_a_stager_whose_machine_is_gone_is_followed_by_one_without_its_ring(
+    scene: Scene, reference: Path
+) -> None:
+    """As when a pod is placed elsewhere under the same name: neither ring nor flusher are there any more."""
+    with scene.start([*RUN, str(PAUSE_AT)]) as job:
+        scene.wait_for_pause(job)
+        (pid_file,) = (scene.directory / "stager-runtime").glob("*/flusher.pid")
+        flusher = int(pid_file.read_text())
+        scene.stager.kill()
+        os.kill(flusher, signal.SIGKILL)
+        shutil.rmtree(scene.directory / "stager-runtime")
+        _wait_for(job, "no checkpoints are taken until it is reached again")
+        with _another(scene, "other-runtime") as second:
+            _wait_for(job, BACK)
+            _go_on(scene)
+            job.succeed(SECONDS_MAX)
+            assert second.stop() == 0, second.output()
+    _check_as_undisturbed(scene, reference)
+
+
+def test_local_tiers_go_on_meanwhile_and_belong_to_the_new_attempt_afterwards(
+    scene: Scene, reference: Path
+) -> None:
+    tiers = {"HOLDFAST_TIERS": "memory"}
+    with scene.start([*RUN, str(PAUSE_AT)], **tiers) as job:
+        scene.wait_for_pause(job)
+        scene.stager.kill()
+        _wait_for(
+            job, "nothing goes to it until it is reached again; training goes on, and checkpoints are kept"
+        )
+        with _another(scene) as second:
+            _wait_for(job, BACK)
+            _go_on(scene)
+            job.succeed(SECONDS_MAX)
+            _check_as_undisturbed(scene, reference)
+            assert [event for event in scene.events("complete") if event["step"] == NEWEST]
+            with scene.start(RUN, **tiers) as next_job:
+                next_job.succeed(SECONDS_MAX)
+            assert second.stop() == 0, second.output()
+    restores = scene.restores()
+    assert {(event["step"], event["attempt"]) for event in restores} == {(NEWEST, 2)}
+    assert all("memory" in event["sources"] for event in restores), "the tier is as new as the ring"

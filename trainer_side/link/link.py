@@ -43,6 +43,7 @@ from trainer_side.link.pauses import Pauses
 from trainer_side.link.rejoining import ComeAgain, Rejoining
 from trainer_side.link.schedule import Schedule
 from trainer_side.link.stager_session import StagerSession
+from trainer_side.link.to_stager import TimesLost
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.peers import Peers
 from trainer_side.ranks.ports import StartReplaced
@@ -108,6 +109,8 @@ class Link:
             )
         self._attempts: tuple[int, ...] = ()  # of the sessions before
         self._last_problem: HoldfastError | None = None
+        self._lost_before = TimesLost()  # and reached again
+        self._lost_at = 0.0
         # What was to be told while the stager was lost:
         self._untold: Notice | None = None
         self._untold_doubts: list[Doubt] = []
@@ -143,6 +146,13 @@ class Link:
     @property
     def lives(self) -> bool:
         return self.problem is None
+
+    @property
+    def times_lost(self) -> TimesLost:
+        if self.lives:
+            return self._lost_before
+        losses, seconds = self._lost_before
+        return TimesLost(losses + 1, seconds + self._clock() - self._lost_at)
 
     def has_lost(self, error: HoldfastError) -> bool:
         return error is self._last_problem
@@ -476,9 +486,9 @@ class Link:
             means = "no more checkpoints are taken in this job; training goes on"
         _log.error("rank %d: %s, and %s: %s", self.rank, what, means, error)
         self.events.emit("stager_lost", {"code": error.code, "message": str(error)})
-        self.problem = self._last_problem = (
-            error  # behind log and event: who sees the one has been told of the other
-        )
+        self._lost_at = self._clock()
+        # Behind log and event: who sees the one has been told of the other.
+        self.problem = self._last_problem = error
         self.appointments.end()
         self.schedule.end()
         self._session.outbox.lose(error)
@@ -497,6 +507,7 @@ class Link:
         self._session = self._open(found.greeted, before=self._session)
         self._pauses.outbox = self._session.outbox
         reach(Point.REJOINED)
+        self._lost_before = self.times_lost
         self.problem = None
         self._announce()
         # Ranks come one after the other: a step of others that this one has passed without a stager ends at once.

@@ -17,6 +17,7 @@ from holdfast.wire.doubt import Doubt
 from holdfast.wire.pace import Wish
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.link.schedule import Schedule
+from trainer_side.link.to_stager import TimesLost
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.peers import Peers
 from trainer_side.ranks.ports import World
@@ -62,6 +63,10 @@ class NoStager:
         self._tiers: TierSet = NoTiers(self.agree)
         self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
         self.store_url, self.chunk_bytes = config.store, config.chunk_bytes
+
+    @property
+    def times_lost(self) -> TimesLost:
+        return TimesLost()
 
     def has_lost(self, error: HoldfastError) -> bool:  # noqa: ARG002
         """There is none to lose."""

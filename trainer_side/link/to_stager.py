@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.image.layout import Layout
@@ -19,6 +19,13 @@ from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.peers import Peers
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import SliceSource, Transfer, TransferState
+
+
+class TimesLost(NamedTuple):
+    """How often the stager was lost, and for how many seconds altogether, until now where it still is."""
+
+    losses: int = 0
+    seconds: float = 0.0
 
 
 class ToStager(Protocol):
@@ -60,6 +67,11 @@ class ToStager(Protocol):
     @property
     def problem(self) -> HoldfastError | None:
         """Why the stager is lost now; None while it is not, and without a stager. Any thread."""
+        ...
+
+    @property
+    def times_lost(self) -> TimesLost:
+        """How often and how long the stager was lost. Any thread."""
         ...
 
     def has_lost(self, error: HoldfastError) -> bool:

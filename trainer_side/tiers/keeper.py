@@ -189,8 +189,9 @@ class Keeper:
     def doubt(self, doubt: Doubt) -> None:
         """Mark it in each tier of this rank, in a thread of its own: a device may take its time."""
         if doubt.steps is not None:
-            self._marking.append(threading.Thread(target=self._mark, args=(doubt,), daemon=True))
-            self._marking[-1].start()
+            thread = threading.Thread(target=self._mark, args=(doubt,), daemon=True)
+            thread.start()
+            self._marking.append(thread)  # only now: `close` joins what it finds there
 
     def _mark(self, doubt: Doubt) -> None:
         """In the store only the rank whose doubt it is does so: one mark is enough there."""
@@ -217,7 +218,7 @@ class Keeper:
     def close(self, seconds_max: float) -> None:
         if not self._closed:
             self._closed = True
-            for thread in self._marking:
+            for thread in tuple(self._marking):
                 thread.join(seconds_max)
             self._outcomes.close(seconds_max)
 

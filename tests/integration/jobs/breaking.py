@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from trainer_side import Checkpointer, init_torch_distributed
-from trainer_side.link.link import Link
+from trainer_side.link.hearing import Hearing
 from trainer_side.notice.watch import NoticeWatch
 from trainer_side.ranks.payload_sender import PayloadSender
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
@@ -32,7 +32,7 @@ STEPS, BREAKS_AT = 8, 3
 MEET_SECONDS_MAX = 10
 PLACES: dict[str, tuple[type, str]] = {
     "copy": (Copier, "_copied"),
-    "link": (Link, "_hear"),
+    "link": (Hearing, "hear"),
     "lane": (Lane, "_next"),
     "council": (CouncilMember, "hear"),
     "watch": (NoticeWatch, "_look"),
@@ -47,9 +47,9 @@ def plant(how: str, checkpointer: Checkpointer) -> None:
 
     place, name = PLACES[how]
     setattr(place, name, bug)
-    port: Any = getattr(checkpointer._link, "_port", None)
     if how == "reconnect":
-        port._sock.shutdown(2)
+        link: Any = checkpointer._link
+        link._session.port._sock.shutdown(2)
     if how == "watch":
         os.kill(os.getpid(), signal.SIGUSR1)
 

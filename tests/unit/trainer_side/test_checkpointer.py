@@ -32,6 +32,7 @@ from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.link.no_stager import NoStager
 from trainer_side.link.schedule import Schedule
+from trainer_side.link.to_stager import TimesLost
 from trainer_side.notice.appointments import Appointments
 from trainer_side.pace.pacer import open_pacer
 from trainer_side.ranks.peers import LonePeers
@@ -70,6 +71,8 @@ class FakeLink:
     @property
     def lives(self) -> bool:
         return self.problem is None
+
+    times_lost = TimesLost()
 
     def has_lost(self, error: HoldfastError) -> bool:
         return error is self.problem

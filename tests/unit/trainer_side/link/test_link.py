@@ -320,7 +320,11 @@ def test_a_stager_that_comes_back_gets_the_layout_and_the_next_step(
     _lose(link, port)
     assert "no checkpoints are taken until it is reached again; training goes on" in caplog.text
     assert offer(link, 3).state is TransferState.DECLINED
+    assert link.times_lost.losses == 1
     second = _reach(link, again)
+    lost_seconds = link.times_lost.seconds
+    assert lost_seconds > 0
+    assert link.times_lost == (1, lost_seconds), "it counts while the stager is lost"
     assert f"rank {rank}: the stager is reached again" in caplog.text
     assert link.attempt == 2
     offer(link, 4)
@@ -406,6 +410,7 @@ def test_a_stager_may_be_lost_and_reached_again_any_number_of_times(port: FakePo
         until(lambda: lost.of(Kind.OFFER))  # noqa: B023 (called at once)
     assert link.attempt == 6
     assert len(again.ports) == 5
+    assert link.times_lost.losses == 5
     link.close(seconds_max=0.0)
     assert lost.left
 
