@@ -204,8 +204,7 @@ def test_a_stager_whose_machine_is_gone_is_followed_by_one_without_its_ring(
 def test_local_tiers_go_on_meanwhile_and_belong_to_the_new_attempt_afterwards(
     scene: Scene, reference: Path
 ) -> None:
-    tiers = {"HOLDFAST_TIERS": "memory"}
-    with scene.start([*RUN, str(PAUSE_AT)], **tiers) as job:
+    with scene.start([*RUN, str(PAUSE_AT)], HOLDFAST_TIERS="memory") as job:
         scene.wait_for_pause(job)
         scene.stager.kill()
         _wait_for(
@@ -217,7 +216,7 @@ def test_local_tiers_go_on_meanwhile_and_belong_to_the_new_attempt_afterwards(
             job.succeed(SECONDS_MAX)
             _check_as_undisturbed(scene, reference)
             assert [event for event in scene.events("complete") if event["step"] == NEWEST]
-            with scene.start(RUN, **tiers) as next_job:
+            with scene.start(RUN, HOLDFAST_TIERS="memory") as next_job:
                 next_job.succeed(SECONDS_MAX)
             assert second.stop() == 0, second.output()
     restores = scene.restores()
