@@ -83,8 +83,14 @@ class Tenure:
         """Take the next attempt, for another stager, and return it. Raises `FencedError`, `StoreError`."""
         with self._lock:
             self._claim.check()
-            # Our own claim is the one that is taken over: nobody else lost anything.
-            self._claim = Claim.take(self._store, heartbeat_seconds=self._heartbeat_seconds, takeover=True)
+            # Our own claim is the one that is taken over: nobody else lost anything. Where the answers of the store are
+            # lost, the next claim may be there, and this one goes on: it must not take that for another writer's.
+            self._claim = Claim.take(
+                self._store,
+                heartbeat_seconds=self._heartbeat_seconds,
+                takeover=True,
+                tried=self._claim.unanswered,
+            )
             return self._claim.attempt
 
     def start_beating(self, on_fenced: Callable[[FencedError], None]) -> None:

@@ -98,9 +98,15 @@ class Claimed(NamedTuple):
 
 
 class Claim:
-    """The right to write to a run, until a higher attempt appears. Made by `take`; may be used from any thread."""
+    """The right to write to a run, until a higher attempt appears. Made by `take`; may be used from any thread.
+
+    Attributes:
+        unanswered: `write_id` of higher claims that this writer has asked the store for without hearing an answer. They
+            are not another writer's: `check` removes them.
+    """
 
     def __init__(self, store: Store, record: _ClaimRecord) -> None:
+        self.unanswered: set[str] = set()
         self._store = store
         self._at_once = cast(Store, getattr(store, "inner", store))  # without retries
         self._record = record
@@ -115,6 +121,7 @@ class Claim:
         sleep: Callable[[float], None] = time.sleep,
         takeover: bool = False,
         identity: Identity | None = None,
+        tried: set[str] | None = None,
     ) -> Claim:
         """Claim the run, with the next attempt.
 
@@ -126,6 +133,8 @@ class Claim:
             sleep: Waits; a test hands in its own.
             takeover: Do not ask whether the last writer lives: it is fenced, and stops at its next publish.
             identity: Who takes it; None: this process.
+            tried: Gets the `write_id` of each claim that the store was asked to make: one of them may be there although
+                no answer came.
 
         Raises:
             FencedError: Another writer is alive, or was faster.
@@ -148,6 +157,8 @@ class Claim:
                 beat=0,
                 named=_are_named(store, attempts),
             )
+            if tried is not None:
+                tried.add(record.write_id)
             # Read back either way: a `create` that was retried after a lost answer finds its own file and says
             # False; and where it is not exclusive someone may have written after us, which `check` sees.
             created = store.create(_name(record.attempt), record.to_bytes())
@@ -182,8 +193,11 @@ class Claim:
         """
         store, url, attempt = self._at_once if at_once else self._store, self._store.url, self.attempt
         attempts = _attempts(store)
-        if attempts and attempts[-1] > attempt:
+        while attempts and attempts[-1] > attempt:
             owner = _read(store, attempts[-1])
+            if owner is not None and owner.write_id in self.unanswered:
+                store.delete(_name(attempts.pop()))  # nobody writes as that attempt
+                continue
             who = f"process {owner.pid} on {owner.host}" if owner else "another writer"
             message = f"attempt {attempts[-1]} ({who}) took the run over; attempt {attempt} stops writing"
             raise FencedError(f"{url}: {message}; let only one job use this URL, and end the other")

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from flusher.tenure import Instance
-from holdfast.errors import ConfigError, FencedError
+from flusher.tenure import Instance, Tenure
+from holdfast.checkpoints.claim import Claim
+from holdfast.errors import ConfigError, FencedError, StoreError
 from holdfast.ring.doorbell import SOCKET_NAME
+from holdfast.store import open_store
+from holdfast.store.base import Store
 
 _HOLD = """
 import sys, pathlib, time
@@ -100,3 +103,45 @@ def test_a_link_in_place_of_the_pid_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         Instance(directory)
     assert victim.read_text() == "precious"
+
+
+def _renewed_unheard(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Tenure]:
+    """A tenure whose next claim is in the store, and that has heard no answer."""
+    store = open_store(str(directory / "run"))
+    tenure = Tenure(store, 5.0)
+    create = store.create
+
+    def unheard(name: str, data: bytes) -> bool:
+        create(name, data)
+        raise StoreError("the answer is lost", retriable=True)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "create", unheard)
+        with pytest.raises(StoreError, match="the answer is lost"):
+            tenure.renew()
+    return store, tenure
+
+
+def test_a_claim_of_its_own_whose_answer_was_lost_fences_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next stager's claim is in the store, and the flusher has not heard so: what is staged stays its own."""
+    store, tenure = _renewed_unheard(tmp_path, monkeypatch)
+    claims = [info.name for info in store.list() if "writer-" in info.name]
+    assert len(claims) == 2, "nothing was lost but the answer"
+    tenure.check()
+    assert tenure.attempt == 1
+    assert tenure.renew() == 2
+    tenure.check()
+    Claim.take(store, takeover=True)
+    with pytest.raises(FencedError, match=r"attempt 3 .* took the run over; attempt 2 stops"):
+        tenure.check()
+
+
+def test_a_claim_of_its_own_below_that_of_another_writer_helps_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tenure = _renewed_unheard(tmp_path, monkeypatch)
+    Claim.take(store, takeover=True)
+    with pytest.raises(FencedError, match="attempt 3"):
+        tenure.check()
