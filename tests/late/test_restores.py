@@ -154,7 +154,7 @@ class Sections:
 
     def __init__(self, late: LateMachine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.parts: list[int] = []
-        self.streams: set[int] = set()
+        self.streams: dict[int, int] = {}  # each with the bytes that had crossed on it before
         self.expected_bytes = 0
         self._late = late
         self._send = DeviceSections.send
@@ -168,7 +168,9 @@ class Sections:
         assert window.section.is_pinned()
         if not parts:
             return
-        self.streams.add(way._stream.cuda_stream)
+        stream = way._stream.cuda_stream
+        if stream not in self.streams:  # other restores may have used it before
+            self.streams[stream] = self._late.copied(stream).to_device
         self.parts.append(len(parts))
         if len(parts) >= device_sections._WHOLE_FROM or any(part.runs > 1 for part in parts):
             begin = min(part.begin for part in parts)
@@ -178,8 +180,8 @@ class Sections:
         self._send(way, window, parts)
 
     def to_device_bytes(self) -> int:
-        (stream,) = self.streams
-        return self._late.copied(stream).to_device
+        ((stream, before),) = self.streams.items()
+        return self._late.copied(stream).to_device - before
 
 
 @PLACES
