@@ -16,7 +16,9 @@ from tests.support.job import HOLDFAST
 
 pytestmark = [pytest.mark.mpi]
 SECONDS_MAX = 200.0
-EVERY, STEPS = 4, 18  # six steps in each of three epochs: the step after the third checkpoint begins an epoch
+EVERY, STEPS = 3, 18
+"""Six steps in each of three epochs: the step after the fourth checkpoint begins an epoch. The last step is saved, so
+that a run of fast steps waits for it, however busy the machine is."""
 
 
 def lines(cluster: Cluster, number: int) -> list[str]:
@@ -59,9 +61,9 @@ def test_the_diff_makes_a_plain_script_resume_bit_for_bit(tmp_path: Path) -> Non
     assert len(reference) == STEPS
 
     killed = Cluster(tmp_path / "killed", str(tmp_path / "killed" / "store"), {}, script=str(script))
-    before = run(killed, kill_after=10)
+    before = run(killed, kill_after=11)
     assert before == reference[: len(before)]
-    again = run(killed, kill_after=6)  # from the middle of the second epoch on, past its end
+    again = run(killed, kill_after=5)  # from the middle of the second epoch on, past its end
     first = STEPS - len(reference[len(before) // EVERY * EVERY :])
     assert again == reference[first : first + len(again)]
     rest = run(killed)

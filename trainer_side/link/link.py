@@ -238,6 +238,8 @@ class Link:
         refusal = None if problem is None else Reason.of_error(problem)
         if problem is not None:
             self._newest_step = max(self._newest_step, step)
+            # The link thread may have reached the stager, and read the newest step, since `problem` was read here.
+            self._tell(lambda: self._tell_passed(step))
         elif step <= self._newest_step:
             # By the same rule on each rank, so that all leave it out.
             refusal = DeclineCause.NOT_NEW.because(
@@ -280,6 +282,9 @@ class Link:
             arg=needed_pickle_bytes,
             body=why.encode()[:2000],
         )
+
+    def _tell_passed(self, step: int) -> None:
+        self._session.port.send(self._decline_message(step, "this rank had lost the stager"))
 
     def doubt(self, doubt: Doubt) -> None:
         def tell() -> None:
@@ -508,17 +513,6 @@ class Link:
         self._pauses.outbox = self._session.outbox
         reach(Point.REJOINED)
         self._lost_before = self.times_lost
-        self.problem = None
-        self._announce()
-        # Ranks come one after the other: a step of others that this one has passed without a stager ends at once.
-        if self._newest_step > self.durable_step:
-            found.greeted.port.send(self._decline_message(self._newest_step, "this rank had lost the stager"))
-        doubts, self._untold_doubts = self._untold_doubts, []
-        for doubt in doubts:
-            self._tell_doubt(doubt)
-        notice, self._untold = self._untold, None
-        if notice is not None and (notice.seconds_left() or 1.0) > 0:
-            self._tell_notice(notice)
         self.events.emit(
             "stager_back", {"seconds": found.seconds, "tries": found.tries, "attempt": self.attempt}
         )
@@ -530,6 +524,19 @@ class Link:
             found.tries,
             self.attempt,
         )
+        passed = self._newest_step  # the training thread offers the next one as soon as `problem` is cleared
+        # Behind log and event: who sees that the link lives has been told that the stager is back.
+        self.problem = None
+        self._announce()
+        # Ranks come one after the other: a step of others that this one has passed without a stager ends at once.
+        if passed > self.durable_step:
+            self._tell_passed(passed)
+        doubts, self._untold_doubts = self._untold_doubts, []
+        for doubt in doubts:
+            self._tell_doubt(doubt)
+        notice, self._untold = self._untold, None
+        if notice is not None and (notice.seconds_left() or 1.0) > 0:
+            self._tell_notice(notice)
         return True
 
     def _announce(self) -> None:

@@ -340,6 +340,27 @@ def test_a_stager_that_comes_back_gets_the_layout_and_the_next_step(
     link.close(seconds_max=0.0)
 
 
+def test_a_step_offered_while_the_stager_is_reached_again_is_offered_and_not_declined(
+    port: FakePort, again: Again, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread saves as soon as it sees the link alive, before the link's thread has told the rest."""
+    link = _linked(port, again)
+    _lose(link, port)
+    offer(link, 3)
+    announce = link._announce
+
+    def announce_slowly() -> None:
+        offer(link, 4)
+        announce()
+
+    monkeypatch.setattr(link, "_announce", announce_slowly)
+    second = _reach(link, again)
+    until(lambda: second.of(Kind.OFFER))
+    assert [frame.step for frame in second.of(Kind.DECLINE)] == [3]
+    assert [frame.step for frame in second.of(Kind.OFFER)] == [4]
+    link.close(seconds_max=0.0)
+
+
 def test_a_layout_of_the_time_without_a_stager_is_announced_when_it_is_back(
     port: FakePort, again: Again
 ) -> None:
