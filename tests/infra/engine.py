@@ -6,6 +6,7 @@ ones, mount points by folders, and the variables that a test gives (sizes, store
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -43,16 +44,21 @@ class PlayedPod:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
+    def evict(self) -> None:
+        """The pod is told to go because its node is drained."""
+        self.disrupted = True
+        self.terminate()
+
     def lose_node(self) -> None:
         """The node is gone, with all processes of the pod."""
         self.disrupted = True
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to each process of the pod."""
+        """SIGKILL to each process of the pod, the flusher included: it would go on where a pod's memory is gone."""
         if self.process.poll() is None:
             for inner in psutil.Process(self.process.pid).children(recursive=True):
-                if inner.name() != "holdfast-flush":
+                with contextlib.suppress(psutil.NoSuchProcess):
                     inner.kill()
             self.process.kill()
         self.process.wait()
@@ -132,13 +138,21 @@ class PlayedJobSet:
         first = failed[0]
         action = self._policies.action(first.job, first.process.returncode, disrupted=first.disrupted)
         self.actions.append(action)
-        if action in {"RestartJobAndIgnoreMaxRestarts", "RestartJob"}:
+        if action == "ReplacePod":
+            self._replace(first)
+        elif action in {"RestartJobAndIgnoreMaxRestarts", "RestartJob"}:
             self._restart(first.job)
         elif action.startswith("RestartJobSet"):
             self._restart()
         else:
             self._stop(self.pods)
         return action
+
+    def _replace(self, pod: PlayedPod) -> None:
+        # A pod failure policy makes the Job wait until the old pod has ended: two never have one index at once.
+        assert self._policies.job(pod.job)["template"]["spec"]["parallelism"] == 1
+        self.pods.remove(pod)
+        self.start(pod.job)
 
     def _restart(self, *jobs: str) -> None:
         # BlockingRecreate: the old pods are gone before the first new one starts.

@@ -23,7 +23,7 @@ class JobSetPolicies:
         return job
 
     def action(self, name: str, code: int, *, disrupted: bool = False) -> str:
-        """What is done about a pod of this job that has failed, such as "RestartJobSet" or "FailJobSet".
+        """What is done about a pod of this job that has failed, such as "RestartJobSet", "FailJobSet" or "ReplacePod".
 
         Args:
             name: The replicated job.
@@ -31,6 +31,8 @@ class JobSetPolicies:
             disrupted: Whether the pod was taken away with its node, or evicted.
         """
         reason = self._reason(name, code, disrupted)
+        if reason == "ReplacePod":
+            return reason
         policy = self._spec["failurePolicy"]
         for rule in policy["rules"]:
             if name in rule["targetReplicatedJobs"] and reason in rule["onJobFailureReasons"]:
@@ -45,7 +47,10 @@ class JobSetPolicies:
         return action
 
     def _reason(self, name: str, code: int, disrupted: bool) -> str:
-        """Why the pod's Job fails: its pod failure policy, else its backoffLimit, which is 0."""
+        """Why the pod's Job fails: its pod failure policy, else its backoffLimit, which is 0.
+
+        "ReplacePod" where the Job does not fail: its policy ignores the failure, and the Job makes another pod.
+        """
         job = self.job(name)["template"]["spec"]
         assert job["backoffLimit"] == 0
         for rule in job["podFailurePolicy"]["rules"]:
@@ -56,5 +61,10 @@ class JobSetPolicies:
                 shown = 128 - code if code < 0 else code
                 matches = (shown in codes["values"]) == (codes["operator"] == "In")
             if matches:
-                return "PodFailurePolicy" if rule["action"] == "FailJob" else "BackoffLimitExceeded"
+                reasons = {
+                    "FailJob": "PodFailurePolicy",
+                    "Count": "BackoffLimitExceeded",
+                    "Ignore": "ReplacePod",
+                }
+                return reasons[rule["action"]]
         return "BackoffLimitExceeded"

@@ -200,12 +200,24 @@ def test_the_page_of_exit_codes_says_what_the_files_say() -> None:
             rule | {"targetReplicatedJobs": ["node", "launcher"]} for rule in shown["failurePolicy"]["rules"]
         ]
     }
-    for _, job in job_specs(jobset):
+    # Another pod of the stager is joined by the ranks that run; one rank less is the end of this start.
+    assert "`action: Ignore` in place of `Count`" in PAGE.read_text()
+    for name, job in job_specs(jobset):
         assert job["backoffLimit"] == shown["backoffLimit"]
-        assert job["podFailurePolicy"] == shown["podFailurePolicy"]
+        disrupted, *others = job["podFailurePolicy"]["rules"]
+        assert disrupted["action"] == ("Ignore" if name == "stager" else "Count")
+        assert [disrupted | {"action": "Count"}, *others] == shown["podFailurePolicy"]["rules"]
         assert job["template"]["spec"]["restartPolicy"] == "Never"
         (rule,) = (one for one in job["podFailurePolicy"]["rules"] if "onExitCodes" in one)
         assert rule["onExitCodes"]["values"] == [AGAIN]
+
+
+def test_the_stager_of_a_trainjob_is_replaced_as_that_of_the_jobset() -> None:
+    (jobset,), (runtime,) = (documents(FOLDER / f"{stem}.yaml") for stem in ("jobset", "runtime-torch"))
+    assert (
+        dict(job_specs(runtime))["stager"]["podFailurePolicy"]
+        == dict(job_specs(jobset))["stager"]["podFailurePolicy"]
+    )
 
 
 @pytest.mark.parametrize(("stem", "ranks"), [("jobset", "ranks"), ("runtime-torch", "node")])
