@@ -163,7 +163,9 @@ class Scenario:
         all_durable = self._events("durable", "flusher") | set(SAVES[:durable])
         assert doubted in {-1, *self._doubts()}, f"nobody doubts step {doubted}:\n{self._all_said()}"
         self._promised = all_durable if machine else all_staged - set(SAVES[:gone])
-        self._check_listed(all_staged)
+        # mpirun's death ends the stager at any moment, also between a checkpoint's journal entry and its event.
+        untold = SAVES[len(all_staged) : len(all_staged) + 1] if "mpirun" in victims and not self._tcp else ()
+        self._check_listed(all_staged | set(untold))
         if torn >= 0:
             assert torn not in all_staged | all_durable, (
                 f"step {torn} was torn, and staged:\n{self._all_said()}"
