@@ -26,14 +26,31 @@ background_thread  how a thread of this rank runs, and what is said when one die
 whole_number  what counts as a step, a rank or a seed where a script hands one over
 """
 
-from trainer_side.checkpointer import Checkpointer
-from trainer_side.data.sampler import ResumableSampler
-from trainer_side.data.seeded import SeededSamples
-from trainer_side.data.stream import ResumableStream
-from trainer_side.ranks.distributed import init_torch_distributed
-from trainer_side.state.per_rank import PerRank
-from trainer_side.state.rng import RngState
-from trainer_side.state.split_tensor import Split
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer_side.checkpointer import Checkpointer
+    from trainer_side.data.sampler import ResumableSampler
+    from trainer_side.data.seeded import SeededSamples
+    from trainer_side.data.stream import ResumableStream
+    from trainer_side.ranks.distributed import init_torch_distributed
+    from trainer_side.state.per_rank import PerRank
+    from trainer_side.state.rng import RngState
+    from trainer_side.state.split_tensor import Split
+else:
+    from holdfast.lazy import lazy_names
+
+    _MODULES = {
+        "trainer_side.checkpointer": ("Checkpointer",),
+        "trainer_side.data.sampler": ("ResumableSampler",),
+        "trainer_side.data.seeded": ("SeededSamples",),
+        "trainer_side.data.stream": ("ResumableStream",),
+        "trainer_side.ranks.distributed": ("init_torch_distributed",),
+        "trainer_side.state.per_rank": ("PerRank",),
+        "trainer_side.state.rng": ("RngState",),
+        "trainer_side.state.split_tensor": ("Split",),
+    }
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)
 
 __all__ = [
     "Checkpointer",
