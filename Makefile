@@ -146,10 +146,11 @@ chaos: $(READY) ## Run the kill matrix, every process killed at every stage; the
 	@$(BIN)/python -m tests.chaos.table
 
 .PHONY: lint
-lint: $(READY) ## Style, formatting, the import arrows, docker-compose.yml and what it mounts
+lint: $(READY) ## Style, formatting, the import arrows, plain words, docker-compose.yml and what it mounts
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m tests.support.plain_words
 	@$(BIN)/yamllint --strict docker-compose.yml infra/docker infra/prometheus infra/grafana
 	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker-compose.yml infra/docker/nfs.yml
 

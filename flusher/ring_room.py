@@ -124,6 +124,6 @@ class RingRoom:
         if not short:
             return f"the ring has {has:.1f} GiB now, room for two checkpoints"
         return (
-            f"the ring has {has:.1f} GiB; two checkpoints need {needs:.1f} GiB, but {short}. What has no room waits "
-            "for the store: set ring_bytes, or give the stager's machine more memory"
+            f"the ring has {has:.1f} GiB; two checkpoints need {needs:.1f} GiB, but {short}. Chunks that do "
+            "not fit wait for the store: set ring_bytes, or give the stager's machine more memory"
         )
