@@ -1,12 +1,28 @@
 """Lv.2, the flusher: a process outside the MPI job that owns the ring and writes checkpoints to the store.
 
-stager ─ ─ doorbell ─ ─► stager_desk ─► service (the loop) ─► engine ─► pipeline (pure) ─► jobs, in workers ─► store
-                                            └─► upkeep: read-back, retention
+    the stager reports a full chunk:
+        [1] check each sender's CRC; patch the CRC fields of the zip file into the chunk           pipeline, jobs
+        [2] write the part as soon as its chunks are complete, and free their slots                workers, jobs
+            after each part: record it beside the ring, so that the next flusher resumes here      progress
+        [3] all parts are written and the step is staged: check the claim on the run               tenure
+        [4] publish the file, then the manifest: the step is DURABLE                               jobs
+        [5] read the file back and compare; write `verified` or `bad` into the manifest            upkeep
+        [6] remove older checkpoints by the retention rule, never the newest verified one          retention
 
-command    `holdfast flusher`            lifetime    from start to end        tenure      one flusher for each run
-flight     one checkpoint: which chunks have come, and which are written      steps       events and actions of pipeline
-progress   the record of written parts, for the next flusher                  recovery    takes over a ring
-listener   the processes that are told how a checkpoint ended                 workers     the threads
-held       retries while the store fails                                      retention   which checkpoints go (pure)
-stored_slices    makes files of the slices that ranks have written to the store themselves
+    the store fails: keep checkpoints in the ring, retry with growing pauses, report once          held
+    the flusher dies: the next one takes over ring, journal and records                            recovery
+
+Not guaranteed: that a checkpoint whose ranks died before it was staged is kept. It is discarded.
+
+command                      `holdfast flusher`
+lifetime, tenure             from start to end; the claim on the run, so that there is one flusher
+service, stager_desk, listener    the event loop; the connection to one stager; the processes that are told the outcome
+engine, flusher_context      pipeline, threads and ring together; the objects that its parts share
+pipeline, steps, flight      the pure core; its events and actions; one checkpoint in flight
+jobs, workers                the work on bytes and store; the threads that do it
+progress, recovery           the record of written parts; the takeover of a ring
+held                         retries while the store fails
+upkeep, read_pace, retention    read-back and removal; its speed beside writes; the rule of removal
+ring_room                    memory of the ring: huge pages, growth
+stored_slices                makes files of slices that ranks wrote to the store themselves
 """
