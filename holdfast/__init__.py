@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         Split,
         init_torch_distributed,
     )
-    from trainer_side.checkpointer import Stats
+    from trainer_side.ledger import Stats
     from trainer_side.restore.candidate import Restored
 else:
     from holdfast.lazy import lazy_names
@@ -90,7 +90,7 @@ else:
             "Split",
             "init_torch_distributed",
         ),
-        "trainer_side.checkpointer": ("Stats",),
+        "trainer_side.ledger": ("Stats",),
         "trainer_side.restore.candidate": ("Restored",),
     }
     __getattr__, __dir__ = lazy_names(__name__, _MODULES, submodules=("integrations",))

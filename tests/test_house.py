@@ -40,12 +40,33 @@ def test_map_errors_names_each_file_to_add_and_each_to_remove() -> None:
     assert map_errors(text, {"a", "b_one", "room/", "gone", "new", "hall/"}) == ["add hall/", "add new"]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_map_of_a_package_names_all_rooms_and_files(package: str) -> None:
-    docstring = (
-        ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8"))) or ""
-    )
-    assert map_errors(docstring, children(ROOT / package)) == [], f"in the docstring of {package}/__init__.py"
+# A room of more files than this has a map; in a smaller one the first lines of the files are enough.
+UNMAPPED_MAX = 9
+# Larger rooms that have no map yet. A room leaves the list when it gets one.
+UNMAPPED = (
+    *("holdfast/checkpoints", "holdfast/store", "operator_side/report"),
+    *("trainer_side/doors", "trainer_side/link", "trainer_side/notice"),
+    *("trainer_side/restore", "trainer_side/save", "trainer_side/state", "trainer_side/tiers"),
+)
+
+
+def rooms() -> list[str]:
+    """The packages, and the rooms in them."""
+    folders = [ROOT / package for package in PACKAGES]
+    folders += [path.parent for folder in folders for path in sorted(folder.glob("*/__init__.py"))]
+    return [str(folder.relative_to(ROOT)) for folder in folders]
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_a_map_names_all_rooms_and_files(room: str) -> None:
+    docstring = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    there = children(ROOT / room)
+    errors = map_errors(docstring, there)
+    if room in UNMAPPED:
+        assert errors, "its map is complete: take it off the list"
+        assert len(there) > UNMAPPED_MAX, "it is small: take it off the list"
+    elif room in PACKAGES or len(there) > UNMAPPED_MAX:
+        assert errors == [], f"in the docstring of {room}/__init__.py"
 
 
 # -- budgets -------------------------------------------------------------------------------------------------------
@@ -57,7 +78,7 @@ BUDGETS = {
     "holdfast": 2300,
     "holdfast/checkpoints": 3150,
     "holdfast/command": 700,
-    "holdfast/image": 2250,
+    "holdfast/image": 2300,
     "holdfast/integrations": 100,
     "holdfast/net": 950,
     "holdfast/notices": 1100,
@@ -65,7 +86,7 @@ BUDGETS = {
     "holdfast/ring": 2050,
     "holdfast/store": 4000,
     "holdfast/telemetry": 2400,
-    "holdfast/wire": 1950,
+    "holdfast/wire": 2000,
     "operator_side": 50,
     "operator_side/cluster": 1050,
     "operator_side/commands": 4300,
@@ -91,7 +112,7 @@ BUDGETS = {
     "trainer_side/state": 5150,
     "trainer_side/tiers": 6300,
 }
-PRODUCT_LINES_MAX = 85_300
+PRODUCT_LINES_MAX = 85_400
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
