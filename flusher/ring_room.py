@@ -62,7 +62,7 @@ class RingRoom:
         self._thread.join()
 
     def want(self, image_chunks: int) -> bool:
-        """A checkpoint of so many chunks begins. For the loop's thread; never waits.
+        """A checkpoint of `image_chunks` chunks begins. For the loop's thread; never waits.
 
         Returns:
             True: a `RingGrown` with a note will come. Memory that was short is asked for again by a larger image only.

@@ -91,7 +91,7 @@ def default_runtime_dir() -> Path:
 
 
 def _in_utf8(value: Any) -> Any:
-    # What the locale cannot decode has lone surrogates, and is another text for each locale: no key for a run.
+    # Text that the locale cannot decode has lone surrogates, and is another text for each locale: no key for a run.
     if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
         raise ValueError(
             f"a path in the encoding of the locale, which is {sys.getfilesystemencoding()}; set LC_ALL=C.UTF-8, or "
