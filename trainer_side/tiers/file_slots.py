@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
+from trainer_side.tiers.tier import Order
+
 SLOTS_MIN = 2  # one complete step, and one on its way
-Order = tuple[int, int]  # (attempt, step)
 
 
 class SlotEntry(NamedTuple):

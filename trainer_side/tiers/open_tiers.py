@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from trainer_side.ranks.cores import cores_of_rank
 from trainer_side.tiers.media import CachedFile, DirectFile, MappedFile, Medium
@@ -30,6 +31,27 @@ _MEDIA: dict[Nearness, Callable[[Path], Medium]] = {
     Nearness.FILE: CachedFile,
 }
 _ALLOWED = "memory, memory:/dir, pm:/dir, nvme:/dir, file:/dir or store"
+
+
+_IN_MEMORY = frozenset({Nearness.MEMORY, Nearness.PM})
+
+
+def open_tiers(config: TrainerConfig, run_url: str) -> list[Tier]:
+    """The tiers that are set, nearest first as they are given.
+
+    Raises:
+        ConfigError: One of them is not a tier.
+    """
+    found: list[Tier] = []
+    for spec in config.tiers:
+        # In memory a slot costs memory: one, and one for each step in flight. Elsewhere the device is measured.
+        in_memory = spec.partition(":")[0] in _IN_MEMORY
+        slots = config.tier_slots or (config.in_flight_max + 1 if in_memory else None)
+        try:
+            found.append(open_tier(spec, run_url, slots=slots, writers=config.tier_writers))
+        except ConfigError as error:
+            raise ConfigError(f"trainer setting tiers: {error}") from error
+    return found
 
 
 def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: int | None = None) -> Tier:

@@ -1,11 +1,11 @@
-"""Rank 0 compares the replicas of all ranks in the stager's place, where no stager takes the step.
+"""Rank 0 compares the replicas of all ranks, as the stager would, where no stager takes the step.
 
     copy thread of each rank ─ DONE: fingerprints ─► rank 0: all have come ─► the same ─► nothing
                                                                             └► they differ ─► ERROR, once; `divergence`
                                                                                └ refuse ─► VOID in every tier, to all
 
-A rank says its fingerprints before the first frame of its slice is ready, so before it seals the slice in any tier: no
-step is complete in a tier before it was compared.
+A rank sends its fingerprints before the first frame of its slice is ready, and so before it seals the slice in any
+tier: no step is complete in a tier before it was compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.image.replicas import FIELD, Replicas
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
-from trainer_side.tiers.tally import Order
+from trainer_side.tiers.tier import Order
 
 _log = logging.getLogger("holdfast.trainer.council")
 
@@ -36,11 +36,9 @@ def fingerprints_frame(order: Order, layout_digest: str, text: str) -> bytes:
 
 
 class ReplicaWatch:
-    """See the module. The council's thread of rank 0, but for `laid_out`.
+    """See the module. The votes' thread of rank 0, except `laid_out`.
 
     Args:
-        ranks: Training ranks.
-        events: Event log of this rank.
         refuses: Whether a step of which the replicas differ is kept nowhere (`on_divergence=refuse`).
     """
 
@@ -82,7 +80,7 @@ class ReplicaWatch:
         with self._guard:
             layout = self._layouts.get(next(iter(digests)))
         if len(digests) > 1 or layout is None:
-            return None  # the tally calls a step of several layouts void
+            return None  # `VoteCount` calls a step of several layouts void
         fingerprints = {rank: self._replicas.read(layout, text) for rank, (_, text) in said.items()}
         divergence = self._replicas.compare(layout, step, fingerprints)
         if divergence is None:

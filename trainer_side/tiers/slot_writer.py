@@ -18,10 +18,11 @@ from holdfast.errors import StoreError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceSeal, frames_of
-from trainer_side.tiers.file_slots import FileSlots, Order, SlotEntry
+from trainer_side.tiers.file_slots import FileSlots, SlotEntry
 from trainer_side.tiers.media import Copy
 from trainer_side.tiers.slot_file import SlotFile
 from trainer_side.tiers.slot_format import Commitment
+from trainer_side.tiers.tier import Order
 
 
 class OpenSlots:

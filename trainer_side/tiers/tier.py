@@ -23,12 +23,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceSeal
 from holdfast.ring.doubts import DoubtedSteps
 from holdfast.telemetry.causes import Reason
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
+
+Order = tuple[int, int]  # (attempt, step)
+
+_NO_REASON = Reason("", "")
 
 
 class Nearness(StrEnum):
@@ -63,6 +69,43 @@ class Kept:
     absent: frozenset[int] = frozenset()
     doubt: str = ""
     complete: bool = False
+
+
+class StepVerdict(NamedTuple):
+    """Rank 0's decision: every rank has sealed a step in a tier (`complete`), or it is void there, and why."""
+
+    tier: int
+    order: Order
+    complete: bool
+    why: Reason = _NO_REASON
+
+    def to_frame(self) -> bytes:
+        attempt, step = self.order
+        if self.complete:
+            return wire.encode(Kind.COMPLETE, attempt=attempt, step=step, arg=self.tier)
+        return wire.encode(Kind.VOID, attempt=attempt, step=step, arg=self.tier, body=reason_body(self.why))
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> StepVerdict:
+        complete = frame.kind is Kind.COMPLETE
+        why = _NO_REASON if complete else read_reason(frame)
+        return cls(frame.arg, (frame.attempt, frame.step), complete, why)
+
+
+def reason_body(reason: Reason) -> bytes:
+    """The body of a SKIPPED or VOID."""
+    text = wire.text_body(reason.text).decode(errors="replace")
+    return wire.to_json({"cause": reason.cause, "reason": text})
+
+
+def read_reason(frame: Frame) -> Reason:
+    """Why a step is skipped or void.
+
+    Raises:
+        ProtocolError: The message does not hold what it should.
+    """
+    body = wire.json_body(frame, cause=str, reason=str)
+    return Reason(body["cause"], body["reason"])
 
 
 class SliceWriter(Protocol):

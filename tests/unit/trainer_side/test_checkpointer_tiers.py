@@ -19,10 +19,9 @@ from tests.unit.trainer_side.test_checkpointer import FakeLink
 from tests.unit.trainer_side.tiers.ranks import Net, until
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.ledger import Ledger
-from trainer_side.tiers.keeper import Keeper, open_tiers
-from trainer_side.tiers.kept_slices import Inventory
-from trainer_side.tiers.step_slots import TierJob
-from trainer_side.tiers.tier_report import TierReport
+from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
+from trainer_side.tiers.open_tiers import open_tiers
+from trainer_side.tiers.tier_inventory import TierInventory
 from trainer_side.transfer import Transfer
 
 
@@ -43,15 +42,15 @@ class Rank:
         usual = {"tiers": specs, "tier_slots": 3, "tier_writers": 1, "on_not_durable": "warn"}
         self.config = TrainerConfig(**{**usual, **settings})
 
-        def opened(_config: TrainerConfig, _link: Any, ledger: Ledger, events: EventLog) -> Keeper:
+        def opened(_config: TrainerConfig, _link: Any, ledger: Ledger, events: EventLog) -> LocalTiers:
             tiers = open_tiers(self.config, "/run")
             nothing = ((),) * len(tiers)
-            self.keeper = Keeper(
+            self.keeper = LocalTiers(
                 tiers,
                 Net(1).port(0),
                 self.config,
                 job=TierJob(1, "job"),
-                inventory=Inventory(0, nothing, nothing),
+                inventory=TierInventory(0, nothing, nothing),
                 report=TierReport(0, ledger, events),
             )
             return self.keeper
@@ -179,7 +178,7 @@ def test_lanes_hear_of_each_frame_and_do_not_wait_for_their_next_look(
     monkeypatch: pytest.MonkeyPatch, specs: list[str]
 ) -> None:
     for name in ("_LOOK_SECONDS", "_UNTOLD_SECONDS"):
-        monkeypatch.setattr(f"trainer_side.tiers.lane.{name}", 3600.0)
+        monkeypatch.setattr(f"trainer_side.tiers.tier_writer_threads.{name}", 3600.0)
     rank = Rank(monkeypatch, specs, tier_writers=2)
     for step in (1, 2, 3):
         assert rank.save(step)
@@ -191,7 +190,7 @@ def test_lanes_hear_of_each_frame_and_do_not_wait_for_their_next_look(
 
 def is_idle_once_woken(rank: Rank) -> bool:
     """A verdict waits for the link, which lets go of a slot at some time and tells no lane of it."""
-    for lane in rank.keeper._outcomes.lanes:
+    for lane in rank.keeper._threads:
         lane._wake()
     return rank.keeper.is_idle
 
@@ -211,7 +210,7 @@ def test_crcs_of_one_slice_are_computed_by_several_threads_at_once(
             together.wait()
         return true_crc32(view)
 
-    monkeypatch.setattr("trainer_side.tiers.keeping.crc32", crc32)
+    monkeypatch.setattr("trainer_side.tiers.tier_write.crc32", crc32)
     rank = Rank(monkeypatch, specs[:1], tier_writers=3)
     assert rank.save(1)
     rank.link.stage(1)

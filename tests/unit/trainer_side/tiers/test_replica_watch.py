@@ -14,9 +14,9 @@ from holdfast.telemetry.causes import STATES_DIFFER
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Frame, Kind, decode
 from tests.support.events import read_events
-from trainer_side.tiers.coordinator import Coordinator, CouncilLimits
+from trainer_side.tiers.rank0_votes import Rank0Votes, VoteLimits
 from trainer_side.tiers.replica_watch import ReplicaWatch, fingerprints_frame
-from trainer_side.tiers.tally import StepVerdict
+from trainer_side.tiers.tier import StepVerdict
 
 RANKS = 3
 LAYOUT = Layout(
@@ -88,8 +88,8 @@ def test_what_is_not_fingerprints_is_named(tmp_path: Path) -> None:
 
 
 def test_all_ranks_hear_of_a_refused_step_by_its_cause_in_every_tier(tmp_path: Path) -> None:
-    limits = CouncilLimits(agree_seconds_max=10.0, seal_seconds_max=20.0)
-    coordinator = Coordinator(RANKS, limits, watch=watch(tmp_path, refuses=True))
+    limits = VoteLimits(agree_seconds_max=10.0, seal_seconds_max=20.0)
+    coordinator = Rank0Votes(RANKS, limits, watch=watch(tmp_path, refuses=True))
     assert not coordinator.hear(0, said(7, 5), 0.0)
     assert not coordinator.hear(0, Frame(Kind.SEALED, attempt=1, step=7, arg=0, body=b"a"), 0.0)
     assert not coordinator.hear(1, said(7, 6), 0.0)
@@ -102,6 +102,6 @@ def test_all_ranks_hear_of_a_refused_step_by_its_cause_in_every_tier(tmp_path: P
 
 
 def test_nobody_may_say_fingerprints_where_none_are_compared() -> None:
-    limits = CouncilLimits(agree_seconds_max=10.0, seal_seconds_max=20.0)
+    limits = VoteLimits(agree_seconds_max=10.0, seal_seconds_max=20.0)
     with pytest.raises(ProtocolError, match="rank 1 sent DONE"):
-        Coordinator(RANKS, limits).hear(1, said(7, 5), 0.0)
+        Rank0Votes(RANKS, limits).hear(1, said(7, 5), 0.0)

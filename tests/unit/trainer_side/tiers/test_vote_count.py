@@ -9,7 +9,8 @@ from holdfast.errors import StateError
 from holdfast.telemetry.causes import DeclineCause, Reason
 from tests.support.seeds import each_seed
 from trainer_side.tiers.file_slots import FileSlots
-from trainer_side.tiers.tally import Order, StepVerdict, Tally
+from trainer_side.tiers.rank0_votes import VoteCount
+from trainer_side.tiers.tier import Order, StepVerdict
 
 RANKS = 3
 
@@ -19,7 +20,7 @@ def _of(verdicts: list[StepVerdict]) -> list[tuple[int, bool]]:
 
 
 def test_a_step_is_complete_when_the_last_rank_has_sealed_it() -> None:
-    tally = Tally(RANKS, seconds_max=10.0)
+    tally = VoteCount(RANKS, seconds_max=10.0)
     assert not tally.sealed(1, 0, (1, 7), "a", 0.0)
     assert not tally.sealed(1, 0, (1, 7), "a", 0.0), "said twice is no second rank"
     assert not tally.sealed(0, 0, (1, 7), "a", 1.0)
@@ -28,7 +29,7 @@ def test_a_step_is_complete_when_the_last_rank_has_sealed_it() -> None:
 
 
 def test_each_tier_is_decided_by_itself() -> None:
-    tally = Tally(2, seconds_max=10.0)
+    tally = VoteCount(2, seconds_max=10.0)
     assert not tally.sealed(0, 0, (1, 7), "a", 0.0)
     assert not tally.sealed(1, 1, (1, 7), "a", 0.0)
     (verdict,) = tally.sealed(1, 0, (1, 7), "a", 0.0)
@@ -36,7 +37,7 @@ def test_each_tier_is_decided_by_itself() -> None:
 
 
 def test_void_if_a_rank_skips_it_or_is_late_or_has_another_layout() -> None:
-    tally = Tally(RANKS, seconds_max=10.0)
+    tally = VoteCount(RANKS, seconds_max=10.0)
     tally.sealed(0, 0, (1, 7), "a", 0.0)
     (verdict,) = tally.skipped(2, 0, (1, 7), DeclineCause.BUSY.because("no slot"))
     assert verdict == StepVerdict(0, (1, 7), complete=False, why=Reason("busy", "rank 2: busy: no slot"))
@@ -56,7 +57,7 @@ def test_void_if_a_rank_skips_it_or_is_late_or_has_another_layout() -> None:
 
 
 def test_a_complete_step_ends_what_is_older_and_undecided() -> None:
-    tally = Tally(2, seconds_max=10.0)
+    tally = VoteCount(2, seconds_max=10.0)
     tally.sealed(0, 0, (1, 5), "a", 0.0)
     tally.sealed(0, 0, (1, 7), "a", 0.0)
     assert _of(tally.sealed(1, 0, (1, 7), "a", 0.0)) == [(7, True), (5, False)]
@@ -65,7 +66,7 @@ def test_a_complete_step_ends_what_is_older_and_undecided() -> None:
 
 
 def test_a_dead_rank_makes_void_what_it_has_not_sealed() -> None:
-    tally = Tally(2, seconds_max=10.0)
+    tally = VoteCount(2, seconds_max=10.0)
     tally.sealed(0, 0, (1, 5), "a", 0.0)
     tally.sealed(1, 0, (1, 4), "a", 0.0)
     assert _of(tally.lost(1, "is dead")) == [(5, False)]
@@ -75,7 +76,7 @@ def test_a_dead_rank_makes_void_what_it_has_not_sealed() -> None:
 
 
 def test_a_step_that_is_refused_is_void_in_every_tier_though_all_seal_it() -> None:
-    tally = Tally(2, seconds_max=10.0)
+    tally = VoteCount(2, seconds_max=10.0)
     tally.sealed(0, 0, (1, 7), "a", 0.0)
     differ = Reason.of_error(StateError("replicas differ"))
     assert tally.refuse((1, 7), differ) == [StepVerdict(0, (1, 7), complete=False, why=differ)]
@@ -90,7 +91,7 @@ def test_a_step_that_is_refused_is_void_in_every_tier_though_all_seal_it() -> No
 
 
 def test_its_memory_is_bounded() -> None:
-    tally = Tally(2, seconds_max=1e9, open_max=8)
+    tally = VoteCount(2, seconds_max=1e9, open_max=8)
     voided = [v.order[1] for step in range(1000) for v in tally.sealed(0, step % 2, (1, step), "a", 0.0)]
     assert tally.undecided == 16
     assert voided == list(range(984))
@@ -103,7 +104,7 @@ class _World:
         self.chance = random.Random(seed)
         self.ranks, self.count = self.chance.randint(1, 4), self.chance.randint(2, 4)
         self.slots = [FileSlots(self.count) for _ in range(self.ranks)]
-        self.tally = Tally(self.ranks, seconds_max=50.0, open_max=self.chance.choice([2, 64]))
+        self.tally = VoteCount(self.ranks, seconds_max=50.0, open_max=self.chance.choice([2, 64]))
         self.holds: list[dict[int, Order]] = [{} for _ in range(self.ranks)]  # sealed, by slot
         self.writing: list[dict[int, Order]] = [{} for _ in range(self.ranks)]
         self.to_root: list[tuple[int, Order, bool]] = []

@@ -1,9 +1,12 @@
-"""Rank 0 decides which steps every rank has sealed: a pure core, without messages and without threads.
+"""Rank 0's part in the commit votes: a pure core. Frames of the ranks go in, messages to all ranks come out.
 
-    SEALED(tier, order) of every rank, of one layout ─────────────► COMPLETE, to all
-    SKIPPED of one rank · another layout · too late · a newer one ─► VOID, to all
-    refused: the replicas of the ranks differ ───────────────────► VOID, to all, in every tier
-    SEALED, when the step is void already ────────────────────────► VOID, once more: the rank waits for it
+SEALED, SKIPPED ─► VoteCount    ─► COMPLETE, VOID
+DONE            ─► ReplicaWatch ─► VOID, where replicas differ and such steps are refused
+PROPOSE, FITS   ─► Round        ─► RESERVED, or REFUSED
+READY           ─► StartBarrier ─► GO, or REFUSED
+NOTICE, AT      ─► Rank0PreemptionCoordinator ─► SAVE_AT
+ROOM            ─────────────────► ROOM
+DOUBT           ─────────────────► DOUBTED
 
 Each tier is decided by itself: a step that is complete in the memory of all machines does not help where only their
 disks are left. One rank decides, and once: no step is ever complete to one rank and void to another. So a rank that
@@ -12,55 +15,130 @@ overwrites older steps after COMPLETE never overwrites the last step that all ra
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from holdfast.errors import HoldfastError, PeerLost, StateError
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.wire import frames as wire
+from holdfast.wire.agreement import OneSided, Round
+from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind, peer_error
+from holdfast.wire.state_messages import Agreement
+from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator
+from trainer_side.tiers.replica_watch import ReplicaWatch
+from trainer_side.tiers.tier import Order, StepVerdict, read_reason
 
-Order = tuple[int, int]  # (attempt, step)
+ROOT = 0
 
-_NO_REASON = Reason("", "")
+_log = logging.getLogger("holdfast.trainer.council")
 _OUTDATED = Reason(DeclineCause.SUPERSEDED, "a newer step is complete")
 
 
-def reason_body(reason: Reason) -> bytes:
-    """The body of a SKIPPED or VOID."""
-    text = wire.text_body(reason.text).decode(errors="replace")
-    return wire.to_json({"cause": reason.cause, "reason": text})
+class VoteLimits(NamedTuple):
+    """How long the slowest rank is waited for, in seconds: for its layout (`agree`), and for its slice (`seal`)."""
+
+    agree_seconds_max: float
+    seal_seconds_max: float
 
 
-def read_reason(frame: Frame) -> Reason:
-    """Why a step is skipped or void.
+class Rank0Votes:
+    """Takes the ranks' messages, its own included, and decides. Not thread-safe.
 
-    Raises:
-        ProtocolError: The message does not hold what it should.
+    Each method returns the messages that go to all ranks, rank 0 included, in this order.
+
+    Args:
+        preemption: Names the step that all ranks save after a notice; only in a job without a stager.
     """
-    body = wire.json_body(frame, cause=str, reason=str)
-    return Reason(body["cause"], body["reason"])
 
+    def __init__(
+        self,
+        ranks: int,
+        limits: VoteLimits,
+        preemption: Rank0PreemptionCoordinator | None = None,
+        watch: ReplicaWatch | None = None,
+    ) -> None:
+        self._ranks, self._preemption, self._watch = ranks, preemption, watch
+        self._votes = VoteCount(ranks, seconds_max=limits.seal_seconds_max)
+        self._round = Round(ranks, limits.agree_seconds_max, who="rank 0")
+        self._start = StartBarrier(ranks, limits.agree_seconds_max)
+        self._left: set[int] = set()
 
-class StepVerdict(NamedTuple):
-    """Whether a step is complete in a tier, or void, and then why."""
+    @property
+    def all_left(self) -> bool:
+        """Whether every rank, rank 0 included, has said BYE or is dead."""
+        return len(self._left) == self._ranks
 
-    tier: int
-    order: Order
-    complete: bool
-    why: Reason = _NO_REASON
+    def hear(self, rank: int, frame: Frame, now: float) -> list[bytes]:
+        """Take a message of one rank.
 
-    def to_frame(self) -> bytes:
-        attempt, step = self.order
-        if self.complete:
-            return wire.encode(Kind.COMPLETE, attempt=attempt, step=step, arg=self.tier)
-        return wire.encode(Kind.VOID, attempt=attempt, step=step, arg=self.tier, body=reason_body(self.why))
+        Raises:
+            ProtocolError: The message does not hold what it should, or no rank may send it to rank 0.
+        """
+        order = (frame.attempt, frame.step)
+        match frame.kind:
+            case Kind.SEALED:
+                self._tell_preemption(frame)
+                return self._verdicts(self._votes.sealed(rank, frame.arg, order, wire.body_text(frame), now))
+            case Kind.SKIPPED:
+                self._tell_preemption(frame)
+                if self._preemption is not None and rank == ROOT:
+                    self._preemption.gave_up(frame.arg, order)
+                return self._verdicts(self._votes.skipped(rank, frame.arg, order, read_reason(frame)))
+            case Kind.DONE if self._watch is not None:
+                error = self._watch.hear(rank, frame)
+                return self._verdicts(self._votes.refuse(order, Reason.of_error(error))) if error else []
+            case Kind.PROPOSE:
+                return _answer(self._round.propose(rank, self._round.read(frame), now))
+            case Kind.FITS:
+                return _answer(self._round.fits(rank, frame.step))
+            case Kind.READY:
+                code, message = _refusal(frame)
+                return _answer(self._start.ready(rank, code, message, now))
+            case Kind.ROOM if rank == ROOT:
+                return [wire.encode(Kind.ROOM, arg=frame.arg)]
+            case Kind.DOUBT:
+                return [_doubted(rank, frame)]
+            case Kind.NOTICE | Kind.AT if self._preemption is not None:
+                return self._preemption.hear(rank, frame)
+            case Kind.BYE:
+                return self._rank_left(rank, "has ended", by_itself=True)
+            case _:
+                raise ProtocolError(f"rank {rank} sent {frame.kind.name} to rank 0, which it must not")
 
-    @classmethod
-    def from_frame(cls, frame: Frame) -> StepVerdict:
-        complete = frame.kind is Kind.COMPLETE
-        why = _NO_REASON if complete else read_reason(frame)
-        return cls(frame.arg, (frame.attempt, frame.step), complete, why)
+    def died(self, rank: int) -> list[bytes]:
+        return self._rank_left(rank, "is dead")
+
+    def tick(self, now: float) -> list[bytes]:
+        if late := self._round.late(now):
+            _log.warning("%s", late)
+        messages = self._verdicts(self._votes.overdue(now))
+        for error in (self._round.overdue(now), self._start.overdue(now)):
+            messages += _answer(error)
+        return messages + (self._preemption.tick() if self._preemption is not None else [])
+
+    def _tell_preemption(self, frame: Frame) -> None:
+        # Before the votes are counted: the coordinator hears what the ranks say of a step before it hears the verdict.
+        if self._preemption is not None:
+            self._preemption.told(frame.arg, (frame.attempt, frame.step))
+
+    def _rank_left(self, rank: int, why: str, *, by_itself: bool = False) -> list[bytes]:
+        self._left.add(rank)
+        messages = self._preemption.left(rank, why) if self._preemption is not None else []
+        messages += self._verdicts(self._votes.lost(rank, why))
+        reason = f"rank {rank} {why}"
+        for error in (self._round.lost(rank, reason, by_itself=by_itself), self._start.lost(reason)):
+            messages += _answer(error)
+        return messages
+
+    def _verdicts(self, verdicts: list[StepVerdict]) -> list[bytes]:
+        messages: list[bytes] = []
+        for verdict in verdicts:
+            messages.append(verdict.to_frame())
+            if self._preemption is not None:
+                messages += self._preemption.judged(verdict)
+        return messages
 
 
 @dataclass
@@ -72,7 +150,7 @@ class _Ballot:
     void: Reason | None = None  # why it is; None while it is undecided
 
 
-class Tally:
+class VoteCount:
     """Counts the slices that are sealed. Not thread-safe.
 
     A void step is remembered until every rank has sealed or skipped it. A rank that seals it last would otherwise open
@@ -204,7 +282,7 @@ class Tally:
         return Reason(DeclineCause.LOST, "; ".join(f"rank {rank} {self._lost[rank]}" for rank in missing))
 
 
-class Muster:
+class StartBarrier:
     """Counts the ranks that have prepared for the first layout. Not thread-safe.
 
     Args:
@@ -243,3 +321,34 @@ class Muster:
             return None
         self._said = {}
         return PeerLost(f"the ranks cannot prepare for the first checkpoint: {reason}")
+
+
+def _doubted(rank: int, frame: Frame) -> bytes:
+    """What all ranks hear of a rank's doubt.
+
+    Raises:
+        ProtocolError: The message does not hold what it should, or is in another rank's name.
+    """
+    doubt = Doubt.from_frame(frame)
+    if doubt.rank != rank:
+        raise ProtocolError(f"rank {rank} sent DOUBT in the name of rank {doubt.rank}")
+    return doubt.to_frame(Kind.DOUBTED, attempt=frame.attempt)
+
+
+def _refusal(frame: Frame) -> tuple[str, str]:
+    """Code and message of a READY that refuses; both are empty where the rank is ready."""
+    if not wire.json_body(frame):
+        return "", ""
+    body = wire.json_body(frame, code=str, message=str)
+    return body["code"], body["message"]
+
+
+def _answer(answer: Agreement | HoldfastError | OneSided | bool | None) -> list[bytes]:
+    """What all ranks hear of a round or the start barrier; nothing while ranks are missing (None or False)."""
+    if isinstance(answer, OneSided):
+        answer = answer.error
+    if isinstance(answer, HoldfastError):
+        return [wire.encode(Kind.REFUSED, body=wire.error_body(answer))]
+    if isinstance(answer, Agreement):
+        return [answer.to_frame(0)]
+    return [wire.encode(Kind.GO)] if answer else []

@@ -8,16 +8,16 @@ from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind, decode
 from holdfast.wire.state_messages import Proposal
-from trainer_side.tiers.coordinator import Coordinator, CouncilLimits
-from trainer_side.tiers.council_member import CouncilMember
-from trainer_side.tiers.tally import StepVerdict
+from trainer_side.tiers.commit_votes import Voter
+from trainer_side.tiers.rank0_votes import Rank0Votes, VoteLimits
+from trainer_side.tiers.tier import StepVerdict
 
 RANKS = 2
 
 
 @pytest.fixture
-def coordinator() -> Coordinator:
-    return Coordinator(RANKS, CouncilLimits(agree_seconds_max=10.0, seal_seconds_max=20.0))
+def coordinator() -> Rank0Votes:
+    return Rank0Votes(RANKS, VoteLimits(agree_seconds_max=10.0, seal_seconds_max=20.0))
 
 
 def sealed(step: int, layout: bytes = b"a") -> Frame:
@@ -32,12 +32,12 @@ def kinds(messages: list[bytes]) -> list[Kind]:
     return [decode(message).kind for message in messages]
 
 
-def test_a_step_is_complete_when_every_rank_has_sealed_it(coordinator: Coordinator) -> None:
+def test_a_step_is_complete_when_every_rank_has_sealed_it(coordinator: Rank0Votes) -> None:
     assert coordinator.hear(0, sealed(7), 0.0) == []
     assert verdicts(coordinator.hear(1, sealed(7), 1.0)) == [StepVerdict(3, (1, 7), complete=True)]
 
 
-def test_the_deadline_counts_from_the_first_seal(coordinator: Coordinator) -> None:
+def test_the_deadline_counts_from_the_first_seal(coordinator: Rank0Votes) -> None:
     coordinator.hear(0, sealed(7), 5.0)
     assert coordinator.tick(25.0) == []
     (verdict,) = verdicts(coordinator.tick(25.1))
@@ -45,7 +45,7 @@ def test_the_deadline_counts_from_the_first_seal(coordinator: Coordinator) -> No
     assert coordinator.tick(100.0) == []
 
 
-def test_all_ranks_hear_when_all_are_ready_or_who_is_not(coordinator: Coordinator) -> None:
+def test_all_ranks_hear_when_all_are_ready_or_who_is_not(coordinator: Rank0Votes) -> None:
     assert coordinator.hear(1, Frame(Kind.READY, body=b"{}"), 0.0) == []
     assert kinds(coordinator.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)) == [Kind.GO]
     coordinator.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
@@ -54,7 +54,7 @@ def test_all_ranks_hear_when_all_are_ready_or_who_is_not(coordinator: Coordinato
     assert wire.json_body(refused) == {"code": "config", "message": "rank 1: too small"}
 
 
-def test_a_rank_that_is_dead_ends_every_open_question(coordinator: Coordinator) -> None:
+def test_a_rank_that_is_dead_ends_every_open_question(coordinator: Rank0Votes) -> None:
     coordinator.hear(0, sealed(7), 0.0)
     coordinator.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
     coordinator.hear(0, decode(Proposal("digest", [], 100, {}).to_frame(0)), 0.0)
@@ -65,7 +65,7 @@ def test_a_rank_that_is_dead_ends_every_open_question(coordinator: Coordinator) 
     assert coordinator.all_left
 
 
-def test_a_rank_that_ended_without_a_save_ends_the_open_round(coordinator: Coordinator) -> None:
+def test_a_rank_that_ended_without_a_save_ends_the_open_round(coordinator: Rank0Votes) -> None:
     coordinator.hear(1, Frame(Kind.BYE), 0.0)
     proposal = decode(Proposal("digest", [], 100, {}).to_frame(0))
     (refused,) = map(decode, coordinator.hear(0, proposal, 1.0))
@@ -74,22 +74,22 @@ def test_a_rank_that_ended_without_a_save_ends_the_open_round(coordinator: Coord
 
 
 def test_who_is_waited_for_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    patient = Coordinator(RANKS, CouncilLimits(agree_seconds_max=300.0, seal_seconds_max=20.0))
+    patient = Rank0Votes(RANKS, VoteLimits(agree_seconds_max=300.0, seal_seconds_max=20.0))
     patient.hear(0, decode(Proposal("digest", [], 100, {}).to_frame(0)), 0.0)
     assert patient.tick(11.0) == []
     assert "rank 0 has waited 10 s for the layout of rank 1, and gives up after 300 s" in caplog.text
 
 
-def test_only_rank_0_gives_its_pickle_more_room(coordinator: Coordinator) -> None:
+def test_only_rank_0_gives_its_pickle_more_room(coordinator: Rank0Votes) -> None:
     (room,) = map(decode, coordinator.hear(0, Frame(Kind.ROOM, arg=65536), 0.0))
     assert (room.kind, room.arg) == (Kind.ROOM, 65536)
     with pytest.raises(ProtocolError, match="rank 1 sent ROOM to rank 0"):
         coordinator.hear(1, Frame(Kind.ROOM, arg=65536), 0.0)
 
 
-def test_every_message_of_rank_0_is_one_that_a_member_takes(coordinator: Coordinator) -> None:
+def test_every_message_of_rank_0_is_one_that_a_member_takes(coordinator: Rank0Votes) -> None:
     heard: list[StepVerdict] = []
-    member = CouncilMember(1, heard.append, None, silence_seconds_max=50.0)
+    member = Voter(1, heard.append, None, silence_seconds_max=50.0)
     member.sealed(3, (1, 7), 0.0)
     question = member.asks()
     messages = coordinator.hear(0, sealed(7), 0.0) + coordinator.hear(1, sealed(7), 0.0)

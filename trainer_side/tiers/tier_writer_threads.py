@@ -1,14 +1,14 @@
-"""One tier's threads: they take frames as they get ready, the oldest step's first, write them, and seal.
+"""The threads of one tier: they take frames as they get ready, the oldest step's first, write them, and seal.
 
     parts     step 7: ███████░░   step 9: ██░░░░░░░        `tier.writers` threads, over all steps in flight
-    verdicts  complete(7) ─► the tier; held back while somebody still reads a slot of step 7 or older
+    verdicts  complete(7) ─► the tier; held back while a slot of step 7 or older is still being read
 
-A tier that refuses a write loses that step, not the training: the lane logs each reason once, and the step is counted
-and told to the council. Where a slot is the staging area itself (strategy D), nothing may give it back to the tier
-before the link and the other lanes have let go of it: the next step would be copied over bytes that are being read.
+A tier that refuses a write loses that step, not the training: each reason is logged once, and the step is counted and
+voted against. Where a slot is the staging area itself (strategy D), nothing may give it back to the tier before the
+link and the other tiers have finished reading it: the next step would be copied over bytes that are being read.
 
-A call of the tier that does not return in time means that its device hangs: the lane gives up every step on its way
-there, releases their areas, and the tier takes nothing until that call has returned. The bytes that the call still
+A call of the tier that does not return in time means that its device hangs: the threads give up every step on its way
+there, release their areas, and the tier takes nothing until that call has returned. The bytes that the call still
 writes go into a slot that belongs to no step; that slot is given back when the call returns.
 """
 
@@ -23,44 +23,40 @@ from typing import NamedTuple
 from holdfast.errors import HoldfastError
 from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.background_thread import BackgroundThread, ThreadDied
-from trainer_side.tiers.keeping import Keeping, TierPart
-from trainer_side.tiers.tally import Order, StepVerdict
-from trainer_side.tiers.tier import Tier
+from trainer_side.tiers.tier import Order, StepVerdict, Tier
 from trainer_side.tiers.tier_calls import TierCalls
-from trainer_side.tiers.verdict_queue import VerdictQueue
+from trainer_side.tiers.tier_write import SlotWrite, TierWrite
 
 _log = logging.getLogger("holdfast.trainer.tiers")
 
 _LOOK_SECONDS = 2e-3  # while the link reads a slot
-_UNTOLD_SECONDS = 20e-3  # while bytes are being copied: `Keeping.nudge` tells of a frame that is ready
+_UNTOLD_SECONDS = 20e-3  # while bytes are being copied: `TierWrite.nudge` tells of a frame that is ready
 _FRAMES_LOOKED_AT_MAX = 16  # to find one that is ready: frames get ready in about this order
 _SEAL = -1
 
 
-class PartOutcome(NamedTuple):
-    """How a part ended. `reason`: why it is not sealed; None if it is."""
+class WriteOutcome(NamedTuple):
+    """How a slice ended in a tier. `reason`: why it is not sealed; None if it is."""
 
     tier: int
-    keeping: Keeping
+    write: TierWrite
     reason: Reason | None
     written_bytes: int
     seconds: float
 
 
-class Lane:
-    """The threads of one tier, and the slices on their way into it. Any thread.
+class TierWriterThreads:
+    """The threads of one tier, and the slices and verdicts on their way into it. Any thread.
 
     Args:
         number: The number of the tier.
         tier: The tier.
         rank: This rank, for messages.
-        on_over: Called with the end of each part, in a thread of the lane or in that of `look`, before the area is
+        on_over: Called with the end of each slice, in a thread of the tier or in that of `look`, before the area is
             released.
         call_seconds_max: How long one call of the tier may take.
 
     Attributes:
-        number: As given.
-        tier: As given.
         calls: Every call of the tier goes through this.
     """
 
@@ -69,17 +65,19 @@ class Lane:
         number: int,
         tier: Tier,
         rank: int,
-        on_over: Callable[[PartOutcome], None],
+        on_over: Callable[[WriteOutcome], None],
         *,
         call_seconds_max: float,
     ) -> None:
         self.number, self.tier, self._rank, self._on_over = number, tier, rank, on_over
         self.calls = TierCalls(tier.name, rank, seconds_max=call_seconds_max)
         self._changed = threading.Condition()
-        self._parts: list[TierPart] = []
-        self._verdicts = VerdictQueue(number)
+        self._parts: list[SlotWrite] = []
+        self._verdicts: list[StepVerdict] = []  # not taken to the tier yet
+        self._delivering = 0
+        self._slots_read: list[TierWrite] = []  # their slots are the areas, which others may still read
         self._logged = ""  # the last failure
-        self._orphans: list[TierPart] = []  # given up while the tier hung; their slots go back
+        self._orphans: list[SlotWrite] = []  # given up while the tier hung; their slots go back
         self._closing = False
         self._threads: list[BackgroundThread] = []
 
@@ -97,30 +95,49 @@ class Lane:
     def idle(self) -> bool:
         """No slice and no verdict is on its way to the tier; or the tier hangs, and nobody waits for it."""
         with self._changed:
-            return self.calls.hangs is not None or not (self._parts or self._verdicts.is_pending)
+            pending = self._parts or self._verdicts or self._delivering
+            return self.calls.hangs is not None or not pending
 
     def fraction(self, order: Order) -> float:
         """The share of this step that has been written here, 0 to 1; 1 if none of it is on its way."""
         with self._changed:
-            part = next((part for part in self._parts if part.keeping.order == order), None)
+            part = next((part for part in self._parts if part.write.order == order), None)
             if part is None:
                 return 1.0
-            return part.written_bytes / max(1, sum(frame.padded_bytes for frame in part.keeping.frames))
+            return part.written_bytes / max(1, sum(frame.padded_bytes for frame in part.write.frames))
+
+    def keep(self, write: TierWrite) -> None:
+        """Begin to write a step, whose area is being filled."""
+        write.lookers.append(self._wake)
+        with self._changed:
+            self._parts.append(SlotWrite(write, write.writers[self.number]))
+            if write.source_is_slot == self.number:
+                self._slots_read.append(write)
+            self._changed.notify_all()
+
+    def judge(self, verdict: StepVerdict) -> None:
+        """Take a verdict to the tier, as soon as nobody reads the slots that it is about."""
+        with self._changed:
+            if not verdict.complete:
+                for part in self._parts:
+                    if part.write.order == verdict.order and not part.sealing and not part.given_up:
+                        part.given_up = DeclineCause.VOID.because(verdict.why)
+            self._verdicts.append(verdict)
+            self._changed.notify_all()
 
     def look(self) -> None:
         """See whether a call of the tier has been away for too long. Called repeatedly."""
         hangs = self.calls.look()
         if hangs is not None:
-            self._give_up(None, hangs)
+            self.give_up(None, hangs)
 
-    def let_go(self, keeping: Keeping, reason: Reason) -> None:
-        """Release the area of this step, though a call of the tier may still read it."""
-        self._give_up(keeping, reason)
+    def give_up(self, write: TierWrite | None, reason: Reason | None) -> None:
+        """Give up one step, or all (None), and release the area, though a call of the tier may still read it.
 
-    def _give_up(self, keeping: Keeping | None, reason: Reason | None) -> None:
-        """Give up one step, or all. A thread that has a part in hand gives back its slot when its call returns."""
+        A thread that is at work on the step gives back its slot when its call returns.
+        """
         with self._changed:
-            parts = [part for part in self._parts if keeping is None or part.keeping is keeping]
+            parts = [part for part in self._parts if write is None or part.write is write]
             self._parts = [part for part in self._parts if part not in parts]
             for part in parts:
                 part.given_up = part.given_up or reason
@@ -130,25 +147,6 @@ class Lane:
             self._changed.notify_all()
         for part in parts:
             self._say_over(part, part.given_up)
-
-    def keep(self, keeping: Keeping) -> None:
-        """Begin to write a step, whose area is being filled."""
-        keeping.lookers.append(self._wake)
-        with self._changed:
-            self._parts.append(TierPart(keeping, keeping.writers[self.number]))
-            if keeping.source_is_slot == self.number:
-                self._verdicts.reads(keeping)
-            self._changed.notify_all()
-
-    def judge(self, verdict: StepVerdict) -> None:
-        """Take a verdict to the tier, now or as soon as others let go of the slots that it is about."""
-        with self._changed:
-            if not verdict.complete:
-                for part in self._parts:
-                    if part.keeping.order == verdict.order and not part.sealing and not part.given_up:
-                        part.given_up = DeclineCause.VOID.because(verdict.why)
-            self._verdicts.add(verdict)
-            self._changed.notify_all()
 
     def close(self, seconds_max: float) -> bool:
         """Wait until every step is sealed or given up, then end the threads. Returns whether they ended in time.
@@ -169,21 +167,21 @@ class Lane:
         """A thread ends by an exception: the tier takes nothing more, and nobody waits for it."""
         self.calls.break_off(error)
         with self._changed:
-            keepings = [part.keeping for part in self._parts]
-        for keeping in keepings:
+            writes = [part.write for part in self._parts]
+        for write in writes:
             try:
-                self._give_up(keeping, self.calls.hangs)
-            except Exception:  # noqa: BLE001 - where telling of it is what fails, the next one is let go all the same
-                _log.debug("a step was let go without a word", exc_info=True)
+                self.give_up(write, self.calls.hangs)
+            except Exception:  # noqa: BLE001 - if the report fails, the next step is released all the same
+                _log.debug("a step was given up without a report", exc_info=True)
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 orphan = self._orphans.pop() if self._orphans else None
-                verdicts = self._verdicts.take() if orphan is None else []
+                verdicts = self._take_verdicts() if orphan is None else []
                 part, frame = self._next() if orphan is None and not verdicts else (None, 0)
                 if part is None and not verdicts and orphan is None:
-                    if self._closing and not self._parts and not self._verdicts.is_waiting:
+                    if self._closing and not self._parts and not self._verdicts:
                         return
                     self._changed.wait(self._look_seconds())
                     continue
@@ -199,8 +197,8 @@ class Lane:
                 self._write(part, frame)
 
     def _look_seconds(self) -> float | None:
-        """When to look again although nobody has told anything; under the lock."""
-        if self._verdicts.is_waiting or any(part.given_up for part in self._parts):
+        """When to look again without being woken; under the lock."""
+        if self._verdicts or any(part.given_up for part in self._parts):
             return _LOOK_SECONDS
         return _UNTOLD_SECONDS if self._parts else None
 
@@ -208,26 +206,43 @@ class Lane:
         with self._changed:
             self._changed.notify_all()
 
-    def _next(self) -> tuple[TierPart | None, int]:
+    def _take_verdicts(self) -> list[StepVerdict]:
+        """Verdicts that nothing holds back any more. Each goes to `_deliver`; under the lock."""
+        self._slots_read = [
+            write
+            for write in self._slots_read
+            if write.is_read_beside(self.number) or not write.released.is_set()
+        ]
+        ready = [verdict for verdict in self._verdicts if not self._is_held_back(verdict)]
+        self._verdicts = [verdict for verdict in self._verdicts if verdict not in ready]
+        self._delivering += len(ready)
+        return ready
+
+    def _is_held_back(self, verdict: StepVerdict) -> bool:
+        if verdict.complete:  # the tier may then give away the slot of any older step
+            return any(write.order <= verdict.order for write in self._slots_read)
+        return any(write.order == verdict.order for write in self._slots_read)
+
+    def _next(self) -> tuple[SlotWrite | None, int]:
         """The next piece of work; under the lock."""
         for part in self._parts:
             if part.sealing:
                 continue
-            keeping = part.keeping
-            if keeping.cancelled.is_set() and not part.given_up:
-                part.given_up = keeping.cancel_reason
+            write = part.write
+            if write.cancelled.is_set() and not part.given_up:
+                part.given_up = write.cancel_reason
             if part.given_up:
-                mine = keeping.source_is_slot == self.number
-                if not part.busy and not (mine and keeping.is_read_beside(self.number)):
+                mine = write.source_is_slot == self.number
+                if not part.busy and not (mine and write.is_read_beside(self.number)):
                     part.sealing = True
                     return part, _SEAL
                 continue
             if not part.unwritten and not part.busy:
                 part.sealing = True
                 return part, _SEAL
-            area = keeping.area
+            area = write.area
             for place, frame in enumerate(part.unwritten[:_FRAMES_LOOKED_AT_MAX]):
-                if area is not None and area.is_ready(keeping.frames[frame].offset):
+                if area is not None and area.is_ready(write.frames[frame].offset):
                     del part.unwritten[place]
                     part.busy += 1
                     part.begun_at = part.begun_at or time.monotonic()
@@ -235,15 +250,15 @@ class Lane:
                     return part, frame
         return None, 0
 
-    def _write(self, part: TierPart, frame: int) -> None:
-        keeping = part.keeping
-        place = keeping.frames[frame]
+    def _write(self, part: SlotWrite, frame: int) -> None:
+        write = part.write
+        place = write.frames[frame]
         problem: Reason | None = None
         try:
-            area = keeping.area
+            area = write.area
             assert area is not None
-            crc = keeping.sum(frame)
-            with self.calls.noted(f"the write of frame {frame} of step {keeping.step}"):
+            crc = write.sum(frame)
+            with self.calls.noted(f"the write of frame {frame} of step {write.step}"):
                 part.writer.write(frame, area.view(place.offset, place.padded_bytes), crc)
         except HoldfastError as error:
             problem = DeclineCause.FAILED.because(error)
@@ -258,20 +273,20 @@ class Lane:
                 self._orphans.append(part)
             self._changed.notify_all()
 
-    def _finish(self, part: TierPart) -> None:
-        keeping, reason = part.keeping, part.given_up
+    def _finish(self, part: SlotWrite) -> None:
+        write, reason = part.write, part.given_up
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:
             if reason is not None:
-                with self.calls.noted(f"giving up step {keeping.step}"):
+                with self.calls.noted(f"giving up step {write.step}"):
                     part.writer.abandon()
             else:
                 record = {
-                    **{k: v for k, v in dict(keeping.record).items() if isinstance(v, (str, int, float))},
+                    **{k: v for k, v in dict(write.record).items() if isinstance(v, (str, int, float))},
                     "tier_seconds": seconds,
-                    "job": keeping.job,
+                    "job": write.job,
                 }
-                with self.calls.noted(f"the seal of step {keeping.step}"):
+                with self.calls.noted(f"the seal of step {write.step}"):
                     sealed = part.writer.seal(record)
                 if not sealed:
                     reason = DeclineCause.SUPERSEDED.because(
@@ -285,14 +300,10 @@ class Lane:
         if reason is not None and reason.cause == DeclineCause.FAILED and reason.text != self._logged:
             self._logged = reason.text
             _log.error(
-                "rank %d: step %d is not kept in tier %s: %s",
-                self._rank,
-                keeping.step,
-                self.tier.name,
-                reason,
+                "rank %d: step %d is not kept in tier %s: %s", self._rank, write.step, self.tier.name, reason
             )
         with self._changed:
-            if part.orphaned:  # the step is told as not kept already
+            if part.orphaned:  # reported as not kept already
                 return
             part.orphaned = True
         self._say_over(part, reason)
@@ -300,17 +311,17 @@ class Lane:
             self._parts.remove(part)
             self._changed.notify_all()
 
-    def _say_over(self, part: TierPart, reason: Reason | None) -> None:
-        """Tell how the part ended, and release the area as far as this tier is concerned."""
+    def _say_over(self, part: SlotWrite, reason: Reason | None) -> None:
+        """Report how the slice ended, and release the area as far as this tier is concerned."""
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:
-            self._on_over(PartOutcome(self.number, part.keeping, reason, part.written_bytes, seconds))
+            self._on_over(WriteOutcome(self.number, part.write, reason, part.written_bytes, seconds))
         finally:
-            part.keeping.over_in(self.number, reason)
+            part.write.over_in(self.number, reason)
 
-    def _abandon(self, part: TierPart) -> None:
+    def _abandon(self, part: SlotWrite) -> None:
         try:
-            with self.calls.noted(f"giving up step {part.keeping.step}"):
+            with self.calls.noted(f"giving up step {part.write.step}"):
                 part.writer.abandon()
         except Exception as error:  # noqa: BLE001 - as above
             _log.error("rank %d: tier %s: %s", self._rank, self.tier.name, error)
@@ -327,4 +338,4 @@ class Lane:
             _log.error("rank %d: tier %s: %s", self._rank, self.tier.name, error)
         finally:
             with self._changed:
-                self._verdicts.delivered()
+                self._delivering -= 1

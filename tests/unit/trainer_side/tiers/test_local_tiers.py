@@ -23,17 +23,14 @@ from tests.support.events import read_events
 from tests.unit.trainer_side.tiers.ranks import Area, Net, laid_out, until
 from trainer_side.ledger import Ledger
 from trainer_side.notice.appointments import Appointments
-from trainer_side.tiers.found_steps import FoundSteps
-from trainer_side.tiers.keeper import Keeper, open_tiers
-from trainer_side.tiers.keeping import Keeping
-from trainer_side.tiers.kept_slices import Inventory
+from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
 from trainer_side.tiers.media import CachedFile
+from trainer_side.tiers.open_tiers import open_tiers
 from trainer_side.tiers.pm import PmFile
 from trainer_side.tiers.slot_files import SlotFiles
-from trainer_side.tiers.step_slots import TierJob
 from trainer_side.tiers.tier import Tier
-from trainer_side.tiers.tier_report import TierReport
-from trainer_side.tiers.tier_room import TierRoom
+from trainer_side.tiers.tier_inventory import TierInventory
+from trainer_side.tiers.tier_write import TierWrite
 
 RUN = "/run"
 NOTHING = ((), ())
@@ -50,7 +47,7 @@ class Rank:
         ranks: int = 1,
         net: Net | None = None,
         attempt: int = 1,
-        inventory: Inventory | None = None,
+        inventory: TierInventory | None = None,
         prepared: bool = True,
         appointments: Appointments | None = None,
         events: Path | None = None,
@@ -61,26 +58,26 @@ class Rank:
         )
         self.tiers: list[Tier] = open_tiers(config, RUN)
         self.ledger, self.layout, self.rank = Ledger(), laid_out(ranks), rank
-        self.keeper = Keeper(
+        self.keeper = LocalTiers(
             self.tiers,
             (net or Net(ranks)).port(rank),
             config,
             job=TierJob(attempt, "job"),
-            inventory=inventory or Inventory(0, NOTHING, NOTHING),
+            inventory=inventory or TierInventory(0, NOTHING, NOTHING),
             report=TierReport(rank, self.ledger, EventLog(events, role="trainer", rank=rank)),
             appointments=appointments,
         )
-        self.lanes = self.keeper._outcomes.lanes
+        self.lanes = self.keeper._threads
         if prepared:
             self.keeper.prepare(self.layout)
 
-    def begin(self, step: int, *, wait_seconds: float = 0.0) -> Keeping | None:
+    def begin(self, step: int, *, wait_seconds: float = 0.0) -> TierWrite | None:
         record = {"saved_at_unix": 1.0, "not": object()}
         return self.keeper.begin(step, record, wait_until=time.monotonic() + wait_seconds)
 
     def save(
         self, step: int, *, link: threading.Event | None = None, frames: int | None = None
-    ) -> tuple[Keeping, Area]:
+    ) -> tuple[TierWrite, Area]:
         keeping = self.begin(step, wait_seconds=60)
         assert keeping is not None
         memory = keeping.writers[0].memory if keeping.source_is_slot == 0 else None
@@ -187,7 +184,7 @@ def test_a_slot_is_waited_for_where_one_will_become_free(rank: Rank) -> None:
     keeping, area = rank.save(3, frames=2)
     late = rank.keeper.begin(4, {}, wait_until=time.monotonic() + 0.05)
     assert late is None, "one slot holds what is complete, the other what is on its way"
-    found: list[Keeping | None] = []
+    found: list[TierWrite | None] = []
     waiting = threading.Thread(
         target=lambda: found.append(rank.keeper.begin(5, {}, wait_until=time.monotonic() + 60))
     )
@@ -206,7 +203,7 @@ def test_a_slot_that_the_link_still_reads_is_not_used_again(rank: Rank) -> None:
     keeping, area = rank.save(3, link=sending)
     assert keeping.released.wait(60)
     assert rank.save(5)[0].released.wait(60)
-    until(lambda: rank.keeper.complete_step == 5 and rank.keeper._outcomes.is_idle_in(1))
+    until(lambda: rank.keeper.complete_step == 5 and rank.keeper._is_idle_in(1))
     time.sleep(0.05)
     third = rank.begin(7)
     assert third is not None
@@ -256,7 +253,7 @@ def test_a_void_step_that_the_link_still_reads_keeps_its_slot(specs: list[str]) 
     sending = threading.Event()
     _, area = ranks[0].save(3, link=sending)
     ranks[1].keeper.skip(3, DeclineCause.BUSY.because("of the test"))
-    until(lambda: ranks[0].lanes[0]._verdicts._waiting)
+    until(lambda: ranks[0].lanes[0]._verdicts)
     ranks[0].save(5, link=sending)
     third = ranks[0].begin(7)
     assert third is None or 0 not in third.writers, "its only free slot is the one that is being sent"
@@ -289,9 +286,9 @@ def test_a_slice_that_is_sealed_after_the_verdict_gives_its_slot_back(
     until(lambda: all(rank.keeper.is_idle for rank in ranks))  # one tier is complete before the other
     assert all(rank.keeper.complete_step == 9 for rank in ranks)
     assert all(keeping.kept_in == {0, 1} for keeping in keepings)
-    coordinator = ranks[0].keeper.council._thread._coordinator
+    coordinator = ranks[0].keeper.council._rank0
     assert coordinator is not None
-    assert coordinator._tally.remembered == 0
+    assert coordinator._votes.remembered == 0
     _close(ranks)
 
 
@@ -300,7 +297,7 @@ def test_save_does_not_wait_for_a_slot_when_no_verdict_comes_any_more(specs: lis
     ranks = [Rank(specs, rank=number, ranks=2, net=net) for number in range(2)]
     for step in (1, 2):
         assert ranks[1].save(step)[0].released.wait(60)
-    got: list[Keeping | None] = []
+    got: list[TierWrite | None] = []
     waits = threading.Thread(target=lambda: got.append(ranks[1].begin(3, wait_seconds=3600)))
     waits.start()
     time.sleep(0.05)
@@ -404,11 +401,11 @@ def test_a_tier_that_is_too_small_is_refused_at_first_and_left_out_later(
     assert keeping.released.wait(60)
     assert keeping.kept_in == {0}
     rank.keeper.close(60)
-    fresh = TierRoom(
-        0, rank.lanes[1:], FoundSteps(Inventory(0, NOTHING, NOTHING)), writers=1, seconds_max=20.0
-    )
+    fresh = Rank(specs, prepared=False)
+    monkeypatch.setattr(fresh.tiers[1], "prepare", refuse)
     with pytest.raises(ConfigError, match="too small"):
-        fresh.prepare(rank.layout)
+        fresh.keeper.prepare(rank.layout)
+    fresh.keeper.close(60)
 
 
 def test_a_device_that_hangs_is_given_up_and_used_again_when_it_answers(
@@ -564,7 +561,7 @@ def test_what_was_found_complete_stays_until_there_is_a_newer_one(specs: list[st
         net.cut |= {0, 1}
         for tier in rank.tiers:
             tier.close()
-    found = Inventory(1, (((1, 3),),) * 2, (((1, 5),),) * 2)
+    found = TierInventory(1, (((1, 3),),) * 2, (((1, 5),),) * 2)
     again = Rank(specs, rank=0, ranks=2, net=Net(2), attempt=2, inventory=found)
     assert again.begin(9) is not None
     assert again.kept(0) == [3]
@@ -583,7 +580,7 @@ def test_a_damaged_step_gives_its_slot_away_if_it_is_whole_elsewhere(
     rank.keeper.close(20)
     attempt = 2
     for _ in range(2):  # the first relaunch is killed while its first step is on its way
-        found = Inventory(1, (((1, 5), (1, 3)),) * 2, NOTHING)
+        found = TierInventory(1, (((1, 5), (1, 3)),) * 2, NOTHING)
         again = Rank(specs, attempt=attempt, inventory=found, prepared=False)
         again.keeper.restored((1, 5), whole_in)
         again.keeper.prepare(again.layout)
@@ -601,7 +598,7 @@ def test_a_step_that_one_rank_has_given_up_already_stands_in_nobodys_way(specs: 
         assert rank.save(step)[0].released.wait(20)
         until(lambda: rank.keeper.is_idle)
     rank.keeper.close(20)
-    found = Inventory(1, (((1, 3),),) * 2, (((1, 5),),) * 2)
+    found = TierInventory(1, (((1, 3),),) * 2, (((1, 5),),) * 2)
     again = Rank(specs, attempt=2, inventory=found, prepared=False)
     again.keeper.restored((1, 5), {"elsewhere"})
     again.keeper.prepare(again.layout)

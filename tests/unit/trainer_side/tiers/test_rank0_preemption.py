@@ -19,12 +19,10 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from tests.support.events import read_events
 from trainer_side.notice.appointments import Appointments
-from trainer_side.tiers.chair import Chair, farthest
-from trainer_side.tiers.coordinator import Coordinator, CouncilLimits
-from trainer_side.tiers.council import Council
-from trainer_side.tiers.council_thread import CouncilThread
-from trainer_side.tiers.tally import Order, StepVerdict
-from trainer_side.tiers.tier import Nearness, Tier
+from trainer_side.tiers.commit_votes import CommitVotes
+from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator, farthest
+from trainer_side.tiers.rank0_votes import Rank0Votes, VoteLimits
+from trainer_side.tiers.tier import Nearness, Order, StepVerdict, Tier
 
 NEAR, FAR = 0, 1
 SCHEDULES = 250
@@ -43,7 +41,7 @@ class Bench:
     def __init__(self, directory: Path, ranks: int = 2) -> None:
         self.ranks, self.now, self.fraction = ranks, 0.0, 0.0
         self.path = directory / "events"
-        self.chair = Chair(
+        self.chair = Rank0PreemptionCoordinator(
             ranks,
             FAR,
             "kept in the store",
@@ -239,7 +237,7 @@ class Rank:
         self.verdicts: list[StepVerdict] = []
         chair = None
         if rank == 0:
-            chair = Chair(
+            chair = Rank0PreemptionCoordinator(
                 world.count,
                 FAR,
                 "kept in the store",
@@ -249,13 +247,13 @@ class Rank:
                 clock=lambda: world.now,
             )
         self.chair = chair
-        limits = CouncilLimits(60.0, 60.0)
-        self.council = Council(
+        limits = VoteLimits(60.0, 60.0)
+        self.council = CommitVotes(
             world.lines.port(rank),
             limits,
             on_verdict=self.verdicts.append,
             appointments=self.appointments,
-            coordinator=Coordinator(world.count, limits, chair) if rank == 0 else None,
+            rank0=Rank0Votes(world.count, limits, chair) if rank == 0 else None,
             clock=lambda: world.now,
         )
         self.step = -1
@@ -333,9 +331,9 @@ class World:
 
     def council(self, rank: Rank) -> None:
         try:
-            rank.council._thread._turn()
+            rank.council._turn()
         except PeerLost as error:  # as its own thread would
-            rank.council._thread._give_up(error)
+            rank.council._give_up(error)
 
     def train(self, rank: Rank) -> None:
         if rank.step <= min(other.step for other in self.living) + 1:
@@ -366,7 +364,7 @@ class World:
     def is_busy(self) -> bool:
         under_way = (line for (_, to), line in self.lines.under_way.items() if to not in self.lines.dead)
         return any(under_way) or any(
-            rank.unsealed or rank.is_due or rank.council._thread._outbox for rank in self.living
+            rank.unsealed or rank.is_due or rank.council._outbox for rank in self.living
         )
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -378,7 +376,7 @@ class World:
 @pytest.fixture(autouse=True)
 def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The councils' turns are the test's."""
-    monkeypatch.setattr(CouncilThread, "_run", lambda _self: None)
+    monkeypatch.setattr(CommitVotes, "_run", lambda _self: None)
 
 
 def play(seed: int, path: Path) -> World:
@@ -455,7 +453,7 @@ def test_when_another_rank_dies_the_others_hear_that_no_checkpoint_can_be_whole(
 
 def test_a_rank_that_has_ended_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
     world = World(1, tmp_path / "events", ranks=2)
-    world.ranks[1].council._thread.say(wire.encode(Kind.BYE))
+    world.ranks[1].council._send_root(wire.encode(Kind.BYE))
     world.settle(seconds_max=5.0)
     world.ranks[0].council.notice(notice(100.0))
     world.settle(seconds_max=5.0)
@@ -491,4 +489,4 @@ def test_when_the_council_has_given_up_a_notice_is_said_and_no_more(
     world.settle(seconds_max=5.0)
     world.ranks[1].council.notice(notice(100.0))
     assert "the ranks no longer agree on anything, so no extra checkpoint is taken" in caplog.text
-    assert not world.ranks[1].council._thread._outbox
+    assert not world.ranks[1].council._outbox
