@@ -62,7 +62,6 @@ class Voter:
     `hear`, `check_silence` and `end` belong to the thread of `CommitVotes`, the rest to any thread.
 
     Args:
-        rank: This rank, for messages.
         on_verdict: Called with every verdict, in the thread of `CommitVotes`.
         appointments: At which step this rank acts on a notice; only in a job without a stager.
         silence_seconds_max: How long a sealed slice waits for its verdict.
@@ -180,13 +179,11 @@ class CommitVotes(RankCouncil):
     """One rank's votes on slices, its questions to the other ranks, and the thread that carries both. Any thread.
 
     Args:
-        port: To the other ranks.
         limits: How long the slowest rank is waited for.
         on_verdict: Called with every verdict, in the thread of the votes.
         on_turn: Called in that thread again and again, also when nothing is decided any more.
         appointments: At which step this rank acts on a notice; only in a job without a stager.
         rank0: Decides; on rank 0 only. None there: neither preemption nor replicas are dealt with.
-        clock: Monotonic seconds.
 
     Attributes:
         problem: Why nothing is decided any more; None while all is well.

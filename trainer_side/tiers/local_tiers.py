@@ -56,8 +56,6 @@ class TierReport:
     """Counts what becomes of each step in each tier, and tells the event log; a warning for each new cause. Any thread.
 
     Args:
-        rank: This rank, for messages.
-        ledger: Counts slices.
         events: Event log of this rank.
     """
 
@@ -125,9 +123,6 @@ class LocalTiers(TierSet):
 
     Args:
         tiers: The tiers of this rank as they are set, nearest first; opened.
-        port: To the other ranks.
-        config: Settings.
-        job: This job.
         inventory: The steps that were found in the tiers.
         report: Told what becomes of each step.
         appointments: At which step this rank acts on a notice; only in a job without a stager.

@@ -16,10 +16,11 @@ import errno
 import logging
 import mmap
 import os
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from holdfast.store.posix_errors import translated
-from trainer_side.tiers import libpmem
 from trainer_side.tiers.first_touch import populate
 from trainer_side.tiers.media import Copy, MappedFile, address_of
 
@@ -27,6 +28,58 @@ _log = logging.getLogger("holdfast.trainer")
 _MAP_SHARED_VALIDATE, _MAP_SYNC = 0x03, 0x80000  # linux/mman.h; Python does not name them
 _MS_SYNC = 4
 _FORCE = "PMEM_IS_PMEM_FORCE"  # PMDK's own variable
+_LIBRARY = "libpmem.so.1"
+_MAJOR, _MINOR_MIN = 1, 1  # pmem_memcpy with flags came in 1.1 of the interface
+_NONTEMPORAL = 1 << 1  # PMEM_F_MEM_NONTEMPORAL
+
+
+class Libpmem:
+    """The functions that a tier needs; all release the GIL. Addresses are those of mapped memory in this process.
+
+    Attributes:
+        copy: (to, from, bytes), past the caches where that is faster; durable on return. A C function, so that `map`
+            over many pieces costs little more than their bytes.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.copy: Any = library.pmem_memcpy_persist
+        self.copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        self.copy.restype = ctypes.c_void_p
+        self._memcpy = library.pmem_memcpy
+        self._memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        self._memcpy.restype = ctypes.c_void_p
+        self._persist = library.pmem_persist
+        self._persist.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        self._persist.restype = None
+        self._drain = library.pmem_drain
+        self._drain.argtypes = ()
+        self._drain.restype = None
+
+    def copy_past_caches(self, to: int, source: int, nbytes: int) -> None:
+        """Copy by non-temporal stores, and wait for them: only the thread that made the stores can do that."""
+        self._memcpy(to, source, nbytes, _NONTEMPORAL)
+
+    def persist(self, address: int, nbytes: int) -> None:
+        """Write these bytes back from the caches, and wait."""
+        self._persist(address, nbytes)
+
+    def drain(self) -> None:
+        """Wait for this thread's stores past the caches."""
+        self._drain()
+
+
+@lru_cache(maxsize=1)
+def load_libpmem() -> Libpmem | None:
+    """PMDK's libpmem; None if it is not installed, or too old. Not a dependency (Debian, Ubuntu: package libpmem1)."""
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+        library.pmem_check_version.argtypes = (ctypes.c_uint, ctypes.c_uint)
+        library.pmem_check_version.restype = ctypes.c_char_p  # None, or what is wrong
+        if library.pmem_check_version(_MAJOR, _MINOR_MIN) is not None:
+            return None
+        return Libpmem(library)
+    except (OSError, AttributeError):
+        return None
 
 
 class PmFile(MappedFile):
@@ -37,7 +90,7 @@ class PmFile(MappedFile):
     """
 
     def __init__(self, path: Path) -> None:
-        self._pmem = libpmem.load()
+        self._pmem = load_libpmem()
         self._how = ""
         super().__init__(path)
 

@@ -44,7 +44,6 @@ class Rank0PreemptionCoordinator:
         tier: Number of the farthest tier.
         safe: Words for a checkpoint that is complete in that tier.
         fraction: Gives the share of a step that this rank has written to that tier, 0 to 1.
-        clock: Monotonic seconds.
     """
 
     def __init__(

@@ -157,7 +157,6 @@ class VoteCount:
     a new ballot, in which the others do not vote again, and its slot would be taken until the deadline.
 
     Args:
-        ranks: Number of ranks.
         seconds_max: How long to wait for the last rank after the first.
         open_max: How many steps of one tier may be undecided, and how many void ones are remembered, which bounds the
             memory. Beyond it the oldest undecided step is void, and the oldest void one is forgotten.
@@ -286,7 +285,6 @@ class StartBarrier:
     """Counts the ranks that have prepared for the first layout. Not thread-safe.
 
     Args:
-        ranks: Number of ranks.
         seconds_max: How long to wait for the last rank after the first.
     """
 

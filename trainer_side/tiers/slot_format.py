@@ -66,19 +66,20 @@ class Superblock:
         writers: Threads that suit the device, as measured when the file was made; 0: not measured.
     """
 
-    run: str
-    run_digest: bytes
+    # The order of the fields is that of `_SUPER`.
     rank: int
     ranks: int
     slots: int
+    writers: int
+    run_digest: bytes
+    layout_digest: str
+    area_bytes: int
     slot_bytes: int
     slots_offset: int
-    area_bytes: int
-    layout_digest: str
     layout_offset: int
     layout_bytes: int
     layout_crc32: int
-    writers: int = 0
+    run: str
 
     @classmethod
     def plan(
@@ -143,23 +144,11 @@ class Superblock:
             raise UnknownVersionError(f"{source}: slot file version {version}, this holdfast reads {VERSION}")
         if not _is_whole(page):
             raise DamageError(f"{source}: the superblock is altered (its CRC-32 does not match)")
-        (_, _, rank, ranks, slots, writers, run_digest, layout_digest, *rest) = _SUPER.unpack_from(page)
-        area, slot_bytes, slots_offset, layout_offset, layout_bytes, layout_crc32, name_bytes = rest
-        found = cls(
-            run=page[_SUPER.size : _SUPER.size + name_bytes].decode(errors="replace"),
-            run_digest=run_digest,
-            rank=rank,
-            ranks=ranks,
-            slots=slots,
-            slot_bytes=slot_bytes,
-            slots_offset=slots_offset,
-            area_bytes=area,
-            layout_digest=layout_digest.hex(),
-            layout_offset=layout_offset,
-            layout_bytes=layout_bytes,
-            layout_crc32=layout_crc32,
-            writers=writers,
+        (_, _, *first, layout_digest, area, slot, slots, offset, nbytes, crc, name_bytes) = (
+            _SUPER.unpack_from(page)
         )
+        name = page[_SUPER.size : _SUPER.size + name_bytes].decode(errors="replace")
+        found = cls(*first, layout_digest.hex(), area, slot, slots, offset, nbytes, crc, name)
         found._check(source)
         return found
 

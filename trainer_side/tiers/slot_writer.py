@@ -19,7 +19,6 @@ from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceSeal, frames_of
 from trainer_side.tiers.file_slots import FileSlots, SlotEntry
-from trainer_side.tiers.media import Copy
 from trainer_side.tiers.slot_file import SlotFile
 from trainer_side.tiers.slot_format import Commitment
 from trainer_side.tiers.tier import Order
@@ -30,9 +29,7 @@ class OpenSlots:
 
     Args:
         file: The file; nobody else may use it.
-        layout: Layout of the slices.
         rank: The rank whose slices they are.
-        run: Name of the run.
         unsealable: Slots that the record names and whose seal is damaged.
     """
 
@@ -84,8 +81,7 @@ class OpenSlots:
         The record then names it as complete: a job that comes after a kill, and is told nothing, must not take its
         slot.
 
-        Raises:
-            StoreError: The device refused; the next commit records it.
+        If the device refuses (StoreError), the next commit records it.
         """
         with self._core:
             news = self._slots.complete(order)
@@ -150,29 +146,18 @@ class OpenSlots:
 
 
 class SlotWriter:
-    """As `trainer_side.tiers.tier.SliceWriter`. `OpenSlots.begin` gives one.
-
-    Attributes:
-        order: Attempt and step.
-    """
+    """As `trainer_side.tiers.tier.SliceWriter`. `OpenSlots.begin` gives one."""
 
     def __init__(self, slots: OpenSlots, slot: int, order: Order) -> None:
         self._slots, self._slot, self.order = slots, slot, order
         superblock, medium = slots.file.superblock, slots.file.medium
-        self._memory = medium.memory(superblock.slot_offset(slot), superblock.area_bytes)
+        self.memory = medium.memory(superblock.slot_offset(slot), superblock.area_bytes)
+        self.copy = medium.copy
         self._crcs: dict[int, int] = {}
         self._failed_flushes = slots.file.failed_flushes
         self._guard = threading.Lock()
-        self._writing, self._over, self._unsealed = 0, False, self._memory is not None
+        self._writing, self._over, self._unsealed = 0, False, self.memory is not None
         self._unsealing = threading.Lock()
-
-    @property
-    def memory(self) -> memoryview | None:
-        return self._memory
-
-    @property
-    def copy(self) -> Copy | None:
-        return self._slots.file.medium.copy
 
     def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
         place = self._slots.frames[frame]

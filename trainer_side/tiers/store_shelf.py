@@ -24,7 +24,6 @@ class SliceShelf:
     """The slices of one rank in one run.
 
     Args:
-        store: The run.
         slots: How many slices there may be, with those that are being written.
     """
 

@@ -121,7 +121,6 @@ class StoreSliceWriter:
         shelf: Has a slot for the slice.
         layouts: Puts the layout into the store.
         name: Rank, step and attempt of the slice.
-        layout: Layout of the image.
     """
 
     memory = None

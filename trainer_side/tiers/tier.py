@@ -166,10 +166,17 @@ class Keeps(Protocol):
     @property
     def nearness(self) -> Nearness: ...
 
-    def kept(self) -> list[Kept]: ...
+    def kept(self) -> list[Kept]:
+        """All sealed slices of this run, of any rank, newest first. Reads seals, not slices."""
+        ...
 
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
-        """Fill `view` with the slice's bytes from `offset` on. Any thread."""
+        """Fill `view` with the slice's bytes from `offset` on. Any thread; the caller compares CRCs.
+
+        Raises:
+            DamageError: The slice ends before.
+            StoreError: The device refused.
+        """
         ...
 
 
@@ -238,21 +245,8 @@ class Tier(Keeps, Protocol):
         """
         ...
 
-    def kept(self) -> list[Kept]:
-        """All sealed slices of this run in this tier, of any rank, newest first. Reads seals, not slices."""
-        ...
-
-    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
-        """Fill `view` with the slice's bytes from `offset` on. Any thread; the caller compares CRCs.
-
-        Raises:
-            DamageError: The slice ends before.
-            StoreError: The device refused.
-        """
-        ...
-
     def close(self) -> None:
-        """Let go of files and memory. Sealed slices stay."""
+        """Release files and memory. Sealed slices stay."""
         ...
 
 

@@ -34,8 +34,6 @@ class TierCalls:
     """See the module. Any thread.
 
     Args:
-        name: The tier, for messages.
-        rank: This rank, for messages.
         seconds_max: How long a call may take, unless it says otherwise.
 
     Attributes:

@@ -14,19 +14,24 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import time
 import weakref
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from holdfast.errors import ConfigError, StoreError
 from holdfast.ring.directory import check_private_directory, make_private_directory, open_private_file
 from holdfast.ring.doubts import DoubtedSteps, from_bytes, to_bytes
 from holdfast.store import normalise_url
+from holdfast.store.file_system import IN_MEMORY, file_system_of
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import sync_directory
+from trainer_side.state import accelerator
+
+_log = logging.getLogger("holdfast.trainer")
 
 _SLOTS_NAME = re.compile(r"rank-([0-9]{5,10})-([0-9a-f]{8})(?:-([0-9]{1,4}))?\.slots")
 _KEY_DIGITS = 8
@@ -37,28 +42,48 @@ _LOCK_PAUSE_SECONDS = 0.02
 
 
 def run_digest(run_url: str) -> bytes:
-    """SHA-256 of the run's URL; equal for two spellings of one URL.
-
-    Raises:
-        ConfigError: The URL is empty or malformed.
-    """
+    """SHA-256 of the run's URL; equal for two spellings of one URL. ConfigError: it is empty or malformed."""
     return hashlib.sha256(normalise_url(run_url).encode()).digest()
 
 
 def run_name(run_url: str) -> str:
-    """The last part of the run's URL, for people.
-
-    Raises:
-        ConfigError: The URL is empty or malformed.
-    """
+    """The last part of the run's URL, for people. ConfigError: it is empty or malformed."""
     return normalise_url(run_url).rstrip("/").rpartition("/")[2] or "run"
 
 
-class SlotPath(NamedTuple):
-    """A slot file by its name."""
+def why_not_memory(name: str, directory: Path) -> str | None:
+    """The error of a memory tier's directory, and what to do; None if it lies in memory."""
+    kind = file_system_of(directory)
+    if kind in IN_MEMORY:
+        return None
+    return (
+        f"tier {name}: {directory} is on {kind}, which is not in memory; choose a directory on a tmpfs (`memory` alone "
+        f"has one), or mount one (mount -t tmpfs -o size=SIZE tmpfs {directory}); for slices on a disk set "
+        f"nvme:{directory} or file:{directory}"
+    )
 
-    path: Path
-    rank: int
+
+def refuse_disk(name: str, directory: Path, *, warn: bool = False) -> None:
+    """Refuse a memory tier on a disk where this rank trains on a device; otherwise only log it. Any thread.
+
+    CUDA copies straight into the slots and locks the pages of a tmpfs. It refuses those of a mapped file on a disk, and
+    copies into memory that is not locked are slow and block the CPU.
+
+    Args:
+        name: The tier as it is set.
+        directory: Its directory.
+        warn: Log it if it is not refused.
+
+    Raises:
+        ConfigError: A device is in use.
+    """
+    problem = why_not_memory(name, directory)
+    if problem is None:
+        return
+    if accelerator.kind() is not None:
+        raise ConfigError(f"{problem}. A device cannot copy into mapped files on {file_system_of(directory)}")
+    if warn:
+        _log.warning("%s. Each checkpoint goes through the page cache to the disk", problem)
 
 
 class TierDirectory:
@@ -130,13 +155,13 @@ class TierDirectory:
         beside = f"-{number}" if number > 1 else ""
         return self.directory / f"rank-{rank:05}-{key}{beside}.slots"
 
-    def slot_paths(self) -> list[SlotPath]:
-        """All slot files in this directory, by name."""
+    def slot_paths(self) -> list[tuple[Path, int]]:
+        """All slot files in this directory, by name, each with the rank in its name."""
         found = []
         for entry in sorted(os.scandir(self.directory), key=lambda entry: entry.name):
             match = _SLOTS_NAME.fullmatch(entry.name)
             if match is not None:
-                found.append(SlotPath(self.directory / entry.name, int(match[1])))
+                found.append((self.directory / entry.name, int(match[1])))
         return found
 
     def write_doubt(self, rank: int, steps: DoubtedSteps) -> None:
@@ -184,7 +209,6 @@ class RankLock:
 
     Args:
         place: The directory of the run.
-        rank: The rank.
         seconds_max: How long to wait for the lock: a process that was killed holds it until its memory is given back,
             and the next process may be there before that.
 

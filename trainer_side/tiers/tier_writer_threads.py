@@ -50,8 +50,6 @@ class TierWriterThreads:
 
     Args:
         number: The number of the tier.
-        tier: The tier.
-        rank: This rank, for messages.
         on_over: Called with the end of each slice, in a thread of the tier or in that of `look`, before the area is
             released.
         call_seconds_max: How long one call of the tier may take.

@@ -132,7 +132,7 @@ def test_every_rank_sees_which_steps_all_of_them_hold(tmp_path: Path) -> None:
             _kept(tiers[rank][0], 4, step, ranks=2, rank=rank)
     names = [tier[0].name for tier in tiers]
     for tier, name in zip(tiers, names, strict=True):
-        cast(Any, tier[0])._name = "file:/here"
+        cast(Any, tier[0]).name = "file:/here"
         assert name != "file:/here"
     wanted = TierInventory(4, (((4, 3),),), (((4, 5),),))
     assert _inventories(tiers) == [wanted, wanted]

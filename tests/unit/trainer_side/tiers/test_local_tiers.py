@@ -286,7 +286,7 @@ def test_a_slice_that_is_sealed_after_the_verdict_gives_its_slot_back(
     until(lambda: all(rank.keeper.is_idle for rank in ranks))  # one tier is complete before the other
     assert all(rank.keeper.complete_step == 9 for rank in ranks)
     assert all(keeping.kept_in == {0, 1} for keeping in keepings)
-    coordinator = ranks[0].keeper.council._rank0
+    coordinator = ranks[0].keeper._votes._rank0
     assert coordinator is not None
     assert coordinator._votes.remembered == 0
     _close(ranks)
