@@ -22,8 +22,7 @@ from typing import Any
 from benchmarks.tier_writing import layout_of
 from holdfast.image.layout import CHUNK_BYTES
 from trainer_side.save.host_memory import huge_buffer
-from trainer_side.tiers.media import address_of
-from trainer_side.tiers.pm import load_libpmem
+from trainer_side.tiers.media import address_of, load_libpmem
 
 __all__ = ["Layouts"]
 

@@ -34,8 +34,7 @@ from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.background_thread import BackgroundThread, thread_died
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.ports import CouncilPort
-from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, VoteLimits
-from trainer_side.tiers.replica_watch import fingerprints_frame
+from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, VoteLimits, fingerprints_frame
 from trainer_side.tiers.tier import Order, StepVerdict, reason_body
 from trainer_side.tiers.tier_set import RankCouncil
 
@@ -106,11 +105,7 @@ class Voter:
         return self._question
 
     def hear(self, frame: Frame) -> bytes | None:
-        """Take a message of rank 0; returns the reply, if there is one.
-
-        Raises:
-            ProtocolError: The message does not hold what it should, or rank 0 may not send it.
-        """
+        """Take a message of rank 0; returns the reply, if there is one. ProtocolError: rank 0 may not send it."""
         match frame.kind:
             case Kind.COMPLETE | Kind.VOID:
                 verdict = StepVerdict.from_frame(frame)
@@ -136,11 +131,7 @@ class Voter:
         return None
 
     def check_silence(self, now: float) -> None:
-        """See that rank 0 still decides.
-
-        Raises:
-            PeerLost: A slice that was sealed long ago has no verdict.
-        """
+        """Raise PeerLost if a slice that was sealed long ago has no verdict: rank 0 decides nothing any more."""
         if not self._undecided:
             return
         waited = now - min(self._undecided.values())

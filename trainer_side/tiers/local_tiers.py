@@ -31,8 +31,7 @@ from trainer_side.ranks.ports import CouncilPort
 from trainer_side.state import accelerator
 from trainer_side.tiers.commit_votes import CommitVotes
 from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator, farthest
-from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, VoteLimits
-from trainer_side.tiers.replica_watch import ReplicaWatch
+from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, ReplicaWatch, VoteLimits
 from trainer_side.tiers.tier import KeptSteps, Nearness, Order, SliceWriter, StepVerdict, Tier
 from trainer_side.tiers.tier_inventory import TierInventory
 from trainer_side.tiers.tier_set import TierSet

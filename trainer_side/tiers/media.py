@@ -2,8 +2,8 @@
 
     Medium ─┬─ MappedFile   memory: tmpfs, mapped; what is stored there outlives the process as it is
             ├─ CachedFile   file:   pwrite through the page cache, fdatasync
-            └─ DirectFile   nvme:   pwrite past it (O_DIRECT), fdatasync for the device's own cache
-               PmFile       pm:     trainer_side/tiers/pm.py
+            ├─ DirectFile   nvme:   pwrite past it (O_DIRECT), fdatasync for the device's own cache
+            └─ PmFile       pm:     mapped, by libpmem past the CPU's caches
 
 No write counts before `flush` returns: until then a power loss may take any part of the bytes, in any order, and leave
 half a sector. `slot_file.py` copes with that; `tests/simulation/device.py` simulates it.
@@ -14,55 +14,55 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import mmap
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import is_aligned, open_direct, write_all
 from trainer_side.tiers.first_touch import can_populate, populate
 
+_log = logging.getLogger("holdfast.trainer")
+
 Copy = Callable[[int, int, int], object]  # (to address, from address, bytes), like ctypes.memmove
+_REFUSED = "page cache, fdatasync: the file system refuses O_DIRECT"
+_MAP_SHARED_VALIDATE, _MAP_SYNC = 0x03, 0x80000  # linux/mman.h; Python does not name them
+_MS_SYNC = 4
+_FORCE = "PMEM_IS_PMEM_FORCE"  # PMDK's own variable
+_LIBRARY = "libpmem.so.1"
+_MAJOR, _MINOR_MIN = 1, 1  # pmem_memcpy with flags came in 1.1 of the interface
+_NONTEMPORAL = 1 << 1  # PMEM_F_MEM_NONTEMPORAL
 
 
 class Medium(Protocol):
-    """A file of fixed size, all of its room reserved. Any thread."""
+    """A file of fixed size, all of its room reserved. Any thread. StoreError: the device refused."""
 
     @property
     def how(self) -> str:
         """The way of writing that it uses, in a few words."""
-        ...
 
     @property
     def copy(self) -> Copy | None:
         """The best way to put bytes into `memory`; None where there is no memory."""
-        ...
 
     def memory(self, offset: int, nbytes: int) -> memoryview | None:
         """A part of the file as writable memory; None where there is none."""
-        ...
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Write at this offset. A view that is this very part of `memory` is only made ready for `flush`.
-
-        Raises:
-            StoreError: The device refused.
-        """
-        ...
+        """Write at this offset. A view that is this very part of `memory` is only made ready for `flush`."""
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """The bytes at this offset, flushed or not; fewer at the end of the file."""
-        ...
 
     def flush(self) -> None:
         """Make every earlier write, of any thread, survive a power loss.
 
-        Raises:
-            StoreError: The device refused. Nobody knows which bytes stay, and a second call does not mend that.
+        If it fails, it is unknown which bytes stay, and a second call does not help.
         """
-        ...
 
     def close(self) -> None: ...
 
@@ -75,24 +75,14 @@ def address_of(view: memoryview) -> int:
 
 
 class CachedFile:
-    """A file, written through the page cache.
+    """A file that exists, written through the page cache."""
 
-    Args:
-        path: A file that exists, with all of its room reserved.
-    """
+    copy: Copy | None = None
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.how = path, "page cache, fdatasync"
         with translated("open", path):
             self._file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-    @property
-    def how(self) -> str:
-        return "page cache, fdatasync"
-
-    @property
-    def copy(self) -> Copy | None:
-        return None
 
     def memory(self, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002
         return None
@@ -116,19 +106,13 @@ class CachedFile:
 
 
 class DirectFile(CachedFile):
-    """A file, written past the page cache where the file system allows that; otherwise like `CachedFile`."""
+    """A file, written past the page cache if the file system allows it; otherwise like `CachedFile`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._refused = False
         with translated("open", path):
             self._direct = open_direct(path)
-
-    @property
-    def how(self) -> str:
-        if self._direct < 0 or self._refused:
-            return "page cache, fdatasync: the file system refuses O_DIRECT"
-        return "O_DIRECT, fdatasync"
+        self.how = _REFUSED if self._direct < 0 else "O_DIRECT, fdatasync"
 
     def write(self, offset: int, view: memoryview) -> None:
         # Only whole pages from page-aligned memory can go past the cache.
@@ -138,7 +122,7 @@ class DirectFile(CachedFile):
                     self._write_direct(offset, view)
                 return
             except _RefusedError:
-                self._refused = True
+                self.how = _REFUSED
         super().write(offset, view)
 
     def _write_direct(self, offset: int, view: memoryview) -> None:
@@ -172,7 +156,8 @@ class MappedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.how = path, "mapped memory"
+        self.copy: Copy | None = ctypes.memmove
         with translated("map", path):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
@@ -192,14 +177,6 @@ class MappedFile:
         """Have all pages mapped now."""
         populate(self._address, len(self._view), write=False)
 
-    @property
-    def how(self) -> str:
-        return "mapped memory"
-
-    @property
-    def copy(self) -> Copy | None:
-        return ctypes.memmove
-
     def memory(self, offset: int, nbytes: int) -> memoryview | None:
         return self._view[offset : offset + nbytes]
 
@@ -215,7 +192,129 @@ class MappedFile:
         """Nothing to do: there is no power loss to survive."""
 
     def close(self) -> None:
-        # Memory that somebody still holds stays mapped until they let go of it.
+        # Memory with views on it stays mapped until the last of them is released.
         with contextlib.suppress(BufferError):
             self._view.release()
             self._map.close()
+
+
+class Libpmem:
+    """The functions that a tier needs; all release the GIL. Addresses are those of mapped memory in this process.
+
+    Attributes:
+        copy: (to, from, bytes), past the caches where that is faster; durable on return. A C function, so that `map`
+            over many pieces costs little more than their bytes.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.copy: Any = library.pmem_memcpy_persist
+        self.copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        self.copy.restype = ctypes.c_void_p
+        self._memcpy = library.pmem_memcpy
+        self._memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        self._memcpy.restype = ctypes.c_void_p
+        self._persist = library.pmem_persist
+        self._persist.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        self._persist.restype = None
+        self._drain = library.pmem_drain
+        self._drain.argtypes = ()
+        self._drain.restype = None
+
+    def copy_past_caches(self, to: int, source: int, nbytes: int) -> None:
+        """Copy by non-temporal stores, and wait for them: only the thread that made the stores can do that."""
+        self._memcpy(to, source, nbytes, _NONTEMPORAL)
+
+    def persist(self, address: int, nbytes: int) -> None:
+        """Write these bytes back from the caches, and wait."""
+        self._persist(address, nbytes)
+
+    def drain(self) -> None:
+        """Wait for this thread's stores past the caches."""
+        self._drain()
+
+
+@lru_cache(maxsize=1)
+def load_libpmem() -> Libpmem | None:
+    """PMDK's libpmem; None if it is not installed, or too old. Not a dependency (Debian, Ubuntu: package libpmem1)."""
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+        library.pmem_check_version.argtypes = (ctypes.c_uint, ctypes.c_uint)
+        library.pmem_check_version.restype = ctypes.c_char_p  # None, or what is wrong
+        if library.pmem_check_version(_MAJOR, _MINOR_MIN) is not None:
+            return None
+        return Libpmem(library)
+    except (OSError, AttributeError):
+        return None
+
+
+class PmFile(MappedFile):
+    """A file on persistent memory: mapped, written past the CPU's caches, durable without a system call.
+
+    DAX, and libpmem         MAP_SYNC; copies by libpmem, durable when `write` returns; flush: nothing is left to do
+    no DAX, or no libpmem    an ordinary mapping; flush: msync
+    PMEM_IS_PMEM_FORCE=1     like the first on any file system: a stand-in for measuring, and `how` says so
+
+    MAP_SYNC needs libpmem: pages that are mapped with it are not marked dirty, so msync would leave bytes in the caches
+    that only libpmem can write back.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._pmem = load_libpmem()
+        super().__init__(path)
+        if self._pmem is not None:
+            self.copy = self._pmem.copy  # past the caches, and durable on return
+
+    def _touch(self) -> None:
+        if self._pmem is not None:
+            # Each page is written to once, now: its first store would otherwise come in the middle of a checkpoint.
+            with contextlib.suppress(OSError):
+                populate(self._address, len(self._view))
+
+    def _mapped(self, file: int, nbytes: int) -> mmap.mmap:
+        if self._pmem is None:
+            self._fall_back("libpmem.so.1 is not installed")
+        elif os.environ.get(_FORCE) == "1":
+            self.how = f"libpmem, a stand-in: {_FORCE}=1 and no persistent memory"
+        else:
+            try:
+                found = mmap.mmap(file, nbytes, flags=_MAP_SHARED_VALIDATE | _MAP_SYNC)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                self._pmem = None
+                self._fall_back("the file system has no DAX")
+            else:
+                self.how = "libpmem, MAP_SYNC"
+                return found
+        return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED)
+
+    def _fall_back(self, why: str) -> None:
+        self.how = f"msync: {why}"
+        _log.warning(
+            "%s: %s; slices are kept there by an ordinary mapping and msync. On persistent memory, mount with -o dax "
+            "and install libpmem1",
+            self.path,
+            why,
+        )
+
+    def write(self, offset: int, view: memoryview) -> None:
+        # With libpmem this is durable on return, also for bytes that were put into `memory` in another way.
+        if self._pmem is None:
+            super().write(offset, view)
+            return
+        place, source = self._address + offset, address_of(view)
+        if place == source:
+            self._pmem.persist(place, view.nbytes)
+        elif view.nbytes:
+            self._pmem.copy_past_caches(place, source, view.nbytes)
+
+    def flush(self) -> None:
+        if self._pmem is not None:
+            self._pmem.drain()
+            return
+        msync = ctypes.CDLL(None, use_errno=True).msync  # mmap's own holds the GIL while the device works
+        msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        with translated("flush", self.path):
+            if msync(self._address, len(self._view), _MS_SYNC) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))

@@ -60,9 +60,8 @@ class Rank0PreemptionCoordinator:
         self._tier, self._attempt, self._fraction = tier, attempt, fraction
         self._events, self._clock = events, clock
         self._guard = threading.Lock()
-        self._begun: dict[
-            Order, tuple[float, int]
-        ] = {}  # no verdict yet: when it began, and the image's bytes
+        # Steps without a verdict: when each began, and the bytes of its image.
+        self._begun: dict[Order, tuple[float, int]] = {}
         self._emergency = Emergency(ranks, self._in_flight, safe=safe)
 
     def began(self, tier: int, order: Order, image_bytes: int) -> None:

@@ -16,24 +16,30 @@ overwrites older steps after COMPLETE never overwrites the last step that all ra
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
+from holdfast.image.layout import Layout
+from holdfast.image.replicas import FIELD, Replicas
 from holdfast.telemetry.causes import DeclineCause, Reason
+from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.agreement import OneSided, Round
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind, peer_error
 from holdfast.wire.state_messages import Agreement
 from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator
-from trainer_side.tiers.replica_watch import ReplicaWatch
 from trainer_side.tiers.tier import Order, StepVerdict, read_reason
 
 ROOT = 0
 
 _log = logging.getLogger("holdfast.trainer.council")
 _OUTDATED = Reason(DeclineCause.SUPERSEDED, "a newer step is complete")
+_LAYOUT = "layout"
+_LAYOUTS_KEPT = 4
+_STEPS_MAX = 16  # of which not all ranks have said theirs; more than are ever in flight
 
 
 class VoteLimits(NamedTuple):
@@ -71,11 +77,7 @@ class Rank0Votes:
         return len(self._left) == self._ranks
 
     def hear(self, rank: int, frame: Frame, now: float) -> list[bytes]:
-        """Take a message of one rank.
-
-        Raises:
-            ProtocolError: The message does not hold what it should, or no rank may send it to rank 0.
-        """
+        """Take a message of one rank. ProtocolError: no rank may send it to rank 0, or it is malformed."""
         order = (frame.attempt, frame.step)
         match frame.kind:
             case Kind.SEALED:
@@ -158,8 +160,8 @@ class VoteCount:
 
     Args:
         seconds_max: How long to wait for the last rank after the first.
-        open_max: How many steps of one tier may be undecided, and how many void ones are remembered, which bounds the
-            memory. Beyond it the oldest undecided step is void, and the oldest void one is forgotten.
+        open_max: Undecided steps of one tier, and void ones that are remembered, at most. Beyond it the oldest
+            undecided step is void, and the oldest void one is forgotten.
     """
 
     def __init__(self, ranks: int, *, seconds_max: float, open_max: int = 64) -> None:
@@ -171,12 +173,12 @@ class VoteCount:
 
     @property
     def undecided(self) -> int:
-        """How many steps are undecided, over all tiers."""
+        """Number of undecided steps, over all tiers."""
         return sum(ballot.void is None for ballot in self._ballots.values())
 
     @property
     def remembered(self) -> int:
-        """How many steps are undecided, or void and not yet sealed or skipped by every rank, over all tiers."""
+        """Number of steps that are undecided, or void and not yet voted on by every rank, over all tiers."""
         return len(self._ballots)
 
     def sealed(self, rank: int, tier: int, order: Order, layout: str, now: float) -> list[StepVerdict]:
@@ -220,7 +222,7 @@ class VoteCount:
         ballot.skipped.add(rank)
         if ballot.void:
             self._forget(tier, order)
-            return []  # all have heard it
+            return []  # every rank knows already
         return [self._void(tier, order, why.of_rank(rank))]
 
     def lost(self, rank: int, why: str) -> list[StepVerdict]:
@@ -282,11 +284,7 @@ class VoteCount:
 
 
 class StartBarrier:
-    """Counts the ranks that have prepared for the first layout. Not thread-safe.
-
-    Args:
-        seconds_max: How long to wait for the last rank after the first.
-    """
+    """Counts the ranks that have prepared for the first layout, from the first to the last. Not thread-safe."""
 
     def __init__(self, ranks: int, seconds_max: float) -> None:
         self._ranks, self._seconds_max = ranks, seconds_max
@@ -304,7 +302,7 @@ class StartBarrier:
         return next((said[other] for other in sorted(said) if said[other] is not None), None) or True
 
     def overdue(self, now: float) -> HoldfastError | None:
-        """The answer to all, when some rank has not come in time."""
+        """The answer to all if some rank was not ready in time."""
         if not self._said or now - self._begun_at <= self._seconds_max:
             return None
         missing = [str(rank) for rank in range(self._ranks) if rank not in self._said]
@@ -314,19 +312,77 @@ class StartBarrier:
         )
 
     def lost(self, reason: str) -> HoldfastError | None:
-        """The answer to all, when a rank is lost while others wait."""
+        """The answer to all if a rank is lost while others wait."""
         if not self._said:
             return None
         self._said = {}
         return PeerLost(f"the ranks cannot prepare for the first checkpoint: {reason}")
 
 
-def _doubted(rank: int, frame: Frame) -> bytes:
-    """What all ranks hear of a rank's doubt.
+def fingerprints_frame(order: Order, layout_digest: str, text: str) -> bytes:
+    """The DONE message with the fingerprints of one rank."""
+    attempt, step = order
+    body = wire.to_json({FIELD: text, _LAYOUT: layout_digest})
+    return wire.encode(Kind.DONE, attempt=attempt, step=step, body=body)
 
-    Raises:
-        ProtocolError: The message does not hold what it should, or is in another rank's name.
+
+class ReplicaWatch:
+    """Rank 0 compares the replicas of all ranks, as the stager would, where no stager takes the step.
+
+    A rank sends its fingerprints before the first frame of its slice is ready, and so before it seals the slice in any
+    tier: no step is complete in a tier before it was compared. The votes' thread of rank 0, except `laid_out`.
+
+    Args:
+        refuses: Whether a step of which the replicas differ is kept nowhere (`on_divergence=refuse`).
     """
+
+    def __init__(self, ranks: int, events: EventLog, *, refuses: bool) -> None:
+        self._ranks, self._events, self._refuses = ranks, events, refuses
+        self._replicas = Replicas()
+        self._guard = threading.Lock()
+        self._layouts: dict[str, Layout] = {}
+        self._said: dict[Order, dict[int, tuple[str, str]]] = {}  # rank → digest of its layout, fingerprints
+
+    def laid_out(self, layout: Layout) -> None:
+        """Slices of this layout come. Training thread."""
+        with self._guard:
+            self._layouts.pop(layout.digest, None)
+            self._layouts[layout.digest] = layout
+            while len(self._layouts) > _LAYOUTS_KEPT:
+                del self._layouts[next(iter(self._layouts))]
+
+    def hear(self, rank: int, frame: Frame) -> StateError | None:
+        """Take the fingerprints of one rank. Returns why no tier may keep the step; None if there is no reason."""
+        body = wire.json_body(frame, **{FIELD: str, _LAYOUT: str})
+        order = (frame.attempt, frame.step)
+        said = self._said.setdefault(order, {})
+        said[rank] = body[_LAYOUT], body[FIELD]
+        if len(said) == self._ranks:
+            for older in [other for other in self._said if other <= order]:
+                del self._said[older]
+            return self._compare(frame.step, said)
+        if len(self._said) > _STEPS_MAX:
+            del self._said[min(self._said)]
+        return None
+
+    def _compare(self, step: int, said: dict[int, tuple[str, str]]) -> StateError | None:
+        digests = {digest for digest, _ in said.values()}
+        with self._guard:
+            layout = self._layouts.get(next(iter(digests)))
+        if len(digests) > 1 or layout is None:
+            return None  # `VoteCount` calls a step of several layouts void
+        fingerprints = {rank: self._replicas.read(layout, text) for rank, (_, text) in said.items()}
+        divergence = self._replicas.compare(layout, step, fingerprints)
+        if divergence is None:
+            return None
+        if self._replicas.is_news(divergence):
+            _log.error("%s", divergence.message)
+            self._events.emit("divergence", divergence.to_json(), step=step)
+        return StateError(divergence.message) if self._refuses else None
+
+
+def _doubted(rank: int, frame: Frame) -> bytes:
+    """The message to all ranks about a rank's doubt. ProtocolError: it is malformed, or in another rank's name."""
     doubt = Doubt.from_frame(frame)
     if doubt.rank != rank:
         raise ProtocolError(f"rank {rank} sent DOUBT in the name of rank {doubt.rank}")
@@ -342,7 +398,7 @@ def _refusal(frame: Frame) -> tuple[str, str]:
 
 
 def _answer(answer: Agreement | HoldfastError | OneSided | bool | None) -> list[bytes]:
-    """What all ranks hear of a round or the start barrier; nothing while ranks are missing (None or False)."""
+    """The message to all ranks about a round or the start barrier; none while ranks are missing (None or False)."""
     if isinstance(answer, OneSided):
         answer = answer.error
     if isinstance(answer, HoldfastError):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -57,15 +57,8 @@ def read_sectors(read: Read, superblock: Superblock) -> list[CommitSector | None
     return [CommitSector.from_bytes(read(offset, PAGE_BYTES), superblock.slots) for offset in SECTOR_OFFSETS]
 
 
-def read_layout(
-    read: Read, superblock: Superblock, known: MutableMapping[str, Layout], *, source: str
-) -> Layout:
-    """The layout in the file. If `known` has its digest, the bytes are checked but not parsed again.
-
-    Raises:
-        DamageError: The bytes are not those that were written.
-        ProtocolError: The layout is not readable.
-    """
+def read_layout(read: Read, superblock: Superblock, known: dict[str, Layout], *, source: str) -> Layout:
+    """The layout in the file. If `known` has its digest, the bytes are checked but not parsed again."""
     packed = read(superblock.layout_offset, superblock.layout_bytes)
     if len(packed) != superblock.layout_bytes or crc32(packed) != superblock.layout_crc32:
         raise DamageError(f"{source}: the layout in the file is altered or cut short")
@@ -81,11 +74,7 @@ def read_layout(
 def read_seal(
     read: Read, superblock: Superblock, layout: Layout, slot: int, commitment: Commitment, *, source: str
 ) -> SliceSeal:
-    """The seal of a slot that the record names.
-
-    Raises:
-        DamageError: The seal is not the one that was committed, or it is of another rank, step or layout.
-    """
+    """The seal of a slot that the record names. It must be the committed one, of this rank, step and layout."""
     source = f"{source} slot {slot}"
     if commitment.seal_bytes > superblock.seal_room_bytes:
         raise DamageError(
@@ -115,26 +104,10 @@ class Examined(NamedTuple):
     kept: tuple[Kept, ...]
 
 
-class Scanned(NamedTuple):
-    """The slot files of a run.
-
-    Attributes:
-        files: Those that can be read, with their sealed slices.
-        damage: What cannot be read, with the reason: whole files, and slices of steps that every rank had sealed.
-    """
-
-    files: list[tuple[Superblock, tuple[Kept, ...]]]
-    damage: list[str]
-
-
 def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layout]) -> Examined:
-    """Read everything in a slot file except the slices.
+    """Read everything in a slot file of `place` except the slices. `rank` is the one in the name of the file.
 
-    Args:
-        path: The path of the file.
-        place: The directory of the run that the file should belong to.
-        rank: The rank in the name of the file.
-        layouts: Known layouts, by digest; the layout of the file is added.
+    `layouts` holds known layouts, by digest; the layout of the file is added.
 
     Raises:
         ConfigError: The file is not ours, or of another run or rank.
@@ -188,9 +161,13 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
         os.close(file)
 
 
-def scan(place: TierDirectory, layouts: dict[str, Layout]) -> Scanned:
-    """All readable slot files of a run with their sealed slices. The log names a file that is not readable."""
-    found = Scanned([], [])
+def scan(place: TierDirectory, layouts: dict[str, Layout]) -> tuple[list[Examined], list[str]]:
+    """All readable slot files of a run, and the damage: unreadable files, and slices of steps that were complete.
+
+    The log names an unreadable file, and the file stays as it is.
+    """
+    files: list[Examined] = []
+    damage: list[str] = []
     for path, rank in place.slot_paths():
         try:
             examined = examine(path, place, rank, layouts)
@@ -198,14 +175,14 @@ def scan(place: TierDirectory, layouts: dict[str, Layout]) -> Scanned:
             if path.exists():  # else its writer has just removed it
                 _log.warning("local tier: leaving out a file: %s", error)
                 if not isinstance(error, ConfigError):  # another run's, or another rank's
-                    found.damage.append(str(error))
+                    damage.append(str(error))
         else:
-            found.files.append((examined.superblock, examined.kept))
+            files.append(examined)
             for slot, reason in examined.seals_missing.items():
                 committed = examined.committed[slot]
                 if committed is not None and committed.complete:
-                    found.damage.append(f"step {committed.step} (attempt {committed.attempt}): {reason}")
-    return found
+                    damage.append(f"step {committed.step} (attempt {committed.attempt}): {reason}")
+    return files, damage
 
 
 def _pread(file: int, offset: int, nbytes: int) -> bytes:
@@ -224,7 +201,7 @@ class SlotFile:
     Each method that writes raises StoreError if the device refuses.
 
     Args:
-        superblock: The superblock of the file; checked already.
+        superblock: That of the file; checked already.
         source: The path of the file, for messages.
 
     Raises:
@@ -257,7 +234,7 @@ class SlotFile:
 
     @property
     def failed_flushes(self) -> int:
-        """How often a flush has failed. Bytes that any thread wrote before the last failure may be lost."""
+        """Number of failed flushes. Bytes that any thread wrote before the last failure may be lost."""
         return self._failed_flushes
 
     def names(self, slot: int) -> bool:

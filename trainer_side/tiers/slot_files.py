@@ -33,6 +33,7 @@ from trainer_side.tiers.media import Medium
 from trainer_side.tiers.slot_file import Examined, SlotFile, examine, first_pages
 from trainer_side.tiers.slot_format import Superblock
 from trainer_side.tiers.slot_writer import OpenSlots
+from trainer_side.tiers.tier import Order
 from trainer_side.tiers.tier_directory import RankLock, TierDirectory
 
 _log = logging.getLogger("holdfast.trainer")
@@ -46,14 +47,7 @@ _NEARLY = 1.05
 
 
 class SlotFiles:
-    """See the module.
-
-    Args:
-        name: Name of the tier, for messages.
-        place: The directory of the files.
-        slots: How many slots each file has; None: measured when the file is made.
-        writers: How many threads write at once; None: measured when the file is made.
-    """
+    """See the module. `slots` per file and `writers` at once are measured when a file is made, if they are None."""
 
     def __init__(
         self,
@@ -68,18 +62,8 @@ class SlotFiles:
         self._slots, self._writers = slots, writers
 
     def open(self, layout: Layout, rank: int, layouts: dict[str, Layout]) -> OpenSlots:
-        """The slot file for this layout.
-
-        Raises:
-            ConfigError: There is no room, or the file is not ours or of another run.
-            StoreError: The device refused.
-        """
-        choices = (
-            [self._slots]
-            if self._slots is not None
-            else [count + SLOTS_MIN - 1 for count in _IN_FLIGHT_TRIED]
-        )
-        for slots in choices:
+        """The slot file for this layout. See `Tier.prepare` for errors."""
+        for slots in [self._slots] if self._slots else [count + SLOTS_MIN - 1 for count in _IN_FLIGHT_TRIED]:
             opened = self._open_found(layout, rank, slots, layouts)
             if opened is not None:
                 return opened
@@ -91,9 +75,7 @@ class SlotFiles:
         assert opened is not None, "it was just made"
         return opened
 
-    def remove_older(
-        self, opened: OpenSlots, order: tuple[int, int], layouts: dict[str, Layout]
-    ) -> list[Path]:
+    def remove_older(self, opened: OpenSlots, order: Order, layouts: dict[str, Layout]) -> list[Path]:
         """Every rank has sealed `order`: remove files that hold only older steps and have no living writer."""
         removed = []
         for path, rank in self._place.slot_paths():
@@ -217,21 +199,18 @@ class SlotFiles:
         )
 
     def _free_bytes(self) -> int | None:
-        """Room for more files. In memory no more than the limits of this process leave: the kernel would not refuse the
-        pages, but kill a rank.
-        """
+        """Room for more files."""
         directory = self._place.directory
         free = free_bytes(directory)
         if free is None or file_system_of(directory) not in IN_MEMORY:
             return free
+        # Beyond the memory limits of this process the kernel would not refuse the pages, but kill a rank.
         return min(free, available_memory_bytes())
 
     def _measured(self, layout: Layout, rank: int) -> TierProfile:
         """Slots and writers that suit the device, unless they are set; the least for a small slice or a full device."""
         least = TierProfile((self._slots or SLOTS_MIN) - 1, self._writers or 1)
-        if (self._slots is not None and self._writers is not None) or (
-            area_bytes(layout, rank) < SCRATCH_BYTES
-        ):
+        if (self._slots and self._writers) or area_bytes(layout, rank) < SCRATCH_BYTES:
             return least
         in_flight = _IN_FLIGHT_TRIED if self._slots is None else (least.in_flight,)
         writers = _WRITERS_TRIED if self._writers is None else (least.writers,)
@@ -289,14 +268,7 @@ def measure(
     has the least T_w / N; of those that are nearly as good, the one with the fewest in flight, then the fewest writers
     (PCcheck, ASPLOS 2025, section 3.4).
 
-    Args:
-        medium: A medium of `SCRATCH_BYTES`, all of which is written over.
-        candidates: The profiles to try, in this order.
-        clock: Seconds.
-        seconds_max: After this time no further candidate is tried.
-
-    Raises:
-        StoreError: The device refused.
+    All `SCRATCH_BYTES` of the medium are overwritten. After `seconds_max` no further candidate is tried.
     """
     seconds: dict[TierProfile, float] = {}
     with mmap.mmap(-1, _BLOCK_BYTES) as block:

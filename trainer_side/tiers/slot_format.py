@@ -50,7 +50,7 @@ class UnknownVersionError(ProtocolError):
 
 def whole_pages(nbytes: int) -> int:
     """Round `nbytes` up to pages."""
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    return _aligned(nbytes, PAGE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Superblock:
         writers: Threads that suit the device, as measured when the file was made; 0: not measured.
     """
 
-    # The order of the fields is that of `_SUPER`.
+    run: str
+    # The other fields are in the order of `_SUPER`.
     rank: int
     ranks: int
     slots: int
@@ -79,7 +80,6 @@ class Superblock:
     layout_offset: int
     layout_bytes: int
     layout_crc32: int
-    run: str
 
     @classmethod
     def plan(
@@ -144,11 +144,11 @@ class Superblock:
             raise UnknownVersionError(f"{source}: slot file version {version}, this holdfast reads {VERSION}")
         if not _is_whole(page):
             raise DamageError(f"{source}: the superblock is altered (its CRC-32 does not match)")
-        (_, _, *first, layout_digest, area, slot, slots, offset, nbytes, crc, name_bytes) = (
-            _SUPER.unpack_from(page)
+        _, _, rank, ranks, slots, writers, run_digest, layout_digest, *rest, name_bytes = _SUPER.unpack_from(
+            page
         )
-        name = page[_SUPER.size : _SUPER.size + name_bytes].decode(errors="replace")
-        found = cls(*first, layout_digest.hex(), area, slot, slots, offset, nbytes, crc, name)
+        run = page[_SUPER.size : _SUPER.size + name_bytes].decode(errors="replace")
+        found = cls(run, rank, ranks, slots, writers, run_digest, layout_digest.hex(), *rest)
         found._check(source)
         return found
 

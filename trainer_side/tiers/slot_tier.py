@@ -37,10 +37,9 @@ class SlotTier:
 
     Args:
         name: The tier as it is set.
-        nearness: The kind of memory or device.
-        place: The directory of its files.
-        slots: How many slots a file has; None: as many as suit the device.
-        writers: How many threads write at once; None: as many as suit the device.
+        medium: Opens a slot file.
+        slots: Number of slots of a file; None: as many as suit the device.
+        writers: Number of threads that write at once; None: as many as suit the device.
 
     Raises:
         ConfigError: `slots` or `writers` is out of range.
@@ -142,12 +141,12 @@ class SlotTier:
         if not self._place.check():
             return []
         found: list[Kept] = []
-        doubts, scanned = self._place.doubts(), scan(self._place, self._layouts)
-        self._damage = scanned.damage
-        for superblock, kept in scanned.files:
-            found += [replace(one, doubt=doubt_about(doubts, Key(*one.seal.order))) for one in kept]
-            for one in kept:
-                self._superblocks[one.place] = superblock
+        doubts = self._place.doubts()
+        files, self._damage = scan(self._place, self._layouts)
+        for file in files:
+            for one in file.kept:
+                found.append(replace(one, doubt=doubt_about(doubts, Key(*one.seal.order))))
+                self._superblocks[one.place] = file.superblock
         return sorted(found, key=lambda one: (one.seal.order, -one.seal.rank), reverse=True)
 
     def damage(self) -> Sequence[str]:

@@ -25,11 +25,10 @@ from trainer_side.tiers.tier import Order
 
 
 class OpenSlots:
-    """A slot file to which slices of one layout are written. Any thread.
+    """A slot file to which slices of one layout and rank are written. Any thread.
 
     Args:
-        file: The file; nobody else may use it.
-        rank: The rank whose slices they are.
+        file: Nobody else may use it.
         unsealable: Slots that the record names and whose seal is damaged.
     """
 
@@ -78,9 +77,7 @@ class OpenSlots:
     def complete(self, order: Order) -> bool:
         """Every rank has sealed this step. Returns whether it is sealed here and was not known to be complete.
 
-        The record then names it as complete: a job that comes after a kill, and is told nothing, must not take its
-        slot.
-
+        The record then names it as complete: the next job, which after a kill is told nothing, must not take its slot.
         If the device refuses (StoreError), the next commit records it.
         """
         with self._core:

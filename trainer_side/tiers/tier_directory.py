@@ -64,22 +64,12 @@ def why_not_memory(name: str, directory: Path) -> str | None:
 
 
 def refuse_disk(name: str, directory: Path, *, warn: bool = False) -> None:
-    """Refuse a memory tier on a disk where this rank trains on a device; otherwise only log it. Any thread.
-
-    CUDA copies straight into the slots and locks the pages of a tmpfs. It refuses those of a mapped file on a disk, and
-    copies into memory that is not locked are slow and block the CPU.
-
-    Args:
-        name: The tier as it is set.
-        directory: Its directory.
-        warn: Log it if it is not refused.
-
-    Raises:
-        ConfigError: A device is in use.
-    """
+    """Refuse (ConfigError) a memory tier on a disk if this rank trains on a device; else log it if `warn`."""
     problem = why_not_memory(name, directory)
     if problem is None:
         return
+    # CUDA copies straight into the slots and locks the pages of a tmpfs. It refuses those of a mapped file on a disk,
+    # and copies into memory that is not locked are slow and block the CPU.
     if accelerator.kind() is not None:
         raise ConfigError(f"{problem}. A device cannot copy into mapped files on {file_system_of(directory)}")
     if warn:
@@ -90,9 +80,8 @@ class TierDirectory:
     """The directory of one run in a tier's directory.
 
     Args:
-        directory: The directory of the tier.
-        run_url: The URL of the run.
-        parents: How many directories above it may be made as well, for this user alone.
+        directory: That of the tier.
+        parents: Number of directories above it that may be made as well, for this user alone.
     """
 
     def __init__(self, directory: Path, run_url: str, *, parents: int = 0) -> None:
@@ -133,11 +122,7 @@ class TierDirectory:
             make_private_directory(directory, what="local tier", advice="choose another directory")
 
     def check(self) -> bool:
-        """Whether the directory of the run exists.
-
-        Raises:
-            ConfigError: The directory exists, and is not ours alone.
-        """
+        """Whether the directory of the run exists. ConfigError: it does, and is not ours alone."""
         try:
             check_private_directory(self.directory, what="local tier", advice="choose another directory")
         except (FileNotFoundError, NotADirectoryError):
@@ -165,11 +150,7 @@ class TierDirectory:
         return found
 
     def write_doubt(self, rank: int, steps: DoubtedSteps) -> None:
-        """Add to the doubts of this rank, durably. Only for the holder of its lock.
-
-        Raises:
-            StoreError: The device refused.
-        """
+        """Add to the doubts of this rank, durably. Only for the holder of its lock."""
         path = self.directory / f"rank-{rank:05}.doubts"
         known = _doubts_in(path)
         if steps in known:
@@ -185,12 +166,12 @@ class TierDirectory:
             sync_directory(self.directory)
 
     def doubts(self) -> list[DoubtedSteps]:
-        """What the ranks of this machine have heard."""
+        """The doubts that the ranks of this machine know."""
         paths = sorted(self.directory.glob("rank-*.doubts"))
         return list(dict.fromkeys(one for path in paths for one in _doubts_in(path)))
 
     def remove_unfinished(self, rank: int) -> None:
-        """Remove files that an earlier holder of this rank's lock had not finished making."""
+        """Remove files that an earlier holder of this rank's lock left unfinished."""
         with translated("remove", self.directory):
             for path in self.directory.glob(f"rank-{rank:05}*.slots.new"):
                 path.unlink(missing_ok=True)
@@ -208,7 +189,6 @@ class RankLock:
     """The right to write the slot files of one rank of a run.
 
     Args:
-        place: The directory of the run.
         seconds_max: How long to wait for the lock: a process that was killed holds it until its memory is given back,
             and the next process may be there before that.
 

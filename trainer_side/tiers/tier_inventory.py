@@ -42,11 +42,7 @@ class TierInventory:
         They protect the newest step that all ranks have whole until there is a newer one. It is named first, and the
         useless newer steps after it: a rank that is killed in between leaves everything as it was found.
 
-        Args:
-            number: The number of the tier.
-            name: Its name.
-            restored: The checkpoint that the state is of; None: nothing was restored.
-            whole_in: See `TierSet.restored`.
+        For `restored` (None: nothing was) and `whole_in` see `TierSet.restored`.
         """
         complete, partial = self.complete[number], self.partial[number]
         damaged = bool(whole_in) and name not in whole_in  # damaged here, and whole elsewhere
@@ -67,12 +63,7 @@ class TierInventory:
 
 
 def ask_kept(tier: Keeps, seconds_max: float) -> list[Kept]:
-    """The slices that a tier keeps, if it answers in time.
-
-    Raises:
-        StoreError: The tier hangs.
-        HoldfastError: The error of the tier.
-    """
+    """The slices that a tier keeps. StoreError: it has not answered in time."""
     try:
         return within(tier.kept, seconds_max, name="holdfast-tier-kept")
     except TimeoutError:
@@ -89,13 +80,7 @@ def take_inventory(
     *,
     seconds_max: float = _SECONDS_MAX,
 ) -> TierInventory:
-    """See the module.
-
-    Args:
-        peers: The ranks.
-        tiers: The tiers of this rank.
-        error: Why the tiers of this rank could not be opened; it is raised on every rank.
-        seconds_max: How long a tier may take to list its slices.
+    """See the module. `error`: why the tiers of this rank could not be opened; it is raised on every rank.
 
     Raises:
         ConfigError: On every rank: the ranks' tiers differ, or a tier is not usable.

@@ -14,17 +14,18 @@ writes go into a slot that belongs to no step; that slot is given back when the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StoreError
 from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.background_thread import BackgroundThread, ThreadDied
+from trainer_side.ranks.deadlines import within
 from trainer_side.tiers.tier import Order, StepVerdict, Tier
-from trainer_side.tiers.tier_calls import TierCalls
 from trainer_side.tiers.tier_write import SlotWrite, TierWrite
 
 _log = logging.getLogger("holdfast.trainer.tiers")
@@ -33,6 +34,105 @@ _LOOK_SECONDS = 2e-3  # while the link reads a slot
 _UNTOLD_SECONDS = 20e-3  # while bytes are being copied: `TierWrite.nudge` tells of a frame that is ready
 _FRAMES_LOOKED_AT_MAX = 16  # to find one that is ready: frames get ready in about this order
 _SEAL = -1
+
+_T = TypeVar("_T")
+
+
+class _Call(NamedTuple):
+    """A call that has not returned. `limit`: by when it should have."""
+
+    what: str
+    begun: float
+    limit: float
+
+
+class TierCalls:
+    """The calls of one tier that have not returned: a device that hangs has no error to return. Any thread.
+
+    A call that does not return in time makes the tier hang: nothing more goes to it before that call has returned.
+
+    Attributes:
+        hangs: Why the tier takes nothing now: which call has not returned. None while it answers.
+        died: What has ended a thread of the tier; it takes nothing more in this job then.
+    """
+
+    def __init__(self, name: str, rank: int, *, seconds_max: float) -> None:
+        self._name, self._rank, self._seconds_max = name, rank, seconds_max
+        self.hangs: Reason | None = None
+        self.died: ThreadDied | None = None
+        self._guard = threading.Lock()
+        self._calls: dict[int, _Call] = {}  # by thread
+
+    @contextlib.contextmanager
+    def noted(self, what: str, seconds_max: float | None = None) -> Iterator[None]:
+        """Within this context the thread calls the tier, for at most `seconds_max`."""
+        begun, me = time.monotonic(), threading.get_ident()
+        limit = self._seconds_max if seconds_max is None else seconds_max
+        with self._guard:
+            self._calls[me] = _Call(what, begun, begun + limit)
+        try:
+            yield
+        finally:
+            with self._guard:
+                del self._calls[me]
+
+    def ask(
+        self, what: str, call: Callable[[], _T], *, seconds_max: float, late: Callable[[_T], object]
+    ) -> _T:
+        """Make a call in another thread, and wait `seconds_max` for it, then raise StoreError.
+
+        `what` is its purpose, for messages. `late` is called with the result if the call returns after the deadline.
+        """
+
+        def make() -> _T:
+            with self.noted(what, seconds_max):
+                return call()
+
+        try:
+            return within(make, seconds_max, name="holdfast-tier-ask", late=late)
+        except TimeoutError:
+            raise StoreError(
+                f"tier {self._name} hangs: {what} has not returned for {seconds_max:g} s"
+            ) from None
+
+    def break_off(self, error: ThreadDied) -> None:
+        """The tier takes nothing more in this job: a thread that serves it has died."""
+        with self._guard:
+            self.died = self.died or error
+            self.hangs = DeclineCause.FAILED.because(self.died)
+
+    def look(self) -> Reason | None:
+        """See whether a call has been away for too long. Returns why the tier hangs, if that is news."""
+        if self.died is not None:
+            return None
+        now = time.monotonic()
+        with self._guard:
+            late = next((call for call in self._calls.values() if now > call.limit), None)
+            before, hangs = self.hangs, None
+            if late is not None:
+                hangs = before or DeclineCause.HANGS.because(
+                    f"{late.what} has not returned for {now - late.begun:.3g} s, at most "
+                    f"{late.limit - late.begun:g} s are waited"
+                )
+            self.hangs = hangs
+        if before is None and hangs is not None:
+            _log.error(
+                "rank %d: tier %s takes nothing until its device answers: it %s",
+                self._rank,
+                self._name,
+                hangs,
+            )
+            return hangs
+        if before is not None and hangs is None:
+            _log.warning("rank %d: tier %s answers again, and is used again", self._rank, self._name)
+        return None
+
+
+def _failure(error: Exception) -> Reason:
+    if isinstance(error, HoldfastError):
+        return DeclineCause.FAILED.because(error)
+    _log.debug("a call of a tier failed", exc_info=True)
+    return DeclineCause.FAILED.because(repr(error))
 
 
 class WriteOutcome(NamedTuple):
@@ -49,7 +149,6 @@ class TierWriterThreads:
     """The threads of one tier, and the slices and verdicts on their way into it. Any thread.
 
     Args:
-        number: The number of the tier.
         on_over: Called with the end of each slice, in a thread of the tier or in that of `look`, before the area is
             released.
         call_seconds_max: How long one call of the tier may take.
@@ -258,11 +357,8 @@ class TierWriterThreads:
             crc = write.sum(frame)
             with self.calls.noted(f"the write of frame {frame} of step {write.step}"):
                 part.writer.write(frame, area.view(place.offset, place.padded_bytes), crc)
-        except HoldfastError as error:
-            problem = DeclineCause.FAILED.because(error)
         except Exception as error:  # noqa: BLE001 - the thread must not die: every later step would wait for it
-            _log.debug("a write failed", exc_info=True)
-            problem = DeclineCause.FAILED.because(repr(error))
+            problem = _failure(error)
         with self._changed:
             part.busy -= 1
             part.written_bytes += place.padded_bytes
@@ -290,11 +386,8 @@ class TierWriterThreads:
                     reason = DeclineCause.SUPERSEDED.because(
                         "a newer step is complete in this tier, or it was called void meanwhile"
                     )
-        except HoldfastError as error:
-            reason = DeclineCause.FAILED.because(error)
         except Exception as error:  # noqa: BLE001 - as above
-            _log.debug("a seal failed", exc_info=True)
-            reason = DeclineCause.FAILED.because(repr(error))
+            reason = _failure(error)
         if reason is not None and reason.cause == DeclineCause.FAILED and reason.text != self._logged:
             self._logged = reason.text
             _log.error(

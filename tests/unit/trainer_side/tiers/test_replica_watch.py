@@ -14,8 +14,7 @@ from holdfast.telemetry.causes import STATES_DIFFER
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Frame, Kind, decode
 from tests.support.events import read_events
-from trainer_side.tiers.rank0_votes import Rank0Votes, VoteLimits
-from trainer_side.tiers.replica_watch import ReplicaWatch, fingerprints_frame
+from trainer_side.tiers.rank0_votes import Rank0Votes, ReplicaWatch, VoteLimits, fingerprints_frame
 from trainer_side.tiers.tier import StepVerdict
 
 RANKS = 3
