@@ -171,8 +171,8 @@ class CommitVotes(RankCouncil):
 
     Args:
         limits: How long the slowest rank is waited for.
-        on_verdict: Called with every verdict, in the thread of the votes.
-        on_turn: Called in that thread again and again, also when nothing is decided any more.
+        on_verdict: Called with every verdict, in the thread of the votes. `on_turn`: called there again and again, also
+            when nothing is decided any more.
         appointments: At which step this rank acts on a notice; only in a job without a stager.
         rank0: Decides; on rank 0 only. None there: neither preemption nor replicas are dealt with.
 

@@ -52,11 +52,7 @@ class TierJob(NamedTuple):
 
 
 class TierReport:
-    """Counts what becomes of each step in each tier, and tells the event log; a warning for each new cause. Any thread.
-
-    Args:
-        events: Event log of this rank.
-    """
+    """Counts and logs the end of each step in each tier, with a warning for each new cause. Any thread."""
 
     def __init__(self, rank: int, ledger: KeptSteps, events: EventLog) -> None:
         self.events = events
@@ -313,7 +309,7 @@ class LocalTiers(TierSet):
         return None
 
     def _take(self, number: int, order: Order, wait_until: float) -> SliceWriter | Reason:
-        """A slot, or why there is none."""
+        """A slot, or the reason for not having one."""
         threads = self._threads[number]
         try:
             while True:

@@ -50,7 +50,7 @@ class Medium(Protocol):
         """The best way to put bytes into `memory`; None where there is no memory."""
 
     def memory(self, offset: int, nbytes: int) -> memoryview | None:
-        """A part of the file as writable memory; None where there is none."""
+        """A part of the file as writable memory; None if it cannot be mapped."""
 
     def write(self, offset: int, view: memoryview) -> None:
         """Write at this offset. A view that is this very part of `memory` is only made ready for `flush`."""
@@ -149,10 +149,8 @@ class MappedFile:
     """A file on a tmpfs, mapped: bytes are put straight into it, and a kill of the process takes nothing away.
 
     Memory does not survive a power loss, so a flush has nothing to do. The processor keeps the order of stores as every
-    other process sees them, also the stores of a process that was killed.
-
-    Args:
-        path: A file that exists, with all of its room reserved: a missing page would be a SIGBUS.
+    other process sees them, also the stores of a process that was killed. All room of the file must be reserved: a
+    missing page would be a SIGBUS.
     """
 
     def __init__(self, path: Path) -> None:
@@ -201,36 +199,29 @@ class MappedFile:
 class Libpmem:
     """The functions that a tier needs; all release the GIL. Addresses are those of mapped memory in this process.
 
+    They are C functions, so that `map` over many pieces costs little more than their bytes.
+
     Attributes:
-        copy: (to, from, bytes), past the caches where that is faster; durable on return. A C function, so that `map`
-            over many pieces costs little more than their bytes.
+        copy: (to, from, bytes), past the caches where that is faster; durable on return.
+        persist: (address, bytes): write these bytes back from the caches, and wait.
+        drain: Wait for this thread's stores past the caches.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.copy: Any = library.pmem_memcpy_persist
-        self.copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-        self.copy.restype = ctypes.c_void_p
-        self._memcpy = library.pmem_memcpy
-        self._memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
-        self._memcpy.restype = ctypes.c_void_p
-        self._persist = library.pmem_persist
-        self._persist.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        self._persist.restype = None
-        self._drain = library.pmem_drain
-        self._drain.argtypes = ()
-        self._drain.restype = None
+        def function(name: str, result: Any, *arguments: Any) -> Any:
+            found = getattr(library, name)
+            found.argtypes, found.restype = arguments, result
+            return found
+
+        address, nbytes = ctypes.c_void_p, ctypes.c_size_t
+        self.copy = function("pmem_memcpy_persist", address, address, address, nbytes)
+        self._memcpy = function("pmem_memcpy", address, address, address, nbytes, ctypes.c_uint)
+        self.persist = function("pmem_persist", None, address, nbytes)
+        self.drain = function("pmem_drain", None)
 
     def copy_past_caches(self, to: int, source: int, nbytes: int) -> None:
         """Copy by non-temporal stores, and wait for them: only the thread that made the stores can do that."""
         self._memcpy(to, source, nbytes, _NONTEMPORAL)
-
-    def persist(self, address: int, nbytes: int) -> None:
-        """Write these bytes back from the caches, and wait."""
-        self._persist(address, nbytes)
-
-    def drain(self) -> None:
-        """Wait for this thread's stores past the caches."""
-        self._drain()
 
 
 @lru_cache(maxsize=1)

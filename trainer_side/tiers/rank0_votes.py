@@ -158,10 +158,8 @@ class VoteCount:
     A void step is remembered until every rank has sealed or skipped it. A rank that seals it last would otherwise open
     a new ballot, in which the others do not vote again, and its slot would be taken until the deadline.
 
-    Args:
-        seconds_max: How long to wait for the last rank after the first.
-        open_max: Undecided steps of one tier, and void ones that are remembered, at most. Beyond it the oldest
-            undecided step is void, and the oldest void one is forgotten.
+    The last rank may be `seconds_max` later than the first. `open_max` limits the undecided steps of one tier, and the
+    void ones that are remembered: the oldest undecided step becomes void, the oldest void one is forgotten.
     """
 
     def __init__(self, ranks: int, *, seconds_max: float, open_max: int = 64) -> None:

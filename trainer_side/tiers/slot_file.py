@@ -200,12 +200,7 @@ class SlotFile:
 
     Each method that writes raises StoreError if the device refuses.
 
-    Args:
-        superblock: That of the file; checked already.
-        source: The path of the file, for messages.
-
-    Raises:
-        DamageError: No commit sector is whole.
+    `superblock` was checked already. `source` is the path, for messages. DamageError: no commit sector is whole.
     """
 
     def __init__(self, medium: Medium, superblock: Superblock, *, source: str) -> None:

@@ -131,12 +131,7 @@ class Superblock:
 
     @classmethod
     def from_bytes(cls, page: bytes, *, source: str) -> Superblock:
-        """Read what `to_bytes` wrote.
-
-        Raises:
-            UnknownVersionError: The slot file has another version.
-            DamageError: This is no slot file, it is truncated or altered, or its parts contradict each other.
-        """
+        """Read what `to_bytes` wrote. DamageError: it is not a slot file, truncated, altered, or contradicts itself."""
         if len(page) != PAGE_BYTES or page[: len(_SUPER_MAGIC)] != _SUPER_MAGIC:
             raise DamageError(f"{source}: does not begin with the superblock of a slot file")
         version = _SUPER.unpack_from(page)[1]
@@ -203,15 +198,13 @@ class CommitSector:
         _, sequence, count = _SECTOR.unpack_from(page)
         if count != slots:
             return None
-        found: list[Commitment | None] = []
-        for slot in range(slots):
-            flags, seal_bytes, attempt, step, seal_crc32 = _ENTRY.unpack_from(
-                page, _SECTOR.size + slot * _ENTRY.size
-            )
-            sealed = flags & _SEALED
-            found.append(
-                Commitment(attempt, step, bool(flags & _COMPLETE), seal_bytes, seal_crc32) if sealed else None
-            )
+        entries = [_ENTRY.unpack_from(page, _SECTOR.size + slot * _ENTRY.size) for slot in range(slots)]
+        found = [
+            Commitment(attempt, step, bool(flags & _COMPLETE), seal_bytes, seal_crc32)
+            if flags & _SEALED
+            else None
+            for flags, seal_bytes, attempt, step, seal_crc32 in entries
+        ]
         return cls(sequence, tuple(found))
 
 

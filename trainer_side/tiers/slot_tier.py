@@ -38,11 +38,8 @@ class SlotTier:
     Args:
         name: The tier as it is set.
         medium: Opens a slot file.
-        slots: Number of slots of a file; None: as many as suit the device.
-        writers: Number of threads that write at once; None: as many as suit the device.
-
-    Raises:
-        ConfigError: `slots` or `writers` is out of range.
+        slots: Number of slots of a file. `writers`: of threads that write at once. None: as many as suit the device.
+            ConfigError: out of range.
     """
 
     def __init__(

@@ -10,8 +10,7 @@ nothing. `record` makes commits come one after the other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast.errors import StoreError
@@ -25,11 +24,9 @@ from trainer_side.tiers.tier import Order
 
 
 class OpenSlots:
-    """A slot file to which slices of one layout and rank are written. Any thread.
+    """A slot file, for this object alone, to which slices of one layout and rank are written. Any thread.
 
-    Args:
-        file: Nobody else may use it.
-        unsealable: Slots that the record names and whose seal is damaged.
+    `unsealable` are slots that the record names and whose seal is damaged.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class OpenSlots:
         self._writers, self._retired = 0, False
 
     def memories(self) -> list[memoryview]:
-        """Each slot as writable memory, in the order in which fresh ones are taken; empty where there is none."""
+        """Each slot as writable memory, in the order in which fresh ones are taken; empty on a device."""
         superblock, medium = self.file.superblock, self.file.medium
         found = [
             medium.memory(superblock.slot_offset(slot), superblock.area_bytes)
@@ -162,12 +159,18 @@ class SlotWriter:
             raise StoreError(
                 f"{self._what}: frame {frame} has {buffer.nbytes} bytes, expected {place.padded_bytes}"
             )
-        with self._entered(f"frame {frame}"):
+        with self._guard:
+            if self._over:
+                raise StoreError(f"{self._what} is over already, frame {frame} comes too late")
+            self._writing += 1
+        try:
             self._unseal()
             self._slots.file.write(self._slot, place.offset, buffer)
             with self._guard:
                 self._crcs[frame] = crc32
             reach(Point.SLOT_WRITTEN)
+        finally:
+            self._leave()
 
     def seal(self, record: Mapping[str, Any]) -> bool:
         with self._guard:
@@ -238,17 +241,6 @@ class SlotWriter:
             if not self._unsealed:
                 self._slots.unseal(self._slot)
                 self._unsealed = True
-
-    @contextmanager
-    def _entered(self, what: str) -> Iterator[None]:
-        with self._guard:
-            if self._over:
-                raise StoreError(f"{self._what} is over already, {what} comes too late")
-            self._writing += 1
-        try:
-            yield
-        finally:
-            self._leave()
 
     def _leave(self) -> None:
         with self._guard:

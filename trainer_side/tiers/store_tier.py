@@ -46,8 +46,7 @@ class StoreTier:
 
     Args:
         store: The run, with retries, as `open_store` gives it.
-        rank: This rank, until `prepare` says so again. Slices that older jobs left of rank `r` belong to rank `r`
-            modulo the number of ranks now.
+        rank: This rank. Slices that older jobs left of rank `r` belong to rank `r` modulo the number of ranks now.
         slots: Slices of this rank that may be in the store, at least 2 (else ConfigError).
         writers: Threads that should call `write` at once; None: as suits the store.
         closes: Whether `close` closes the store.

@@ -47,13 +47,8 @@ class _Joined:
 class PartCutter:
     """Cuts frames into parts and sends each as soon as it is whole, in the thread that made it so.
 
-    Frames that come nearly in order take memory for a part or two for each thread; in a wild order it may be up to the
-    whole slice.
-
-    Args:
-        frames: The frames of the slice.
-        part_bytes: Size of every part but the last.
-        send: Writes part `index` with these bytes and this CRC-32. Any thread; its errors come out of `put`.
+    Frames that come nearly in order take memory for a part or two for each thread; in random order it may be up to the
+    whole slice. `send` writes part `index` with these bytes and this CRC-32; its errors come out of `put`.
     """
 
     def __init__(
@@ -69,7 +64,7 @@ class PartCutter:
         self._lock = threading.Lock()
 
     def put(self, number: int, buffer: memoryview) -> None:
-        """Take one frame; its bytes are free again when this returns. Errors of `send` come out of it."""
+        """Take one frame; its bytes are free again when this returns."""
         frame = self._frames[number]
         for part in self._parts(frame):
             begin, end = part * self._part_bytes, min((part + 1) * self._part_bytes, self._total_bytes)
@@ -118,9 +113,7 @@ class SliceShelf:
         self._layouts_stored: set[str] = set()
         self._completes: set[Key] = set()  # steps that were found complete, and the newest one
         self._found: set[Key] | None = None  # steps of earlier jobs
-        self._forgotten: set[Key] = (
-            set()
-        )  # those of them that a listing called complete and that are not whole
+        self._forgotten: set[Key] = set()  # those that were listed as complete and are not whole
 
     def note_found(self, rank: int, ranks: int) -> None:
         """Look for slices of earlier jobs: those of rank `r` now belong to rank `r` modulo `ranks`."""

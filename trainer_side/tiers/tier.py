@@ -38,7 +38,7 @@ _NO_REASON = Reason("", "")
 
 
 class Nearness(StrEnum):
-    """Kinds of places, nearest first. Where several hold the same slice, restore reads from the nearest."""
+    """Kinds of places, nearest first. If several hold the same slice, restore reads from the nearest."""
 
     MEMORY = "memory"
     PM = "pm"
@@ -54,7 +54,7 @@ class Kept:
 
     Attributes:
         layout: That of its image; checked against the seal.
-        place: Where the slice lies, for people, and for the tier to find it again. `slot`: for the tier.
+        place: The path of the slice, for people, and for the tier to find it again. `slot`: for the tier.
         absent: Chunks whose frame is missing; none in a tier, where a sealed slice is whole.
         doubt: Why its checkpoint may be torn; empty where nobody doubts it.
         complete: Every rank is known to have sealed this step: it was a whole checkpoint.
@@ -97,11 +97,7 @@ def reason_body(reason: Reason) -> bytes:
 
 
 def read_reason(frame: Frame) -> Reason:
-    """Why a step is skipped or void.
-
-    Raises:
-        ProtocolError: The message does not hold what it should.
-    """
+    """Why a step is skipped or void. ProtocolError: the message is malformed."""
     body = wire.json_body(frame, cause=str, reason=str)
     return Reason(body["cause"], body["reason"])
 

@@ -79,9 +79,7 @@ def refuse_disk(name: str, directory: Path, *, warn: bool = False) -> None:
 class TierDirectory:
     """The directory of one run in a tier's directory.
 
-    Args:
-        directory: That of the tier.
-        parents: Number of directories above it that may be made as well, for this user alone.
+    `parents` directories above it may be made as well, for this user alone.
     """
 
     def __init__(self, directory: Path, run_url: str, *, parents: int = 0) -> None:
@@ -93,13 +91,10 @@ class TierDirectory:
         self.directory = self.base / f"{safe}-{self.run_digest.hex()[:_KEY_DIGITS]}"
 
     def make(self) -> None:
-        """Make the directory of the run, durably, or check that an existing one is ours.
-
-        Raises:
-            ConfigError: The directory is not ours alone, or the tier's directory is missing or not writable.
-        """
+        """Make the directory of the run, durably, or check that an existing one is ours. ConfigError: it cannot be."""
         if self._parents:
-            self._make_parents()
+            for directory in reversed([self.base, *self.base.parents][: self._parents + 1]):
+                make_private_directory(directory, what="local tier", advice="choose another directory")
         elif not self.base.parent.is_dir():
             raise ConfigError(
                 f"local tier: neither {self.base} nor {self.base.parent} exists; mount the device, or make a directory"
@@ -116,10 +111,6 @@ class TierDirectory:
             with translated("make", self.directory):
                 sync_directory(self.base)
                 sync_directory(self.base.parent)
-
-    def _make_parents(self) -> None:
-        for directory in reversed([self.base, *self.base.parents][: self._parents + 1]):
-            make_private_directory(directory, what="local tier", advice="choose another directory")
 
     def check(self) -> bool:
         """Whether the directory of the run exists. ConfigError: it does, and is not ours alone."""
@@ -142,12 +133,8 @@ class TierDirectory:
 
     def slot_paths(self) -> list[tuple[Path, int]]:
         """All slot files in this directory, by name, each with the rank in its name."""
-        found = []
-        for entry in sorted(os.scandir(self.directory), key=lambda entry: entry.name):
-            match = _SLOTS_NAME.fullmatch(entry.name)
-            if match is not None:
-                found.append((self.directory / entry.name, int(match[1])))
-        return found
+        found = [(path, _SLOTS_NAME.fullmatch(path.name)) for path in sorted(self.directory.iterdir())]
+        return [(path, int(match[1])) for path, match in found if match is not None]
 
     def write_doubt(self, rank: int, steps: DoubtedSteps) -> None:
         """Add to the doubts of this rank, durably. Only for the holder of its lock."""
@@ -188,12 +175,8 @@ def _doubts_in(path: Path) -> list[DoubtedSteps]:
 class RankLock:
     """The right to write the slot files of one rank of a run.
 
-    Args:
-        seconds_max: How long to wait for the lock: a process that was killed holds it until its memory is given back,
-            and the next process may be there before that.
-
-    Raises:
-        ConfigError: A living process holds the lock; the message names its pid.
+    It is waited for, at most `seconds_max`: a killed process holds it until its memory is freed, and the next process
+    may be there before that. ConfigError: a living process holds the lock; the message names its pid.
     """
 
     _held: ClassVar[weakref.WeakSet[RankLock]] = weakref.WeakSet()

@@ -26,13 +26,9 @@ class TierWrite:
     """One step. Made by `LocalTiers.begin`.
 
     Attributes:
-        order: (attempt, step).
-        frames: The frames of this rank's slice.
         record: Times and bytes, like those of the transfer.
         writers: Tier → slot.
-        layout_digest: Digest of the layout of the frames.
-        job: Name of the job, for the seal.
-        source_is_slot: The tier whose slot is the area; -1 if it is none of them.
+        source_is_slot: The tier whose slot is the area; -1: no slot is.
         area: The memory that holds the frames; None before `LocalTiers.keep`, and when no tier reads it any more.
         link_released: Set when the link has finished reading the area, and where there is no link.
         released: Set when every tier has finished reading the area.
@@ -123,12 +119,10 @@ class SlotWrite:
 
     Attributes:
         unwritten: Frames that no thread has taken yet, in their order.
-        busy: Number of threads at work on it.
+        busy: Number of threads at work on it. `sealing`: one of them seals it.
         given_up: Why it is not sealed; None while it may be.
-        sealing: Whether a thread seals it.
         orphaned: Whether the threads are done with it, although the tier may still be at work on it.
         begun_at: When its first frame was ready.
-        written_bytes: Bytes given to the tier so far.
     """
 
     def __init__(self, write: TierWrite, writer: SliceWriter) -> None:

@@ -4,7 +4,7 @@
     verdicts  complete(7) ─► the tier; held back while a slot of step 7 or older is still being read
 
 A tier that refuses a write loses that step, not the training: each reason is logged once, and the step is counted and
-voted against. Where a slot is the staging area itself (strategy D), nothing may give it back to the tier before the
+voted against. If a slot is the staging area itself (strategy D), nothing may give it back to the tier before the
 link and the other tiers have finished reading it: the next step would be copied over bytes that are being read.
 
 A call of the tier that does not return in time means that its device hangs: the threads give up every step on its way
@@ -53,7 +53,7 @@ class TierCalls:
 
     Attributes:
         hangs: Why the tier takes nothing now: which call has not returned. None while it answers.
-        died: What has ended a thread of the tier; it takes nothing more in this job then.
+        died: The error that ended a thread of the tier, which takes nothing more in this job then.
     """
 
     def __init__(self, name: str, rank: int, *, seconds_max: float) -> None:
