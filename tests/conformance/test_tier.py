@@ -17,7 +17,7 @@ from holdfast.errors import ConfigError, DamageError, StoreError
 from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes, frames_of
 from tests.support.tiers import RANKS, RUN, aligned, check, image, put, read, save, slice_of, write
-from trainer_side.tiers.media import load_libpmem
+from trainer_side.tiers.medium import load_libpmem
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.tier import Nearness, Tier
 

@@ -11,7 +11,7 @@ import pytest
 from holdfast.faultpoint import VARIABLE, Point
 from tests.support.tier_writer import STEPS, write_steps
 from tests.support.tiers import RUN, image, read, save, slice_of
-from trainer_side.tiers.media import load_libpmem
+from trainer_side.tiers.medium import load_libpmem
 from trainer_side.tiers.open_tiers import open_tier
 
 # The other kinds differ in how bytes get there, which the simulated device shows as well; tests/soak kills those.

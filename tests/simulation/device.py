@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.errors import StoreError
-from trainer_side.tiers.media import MappedFile, address_of
+from trainer_side.tiers.medium import MappedFile, address_of
 
 __all__ = ["Device", "PowerCut"]
 

@@ -28,7 +28,7 @@ from trainer_side.save.rank_context import RankContext
 from trainer_side.save.staging import Staging
 from trainer_side.state import accelerator
 from trainer_side.state.skeleton import Skeleton
-from trainer_side.tiers.media import address_of
+from trainer_side.tiers.medium import address_of
 from trainer_side.tiers.tier import SliceWriter
 from trainer_side.tiers.tier_write import TierWrite
 from trainer_side.transfer import Transfer, TransferState

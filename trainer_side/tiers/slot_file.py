@@ -27,7 +27,7 @@ from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceSeal
 from holdfast.ring.directory import open_private_file
 from holdfast.store.posix_errors import translated
-from trainer_side.tiers.media import Medium
+from trainer_side.tiers.medium import Medium
 from trainer_side.tiers.slot_format import (
     PAGE_BYTES,
     SECTOR_OFFSETS,

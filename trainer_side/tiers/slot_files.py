@@ -29,7 +29,7 @@ from holdfast.store.posix_errors import free_bytes, translated
 from holdfast.store.posix_io import reserve, sync_directory, write_all
 from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.first_touch import fill_file
-from trainer_side.tiers.media import Medium
+from trainer_side.tiers.medium import Medium
 from trainer_side.tiers.slot_file import Examined, SlotFile, examine, first_pages
 from trainer_side.tiers.slot_format import Superblock
 from trainer_side.tiers.slot_writer import OpenSlots

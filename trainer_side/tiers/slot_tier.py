@@ -20,7 +20,7 @@ from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import read_whole
 from trainer_side.tiers.file_slots import SLOTS_MIN
-from trainer_side.tiers.media import Medium
+from trainer_side.tiers.medium import Medium
 from trainer_side.tiers.slot_file import scan
 from trainer_side.tiers.slot_files import SlotFiles
 from trainer_side.tiers.slot_format import SLOTS_MAX, Superblock

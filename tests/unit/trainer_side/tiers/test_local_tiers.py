@@ -24,7 +24,7 @@ from tests.unit.trainer_side.tiers.ranks import Area, Net, laid_out, until
 from trainer_side.ledger import Ledger
 from trainer_side.notice.appointments import Appointments
 from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
-from trainer_side.tiers.media import CachedFile, PmFile
+from trainer_side.tiers.medium import CachedFile, PmFile
 from trainer_side.tiers.open_tiers import open_tiers
 from trainer_side.tiers.slot_files import SlotFiles
 from trainer_side.tiers.tier import Tier

@@ -1,4 +1,4 @@
-"""What lies beneath a slot file: which way each medium writes, and that it says so."""
+"""The media of slot files: each writes in its way, and names it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StoreError
-from trainer_side.tiers import media
-from trainer_side.tiers.media import CachedFile, DirectFile, MappedFile, Medium, PmFile, address_of
+from trainer_side.tiers import medium as media
+from trainer_side.tiers.medium import CachedFile, DirectFile, MappedFile, Medium, PmFile, address_of
 
 _BYTES = 1 << 20
 
