@@ -18,7 +18,7 @@ from trainer_side.ranks.cores import cores_of_rank
 from trainer_side.tiers.medium import CachedFile, DirectFile, MappedFile, Medium, PmFile
 from trainer_side.tiers.slot_tier import SlotTier
 from trainer_side.tiers.tier import Nearness, Tier
-from trainer_side.tiers.tier_directory import TierDirectory, refuse_disk, run_name
+from trainer_side.tiers.tier_directory import TierDirectory, refuse_disk
 
 SLOTS = 2
 _SUMMERS_MAX = 6
@@ -103,4 +103,5 @@ def _open_store(run_url: str, slots: int | None, writers: int | None) -> Tier:
     from trainer_side.tiers.store_tier import StoreTier
 
     store = open_store(run_url)
-    return StoreTier(store, run=run_name(store.url), slots=slots or SLOTS, writers=writers, closes=True)
+    run = store.url.rstrip("/").rpartition("/")[2]
+    return StoreTier(store, run=run, slots=SLOTS if slots is None else slots, writers=writers, closes=True)

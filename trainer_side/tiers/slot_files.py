@@ -199,7 +199,6 @@ class SlotFiles:
         )
 
     def _free_bytes(self) -> int | None:
-        """Room for more files."""
         directory = self._place.directory
         free = free_bytes(directory)
         if free is None or file_system_of(directory) not in IN_MEMORY:
