@@ -77,9 +77,9 @@ def test_who_does_not_seal_makes_it_void_at_the_deadline_of_rank_0() -> None:
     ranks = Ranks(seal_seconds_max=20.0, clock=lambda: now[0])
     ranks.councils[0].sealed(0, (1, 7), "a")
     ranks.councils[1].sealed(0, (1, 7), "a")
-    coordinator = ranks.councils[0]._rank0
-    assert coordinator is not None
-    ballots = coordinator._votes._ballots
+    rank0 = ranks.councils[0]._rank0
+    assert rank0 is not None
+    ballots = rank0._votes._ballots
     until(lambda: ballots and ballots[0, (1, 7)].sealed == {0, 1})
     now[0] += 20.0
     time.sleep(0.05)

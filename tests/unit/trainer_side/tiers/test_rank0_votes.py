@@ -16,7 +16,7 @@ RANKS = 2
 
 
 @pytest.fixture
-def coordinator() -> Rank0Votes:
+def votes() -> Rank0Votes:
     return Rank0Votes(RANKS, VoteLimits(agree_seconds_max=10.0, seal_seconds_max=20.0))
 
 
@@ -32,43 +32,43 @@ def kinds(messages: list[bytes]) -> list[Kind]:
     return [decode(message).kind for message in messages]
 
 
-def test_a_step_is_complete_when_every_rank_has_sealed_it(coordinator: Rank0Votes) -> None:
-    assert coordinator.hear(0, sealed(7), 0.0) == []
-    assert verdicts(coordinator.hear(1, sealed(7), 1.0)) == [StepVerdict(3, (1, 7), complete=True)]
+def test_a_step_is_complete_when_every_rank_has_sealed_it(votes: Rank0Votes) -> None:
+    assert votes.hear(0, sealed(7), 0.0) == []
+    assert verdicts(votes.hear(1, sealed(7), 1.0)) == [StepVerdict(3, (1, 7), complete=True)]
 
 
-def test_the_deadline_counts_from_the_first_seal(coordinator: Rank0Votes) -> None:
-    coordinator.hear(0, sealed(7), 5.0)
-    assert coordinator.tick(25.0) == []
-    (verdict,) = verdicts(coordinator.tick(25.1))
+def test_the_deadline_counts_from_the_first_seal(votes: Rank0Votes) -> None:
+    votes.hear(0, sealed(7), 5.0)
+    assert votes.tick(25.0) == []
+    (verdict,) = verdicts(votes.tick(25.1))
     assert (verdict.complete, verdict.why.text) == (False, "rank 1 has not sealed it within 20 s")
-    assert coordinator.tick(100.0) == []
+    assert votes.tick(100.0) == []
 
 
-def test_all_ranks_hear_when_all_are_ready_or_who_is_not(coordinator: Rank0Votes) -> None:
-    assert coordinator.hear(1, Frame(Kind.READY, body=b"{}"), 0.0) == []
-    assert kinds(coordinator.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)) == [Kind.GO]
-    coordinator.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
+def test_all_ranks_hear_when_all_are_ready_or_who_is_not(votes: Rank0Votes) -> None:
+    assert votes.hear(1, Frame(Kind.READY, body=b"{}"), 0.0) == []
+    assert kinds(votes.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)) == [Kind.GO]
+    votes.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
     refusal = Frame(Kind.READY, body=b'{"code": "config", "message": "too small"}')
-    (refused,) = map(decode, coordinator.hear(1, refusal, 0.0))
+    (refused,) = map(decode, votes.hear(1, refusal, 0.0))
     assert wire.json_body(refused) == {"code": "config", "message": "rank 1: too small"}
 
 
-def test_a_rank_that_is_dead_ends_every_open_question(coordinator: Rank0Votes) -> None:
-    coordinator.hear(0, sealed(7), 0.0)
-    coordinator.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
-    coordinator.hear(0, decode(Proposal("digest", [], 100, {}).to_frame(0)), 0.0)
-    messages = coordinator.died(1)
+def test_a_rank_that_is_dead_ends_every_open_question(votes: Rank0Votes) -> None:
+    votes.hear(0, sealed(7), 0.0)
+    votes.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
+    votes.hear(0, decode(Proposal("digest", [], 100, {}).to_frame(0)), 0.0)
+    messages = votes.died(1)
     assert kinds(messages) == [Kind.VOID, Kind.REFUSED, Kind.REFUSED]
-    assert not coordinator.all_left
-    coordinator.hear(0, Frame(Kind.BYE), 0.0)
-    assert coordinator.all_left
+    assert not votes.all_left
+    votes.hear(0, Frame(Kind.BYE), 0.0)
+    assert votes.all_left
 
 
-def test_a_rank_that_ended_without_a_save_ends_the_open_round(coordinator: Rank0Votes) -> None:
-    coordinator.hear(1, Frame(Kind.BYE), 0.0)
+def test_a_rank_that_ended_without_a_save_ends_the_open_round(votes: Rank0Votes) -> None:
+    votes.hear(1, Frame(Kind.BYE), 0.0)
     proposal = decode(Proposal("digest", [], 100, {}).to_frame(0))
-    (refused,) = map(decode, coordinator.hear(0, proposal, 1.0))
+    (refused,) = map(decode, votes.hear(0, proposal, 1.0))
     assert refused.kind is Kind.REFUSED
     assert "rank 1 has ended. Every rank must call step() or save()" in wire.json_body(refused)["message"]
 
@@ -80,22 +80,22 @@ def test_who_is_waited_for_is_said_in_the_log(caplog: pytest.LogCaptureFixture) 
     assert "rank 0 has waited 10 s for the layout of rank 1, and gives up after 300 s" in caplog.text
 
 
-def test_only_rank_0_gives_its_pickle_more_room(coordinator: Rank0Votes) -> None:
-    (room,) = map(decode, coordinator.hear(0, Frame(Kind.ROOM, arg=65536), 0.0))
+def test_only_rank_0_gives_its_pickle_more_room(votes: Rank0Votes) -> None:
+    (room,) = map(decode, votes.hear(0, Frame(Kind.ROOM, arg=65536), 0.0))
     assert (room.kind, room.arg) == (Kind.ROOM, 65536)
     with pytest.raises(ProtocolError, match="rank 1 sent ROOM to rank 0"):
-        coordinator.hear(1, Frame(Kind.ROOM, arg=65536), 0.0)
+        votes.hear(1, Frame(Kind.ROOM, arg=65536), 0.0)
 
 
-def test_every_message_of_rank_0_is_one_that_a_member_takes(coordinator: Rank0Votes) -> None:
+def test_every_message_of_rank_0_is_one_that_a_member_takes(votes: Rank0Votes) -> None:
     heard: list[StepVerdict] = []
     member = Voter(1, heard.append, None, silence_seconds_max=50.0)
     member.sealed(3, (1, 7), 0.0)
     question = member.asks()
-    messages = coordinator.hear(0, sealed(7), 0.0) + coordinator.hear(1, sealed(7), 0.0)
-    messages += coordinator.hear(0, Frame(Kind.ROOM, arg=65536), 0.0)
-    coordinator.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
-    messages += coordinator.tick(10.1)
+    messages = votes.hear(0, sealed(7), 0.0) + votes.hear(1, sealed(7), 0.0)
+    messages += votes.hear(0, Frame(Kind.ROOM, arg=65536), 0.0)
+    votes.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
+    messages += votes.tick(10.1)
     for message in messages:
         assert member.hear(decode(message)) is None
     assert heard == [StepVerdict(3, (1, 7), complete=True)]
