@@ -22,8 +22,7 @@ from typing import Any
 from benchmarks.tier_writing import layout_of
 from holdfast.image.layout import CHUNK_BYTES
 from trainer_side.save.host_memory import huge_buffer
-from trainer_side.tiers import libpmem
-from trainer_side.tiers.media import address_of
+from trainer_side.tiers.medium import address_of, load_libpmem
 
 __all__ = ["Layouts"]
 
@@ -48,7 +47,7 @@ class Layouts:
         self._source.random_(0, 256)
         self._back = huge_buffer(sum(self._sizes))
         self._path = folder / "layout.bin"
-        self._pmem = libpmem.load()
+        self._pmem = load_libpmem()
 
     def measure(self, rounds: int) -> dict[str, Any]:
         """Seconds of saving and loading, both ways in each round; the first touch of a page is in none."""

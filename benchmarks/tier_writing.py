@@ -22,7 +22,7 @@ from holdfast.wire.state_messages import Agreement
 from trainer_side.save.host_memory import huge_buffer
 from trainer_side.state.skeleton import plan
 from trainer_side.state.tree import classify, collect
-from trainer_side.tiers.media import Copy, Medium, address_of
+from trainer_side.tiers.medium import Copy, Medium, address_of
 from trainer_side.tiers.tier import SliceWriter, Tier
 
 __all__ = ["Counting", "Slice", "layout_of"]

@@ -15,8 +15,8 @@ from trainer_side.notice.azure import Azure
 from trainer_side.notice.gcp import Gcp
 from trainer_side.notice.source import NoticeSource, SourceError
 from trainer_side.save.host_memory import huge_buffer, lock
-from trainer_side.tiers.memory_place import why_not_memory
 from trainer_side.tiers.open_tiers import memory_directory
+from trainer_side.tiers.tier_directory import why_not_memory
 
 _SECONDS_MAX = 1.0  # it is on the machine itself, or next to it
 _CHECK = "metadata service"

@@ -2,7 +2,7 @@
 
 a stager in the job ─► Link      HELLO ─► WELCOME: its attempt, its store
 none, but tiers     ─► NoStager  attempt: one more than any tier or the store knows of
-tiers               ─► Keeper    over both; NoTiers where none are set
+tiers               ─► LocalTiers  over both; a plain TierSet where none are set
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.ranks.ports import World
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.seat import meet_once
-from trainer_side.tiers.kept_slices import Inventory, take_inventory
 from trainer_side.tiers.tier import Tier
-from trainer_side.tiers.tier_set import NoTiers, TierSet
+from trainer_side.tiers.tier_inventory import TierInventory, take_inventory
+from trainer_side.tiers.tier_set import StagerCouncil, TierSet
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -122,11 +122,9 @@ def open_tier_set(config: TrainerConfig, link: ToStager, ledger: Ledger, events:
         PeerLost: A rank is gone.
     """
     if not config.tiers:
-        return NoTiers(link.agree)
+        return TierSet(StagerCouncil(link.agree))
     # Here, and in `_opened`: all that keeps slices is loaded where there are tiers, and nowhere else.
-    from trainer_side.tiers.keeper import Keeper
-    from trainer_side.tiers.step_slots import TierJob
-    from trainer_side.tiers.tier_report import TierReport
+    from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
 
     peers = link.peers
     tiers, error = _opened(config, link.store_url)
@@ -139,7 +137,7 @@ def open_tier_set(config: TrainerConfig, link: ToStager, ledger: Ledger, events:
         else _alone(config, link.store_url, tiers, peers)
     )
     job = peers.broadcast(uuid.uuid4().hex.encode() if peers.rank == 0 else None).decode()
-    keeper = Keeper(
+    local = LocalTiers(
         tiers,
         join_world(config).council(),
         config,
@@ -148,12 +146,12 @@ def open_tier_set(config: TrainerConfig, link: ToStager, ledger: Ledger, events:
         report=TierReport(link.rank, ledger, events),
         appointments=None if link.attempt else link.appointments,
     )
-    link.beside(keeper)
-    return keeper
+    link.beside(local)
+    return local
 
 
 def _opened(config: TrainerConfig, store_url: str) -> tuple[Sequence[Tier], ConfigError | None]:
-    from trainer_side.tiers.keeper import open_tiers
+    from trainer_side.tiers.open_tiers import open_tiers
 
     try:
         return open_tiers(config, store_url), None
@@ -161,7 +159,7 @@ def _opened(config: TrainerConfig, store_url: str) -> tuple[Sequence[Tier], Conf
         return (), error
 
 
-def _beside(attempt: int, inventory: Inventory, *, rank: int) -> int:
+def _beside(attempt: int, inventory: TierInventory, *, rank: int) -> int:
     """The stager's attempt, unless a job without a stager has gone further and the store does not know of it."""
     if inventory.newest_attempt < attempt:
         return attempt

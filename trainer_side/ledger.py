@@ -16,7 +16,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from holdfast.telemetry.causes import OTHER, DeclineCause, Reason
-from trainer_side.tiers.keeping import Keeping
+from trainer_side.tiers.tier_write import TierWrite
 from trainer_side.transfer import Transfer, TransferState
 
 _REFUSABLE_MAX = 64  # steps without a stager, of which the ranks may still hear that none is kept
@@ -61,7 +61,7 @@ class Ledger:
     def __init__(self) -> None:
         self._stats = Stats()
         self._causes: Counter[str] = Counter()
-        self._pending: list[tuple[Transfer, Keeping | None]] = []
+        self._pending: list[tuple[Transfer, TierWrite | None]] = []
         self._kept: Counter[str] = Counter()
         self._skipped: Counter[str] = Counter()
         self._refused: dict[int, Reason] = {}
@@ -102,7 +102,7 @@ class Ledger:
             self._refusable.remove(step)
             self._refuse(step)
 
-    def begun(self, transfer: Transfer, keeping: Keeping | None = None) -> None:
+    def begun(self, transfer: Transfer, keeping: TierWrite | None = None) -> None:
         """A step is on its way to the stager, into local tiers, or both."""
         self._settle()  # here too: a training need not ask for its stats
         self._stats.saved += 1

@@ -22,8 +22,7 @@ from benchmarks.interleaving import Layouts
 from benchmarks.raw_direct import DirectWriter
 from benchmarks.spread import ratios, spread
 from benchmarks.tier_writing import Counting, Slice, layout_of
-from trainer_side.tiers.media import CachedFile, DirectFile, MappedFile, Medium
-from trainer_side.tiers.pm import PmFile
+from trainer_side.tiers.medium import CachedFile, DirectFile, MappedFile, Medium, PmFile
 from trainer_side.tiers.slot_tier import SlotTier
 from trainer_side.tiers.tier import Nearness
 from trainer_side.tiers.tier_directory import TierDirectory

@@ -17,7 +17,7 @@ from holdfast.errors import ConfigError, DamageError, StoreError
 from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes, frames_of
 from tests.support.tiers import RANKS, RUN, aligned, check, image, put, read, save, slice_of, write
-from trainer_side.tiers import libpmem
+from trainer_side.tiers.medium import load_libpmem
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.tier import Nearness, Tier
 
@@ -64,7 +64,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     kind = str(request.param)
     monkeypatch.delenv("PMEM_IS_PMEM_FORCE", raising=False)
     if kind == "pm-libpmem":
-        if libpmem.load() is None:
+        if load_libpmem() is None:
             pytest.skip("libpmem.so.1 is not installed (package libpmem1)")
         monkeypatch.setenv("PMEM_IS_PMEM_FORCE", "1")
     under = {"store": str(tmp_path), "store-fsspec": f"memory://{secrets.token_hex(6)}"}.get(kind, "")

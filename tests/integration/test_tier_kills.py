@@ -11,7 +11,7 @@ import pytest
 from holdfast.faultpoint import VARIABLE, Point
 from tests.support.tier_writer import STEPS, write_steps
 from tests.support.tiers import RUN, image, read, save, slice_of
-from trainer_side.tiers import libpmem
+from trainer_side.tiers.medium import load_libpmem
 from trainer_side.tiers.open_tiers import open_tier
 
 # The other kinds differ in how bytes get there, which the simulated device shows as well; tests/soak kills those.
@@ -40,7 +40,7 @@ def check_kills(kind: str, point: Point, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("PMEM_IS_PMEM_FORCE", raising=False)
     environment = {}
     if kind == "pm-libpmem":
-        if libpmem.load() is None:
+        if load_libpmem() is None:
             pytest.skip("libpmem.so.1 is not installed (package libpmem1)")
         environment["PMEM_IS_PMEM_FORCE"] = "1"
     number = 1

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.errors import StoreError
-from trainer_side.tiers.media import Copy, MappedFile, address_of
+from trainer_side.tiers.medium import MappedFile, address_of
 
 __all__ = ["Device", "PowerCut"]
 
@@ -127,14 +127,9 @@ class _Simulated(MappedFile):
     def __init__(self, path: Path, device: Device) -> None:
         self._device = device
         super().__init__(path)
-
-    @property
-    def how(self) -> str:
-        return f"simulated {self._device.mode}"
-
-    @property
-    def copy(self) -> Copy | None:
-        return None if self._device.mode == "blocks" else super().copy
+        self.how = f"simulated {device.mode}"
+        if device.mode == "blocks":
+            self.copy = None
 
     def memory(self, offset: int, nbytes: int) -> memoryview | None:
         return None if self._device.mode == "blocks" else super().memory(offset, nbytes)

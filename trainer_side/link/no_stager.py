@@ -21,7 +21,7 @@ from trainer_side.link.to_stager import TimesLost
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.peers import Peers
 from trainer_side.ranks.ports import World
-from trainer_side.tiers.tier_set import NoTiers, TierSet
+from trainer_side.tiers.tier_set import StagerCouncil, TierSet
 from trainer_side.transfer import SliceSource, Transfer, TransferState
 
 
@@ -60,7 +60,7 @@ class NoStager:
         self.peers: Peers = world.peers()
         self.events = EventLog(None, role="trainer", rank=self.rank)
         self.on_doubt: Callable[[Doubt], None] = lambda _: None
-        self._tiers: TierSet = NoTiers(self.agree)
+        self._tiers = TierSet(StagerCouncil(self.agree))
         self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
         self.store_url, self.chunk_bytes = config.store, config.chunk_bytes
 

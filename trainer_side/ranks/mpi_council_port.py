@@ -9,7 +9,7 @@ from trainer_side.ranks.mpi import LOST, MPI, PAUSE_SECONDS_MIN, lost_peer
 
 
 class MpiCouncilPort:
-    """Messages among the trainers (`trainer_side.tiers.council`). One thread at a time.
+    """Messages among the trainers (`trainer_side.tiers.commit_votes`). One thread at a time.
 
     A rank that MPI knows to be dead is left out from then on; where MPI does not tell, deadlines find out.
     """

@@ -37,8 +37,8 @@ from trainer_side.restore.choice import (
     SliceKey,
     StoreCandidate,
 )
-from trainer_side.tiers.kept_slices import ask_kept
 from trainer_side.tiers.tier import Keeps, Kept, NamesDamage, Nearness, Tier
+from trainer_side.tiers.tier_inventory import ask_kept
 
 _log = logging.getLogger("holdfast.restore")
 _T = TypeVar("_T")

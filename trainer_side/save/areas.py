@@ -21,8 +21,8 @@ from holdfast.errors import ConfigError
 from holdfast.image.layout import Layout
 from holdfast.image.slices import areas_of
 from trainer_side.save.staging import Staging
-from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.tier import SliceWriter
+from trainer_side.tiers.tier_write import TierWrite
 from trainer_side.transfer import Transfer
 
 _log = logging.getLogger("holdfast.trainer")
@@ -76,7 +76,7 @@ class AreaUse:
         settled: It is staged, or not; and sealed in the tiers, or not.
     """
 
-    def __init__(self, transfer: Transfer, keeping: Keeping | None) -> None:
+    def __init__(self, transfer: Transfer, keeping: TierWrite | None) -> None:
         self.transfer, self.keeping = transfer, keeping
         kept = [keeping.released] if keeping is not None else []
         self.released, self.settled = _All([transfer.released, *kept]), _All([transfer.settled, *kept])
@@ -163,7 +163,7 @@ class Areas:
             self._slots[address] = self._make(writer)
         return self._slots[address]
 
-    def send(self, area: Staging, transfer: Transfer, keeping: Keeping | None = None) -> None:
+    def send(self, area: Staging, transfer: Transfer, keeping: TierWrite | None = None) -> None:
         """`transfer` and `keeping` read from `area` until they are released."""
         flight = AreaUse(transfer, keeping)
         self._sent_from[area] = flight

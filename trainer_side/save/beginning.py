@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from holdfast.errors import ConfigError, HoldfastError, StoreError
 from holdfast.image.manifest import is_manifest_name
 from holdfast.store import open_store
-from trainer_side.tiers.kept_slices import ask_kept
 from trainer_side.tiers.tier import Nearness, Tier
+from trainer_side.tiers.tier_inventory import ask_kept
 
 _log = logging.getLogger("holdfast.trainer")
 

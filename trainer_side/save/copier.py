@@ -42,7 +42,7 @@ from trainer_side.state import accelerator
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Capture, Outgrown
 from trainer_side.state.tree import with_inner
-from trainer_side.tiers.keeping import Keeping
+from trainer_side.tiers.tier_write import TierWrite
 from trainer_side.transfer import Transfer
 
 _log = logging.getLogger("holdfast.trainer")
@@ -76,7 +76,7 @@ class CopyJob:
     taken: Capture
     after: StreamEvent | None
     fingerprints: Fingerprints | None
-    keeping: Keeping | None = None
+    keeping: TierWrite | None = None
     instant: SavedInstant | None = None
     abandoned: threading.Event = field(default_factory=threading.Event)
     updating: threading.Event = field(default_factory=threading.Event)

@@ -28,9 +28,9 @@ from trainer_side.save.rank_context import RankContext
 from trainer_side.save.staging import Staging
 from trainer_side.state import accelerator
 from trainer_side.state.skeleton import Skeleton
-from trainer_side.tiers.keeping import Keeping
-from trainer_side.tiers.media import address_of
+from trainer_side.tiers.medium import address_of
 from trainer_side.tiers.tier import SliceWriter
+from trainer_side.tiers.tier_write import TierWrite
 from trainer_side.transfer import Transfer, TransferState
 
 _LOOK_SECONDS = 0.05  # while waiting: how soon it is seen that another rank has declined the step
@@ -54,7 +54,7 @@ class StepPlace:
     """
 
     area: Staging
-    keeping: Keeping | None
+    keeping: TierWrite | None
 
 
 def _nobody() -> None:
@@ -266,7 +266,7 @@ class Room:
             return None
         return StepPlace(self._areas.take_slot(keeping.writers[keeping.source_is_slot]), keeping)
 
-    def _take_slots(self, step: int, record: dict[str, Any]) -> Keeping | None:
+    def _take_slots(self, step: int, record: dict[str, Any]) -> TierWrite | None:
         """With `on_full="wait"`, wait for those that will become free: verdicts come a little later than seals."""
         lives = self._link.lives
         if self._config.on_full == "skip" or not self._tiers.takes_steps:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
+from trainer_side.tiers.tier import Order
+
 SLOTS_MIN = 2  # one complete step, and one on its way
-Order = tuple[int, int]  # (attempt, step)
 
 
 class SlotEntry(NamedTuple):
@@ -44,27 +45,19 @@ class _Slot:
 
 
 class FileSlots:
-    """The slots of one slot file. Not thread-safe.
-
-    Args:
-        count: Number of slots; at least 2.
-        found: Slices that an earlier process has sealed: slot → entry.
-    """
+    """The slots of one slot file. Not thread-safe. `found`: slices that an earlier process has sealed, by slot."""
 
     def __init__(self, count: int, found: Mapping[int, SlotEntry] | None = None) -> None:
         assert count >= SLOTS_MIN, "the newest complete step needs one, the next one another"
         self._slots = [_Slot() for _ in range(count)]
-        self._complete: Order = (
-            0,
-            0,
-        )  # the newest that every rank is said to have; it may have left this file
+        self._complete: Order = (0, 0)  # the newest complete step; its slice may have left this file
         for slot, entry in (found or {}).items():
             self._slots[slot] = _Slot(_State.SEALED, entry.order, entry.complete, found=True)
             if entry.complete:
                 self._complete = max(self._complete, entry.order)
 
     def begin(self, order: Order) -> int | None:
-        """Take a slot for this step; None if there is none, or a newer step is complete.
+        """Take a slot for this step; None if all must stay, or a newer step is complete.
 
         A free slot comes first; then one whose slice was given up; then that of the oldest slice that need not stay.
         """
@@ -125,7 +118,7 @@ class FileSlots:
     def _protected(self) -> set[int]:
         """Sealed slices that must stay.
 
-        These are the newest complete slice, and each slice of this process that may yet become complete. Where no
+        These are the newest complete slice, and each slice of this process that may yet become complete. If no
         complete one is known, the newest slice that was found takes its place: after a kill it may be the complete one.
         Found slices never hold all slots for good.
         """

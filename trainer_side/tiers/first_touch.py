@@ -36,14 +36,8 @@ def can_populate() -> bool:
 def populate(address: int, nbytes: int, *, write: bool = True) -> bool:
     """Have the kernel map all pages of a mapping, by as many threads as this rank has cores. Any thread.
 
-    Args:
-        address: Where it begins; of a page.
-        nbytes: How large it is.
-        write: To be written to: pages that are not there are made. False: as far as reading them needs it, so that
-            pages of a file on a disk are not marked as changed.
-
-    Returns:
-        False: the kernel has no such call, and nothing was touched.
+    With `write`, missing pages are made; without, pages are mapped as far as reading them needs it, so that pages of a
+    file on a disk are not marked as changed. Returns False if the kernel has no such call.
 
     Raises:
         OSError: There is no memory (`ENOMEM`), or the file system of a mapped file is full (`EFAULT`).
@@ -74,10 +68,7 @@ def populate(address: int, nbytes: int, *, write: bool = True) -> bool:
 
 
 def fill_file(descriptor: int, path: Path, nbytes: int) -> None:
-    """Make the pages of a new file that lies in memory, as far as there are any to have; elsewhere do nothing.
-
-    `reserve` must follow: it finds what is missing, and says so.
-    """
+    """Make the pages of a new file in memory, as far as memory is left; elsewhere do nothing. `reserve` must follow."""
     if file_system_of(path) not in IN_MEMORY or not can_populate():
         return
     os.ftruncate(descriptor, nbytes)

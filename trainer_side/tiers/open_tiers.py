@@ -12,14 +12,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from trainer_side.ranks.cores import cores_of_rank
-from trainer_side.tiers.media import CachedFile, DirectFile, MappedFile, Medium
-from trainer_side.tiers.memory_place import refuse_disk
-from trainer_side.tiers.pm import PmFile
+from trainer_side.tiers.medium import CachedFile, DirectFile, MappedFile, Medium, PmFile
 from trainer_side.tiers.slot_tier import SlotTier
 from trainer_side.tiers.tier import Nearness, Tier
-from trainer_side.tiers.tier_directory import TierDirectory
+from trainer_side.tiers.tier_directory import TierDirectory, refuse_disk
 
 SLOTS = 2
 _SUMMERS_MAX = 6
@@ -32,20 +31,32 @@ _MEDIA: dict[Nearness, Callable[[Path], Medium]] = {
 _ALLOWED = "memory, memory:/dir, pm:/dir, nvme:/dir, file:/dir or store"
 
 
+_IN_MEMORY = frozenset({Nearness.MEMORY, Nearness.PM})
+
+
+def open_tiers(config: TrainerConfig, run_url: str) -> list[Tier]:
+    """The tiers that are set, nearest first as they are given. ConfigError: one of them is not a tier."""
+    found: list[Tier] = []
+    for spec in config.tiers:
+        # In memory a slot costs memory: one, and one for each step in flight. Elsewhere the device is measured.
+        in_memory = spec.partition(":")[0] in _IN_MEMORY
+        slots = config.tier_slots or (config.in_flight_max + 1 if in_memory else None)
+        try:
+            found.append(open_tier(spec, run_url, slots=slots, writers=config.tier_writers))
+        except ConfigError as error:
+            raise ConfigError(f"trainer setting tiers: {error}") from error
+    return found
+
+
 def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: int | None = None) -> Tier:
     """The tier that `spec` names. Nothing on disk is touched before `prepare` or `kept`.
 
-    Args:
-        spec: A kind, and after a colon the directory; `memory` alone has a directory of its own.
-        run_url: The URL of the run.
-        slots: How many slices a rank keeps room for: one, and one for each checkpoint in flight. At least 2; None:
-            `prepare` measures the device for a second, and takes a number that suits it.
-        writers: How many threads write at once; None: measured in the same way. In memory as many as keep up with a
-            device, at most half of this rank's cores.
+    `slots` is the number of slices that a rank has room for: one, and one for each checkpoint in flight. If it is None,
+    `prepare` measures the device for a second, and takes a number that suits it. So it does with `writers`, the number
+    of threads that write at once; in memory these are as many as keep up with a device, at most half of the cores.
 
     Raises:
-        ConfigError: `spec` names no tier; the message lists the kinds. Or a memory tier lies on a disk, and this rank
-            trains on a device.
+        ConfigError: `spec` is not a tier, or a memory tier lies on a disk and this rank trains on a device.
     """
     kind, colon, directory = spec.partition(":")
     if kind not in {*_MEDIA, Nearness.STORE}:
@@ -93,6 +104,4 @@ def _open_store(run_url: str, slots: int | None, writers: int | None) -> Tier:
 
     store = open_store(run_url)
     run = store.url.rstrip("/").rpartition("/")[2]
-    return StoreTier(
-        store, run=run, slots=slots if slots is not None else SLOTS, writers=writers, closes=True
-    )
+    return StoreTier(store, run=run, slots=SLOTS if slots is None else slots, writers=writers, closes=True)

@@ -5,19 +5,29 @@
 
 One of the two sectors is always whole and durable; only the other one is written. After a failed flush nobody knows
 whether the sector that it wrote counts. So the file takes its slots for named by that sector, and writes it once more.
+
+`examine` and `scan` read the files of any rank: they take no lock and write nothing, since a file may have a living
+writer. Bytes of a slot that is being written again have wrong CRCs; the reader of the slices compares them.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
-from collections.abc import Callable, MutableMapping
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 from holdfast.crc import crc32
-from holdfast.errors import DamageError, StoreError
+from holdfast.errors import ConfigError, DamageError, HoldfastError, StoreError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceSeal
-from trainer_side.tiers.media import Medium
+from holdfast.ring.directory import open_private_file
+from holdfast.store.posix_errors import translated
+from trainer_side.tiers.medium import Medium
 from trainer_side.tiers.slot_format import (
     PAGE_BYTES,
     SECTOR_OFFSETS,
@@ -27,6 +37,10 @@ from trainer_side.tiers.slot_format import (
     newest,
     whole_pages,
 )
+from trainer_side.tiers.tier import Kept
+from trainer_side.tiers.tier_directory import TierDirectory
+
+_log = logging.getLogger("holdfast.trainer")
 
 Table = tuple[Commitment | None, ...]  # per slot
 Read = Callable[[int, int], bytes]  # (offset, bytes) → the bytes there; fewer at the end of the file
@@ -43,15 +57,8 @@ def read_sectors(read: Read, superblock: Superblock) -> list[CommitSector | None
     return [CommitSector.from_bytes(read(offset, PAGE_BYTES), superblock.slots) for offset in SECTOR_OFFSETS]
 
 
-def read_layout(
-    read: Read, superblock: Superblock, known: MutableMapping[str, Layout], *, source: str
-) -> Layout:
-    """The layout in the file. If `known` has its digest, the bytes are checked but not parsed again.
-
-    Raises:
-        DamageError: The bytes are not those that were written.
-        ProtocolError: The layout is not readable.
-    """
+def read_layout(read: Read, superblock: Superblock, known: dict[str, Layout], *, source: str) -> Layout:
+    """The layout in the file. If `known` has its digest, the bytes are checked but not parsed again."""
     packed = read(superblock.layout_offset, superblock.layout_bytes)
     if len(packed) != superblock.layout_bytes or crc32(packed) != superblock.layout_crc32:
         raise DamageError(f"{source}: the layout in the file is altered or cut short")
@@ -67,11 +74,7 @@ def read_layout(
 def read_seal(
     read: Read, superblock: Superblock, layout: Layout, slot: int, commitment: Commitment, *, source: str
 ) -> SliceSeal:
-    """The seal of a slot that the record names.
-
-    Raises:
-        DamageError: The seal is not the one that was committed, or it is of another rank, step or layout.
-    """
+    """The seal of a slot that the record names. It must be the committed one, of this rank, step and layout."""
     source = f"{source} slot {slot}"
     if commitment.seal_bytes > superblock.seal_room_bytes:
         raise DamageError(
@@ -91,17 +94,113 @@ def read_seal(
     return seal
 
 
+class Examined(NamedTuple):
+    """A slot file that is whole. `committed`: the slices that the record names, per slot."""
+
+    superblock: Superblock
+    layout: Layout
+    committed: tuple[Commitment | None, ...]
+    seals_missing: dict[int, str]  # slots that the record names and whose seal is damaged, with what is wrong
+    kept: tuple[Kept, ...]
+
+
+def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layout]) -> Examined:
+    """Read everything in a slot file of `place` except the slices. `rank` is the one in the name of the file.
+
+    `layouts` holds known layouts, by digest; the layout of the file is added.
+
+    Raises:
+        ConfigError: The file is not ours, or of another run or rank.
+        DamageError, ProtocolError: The file is no slot file that this version can read.
+        StoreError: The device refused.
+    """
+    source = str(path)
+    with translated("open", path):
+        file = open_private_file(path, os.O_RDONLY)
+    try:
+        with translated("read", path):
+            read = partial(_pread, file)
+            superblock = Superblock.from_bytes(read(0, PAGE_BYTES), source=source)
+            if superblock.run_digest != place.run_digest:
+                raise ConfigError(
+                    f"{path}: belongs to another run ({superblock.run}), expected {place.run}. The file is left as it "
+                    "is: move it away, or choose another directory"
+                )
+            if superblock.rank != rank:
+                raise ConfigError(
+                    f"{path}: holds slices of rank {superblock.rank}, its name says rank {rank}. The file is left as "
+                    "it is: give it its own name back, or move it away"
+                )
+            file_bytes = os.fstat(file).st_size
+            if file_bytes < superblock.file_bytes:
+                raise DamageError(
+                    f"{source}: cut short: {file_bytes} bytes, expected {superblock.file_bytes}"
+                )
+            layout = read_layout(read, superblock, layouts, source=source)
+            sectors = read_sectors(read, superblock)
+            current = newest(sectors)
+            sector = None if current is None else sectors[current]
+            if sector is None:
+                raise DamageError(
+                    f"{source}: neither commit sector is whole, so nobody knows what its slots hold"
+                )
+            missing: dict[int, str] = {}
+            kept = []
+            for slot, commitment in enumerate(sector.slots):
+                if commitment is None:
+                    continue
+                try:
+                    seal = read_seal(read, superblock, layout, slot, commitment, source=source)
+                except DamageError as error:
+                    _log.warning("%s", error)
+                    missing[slot] = str(error)
+                else:
+                    kept.append(Kept(seal, layout, source, slot, complete=commitment.complete))
+            return Examined(superblock, layout, sector.slots, missing, tuple(kept))
+    finally:
+        os.close(file)
+
+
+def scan(place: TierDirectory, layouts: dict[str, Layout]) -> tuple[list[Examined], list[str]]:
+    """All readable slot files of a run, and the damage: unreadable files, and slices of steps that were complete.
+
+    The log names an unreadable file, and the file stays as it is.
+    """
+    files: list[Examined] = []
+    damage: list[str] = []
+    for path, rank in place.slot_paths():
+        try:
+            examined = examine(path, place, rank, layouts)
+        except HoldfastError as error:
+            if path.exists():  # else its writer has just removed it
+                _log.warning("local tier: leaving out a file: %s", error)
+                if not isinstance(error, ConfigError):  # another run's, or another rank's
+                    damage.append(str(error))
+        else:
+            files.append(examined)
+            for slot, reason in examined.seals_missing.items():
+                committed = examined.committed[slot]
+                if committed is not None and committed.complete:
+                    damage.append(f"step {committed.step} (attempt {committed.attempt}): {reason}")
+    return files, damage
+
+
+def _pread(file: int, offset: int, nbytes: int) -> bytes:
+    done = b""
+    while len(done) < nbytes:
+        piece = os.pread(file, nbytes - len(done), offset + len(done))
+        if not piece:
+            break
+        done += piece
+    return done
+
+
 class SlotFile:
     """A slot file that this process may write. `write` belongs to any thread; one at a time calls the others.
 
-    Args:
-        medium: The file.
-        superblock: The superblock of the file; checked already.
-        source: The path of the file, for messages.
+    Each method that writes raises StoreError if the device refuses.
 
-    Raises:
-        DamageError: No commit sector is whole.
-        StoreError: The device refused.
+    `superblock` was checked already. `source` is the path, for messages. DamageError: no commit sector is whole.
     """
 
     def __init__(self, medium: Medium, superblock: Superblock, *, source: str) -> None:
@@ -130,7 +229,7 @@ class SlotFile:
 
     @property
     def failed_flushes(self) -> int:
-        """How often a flush has failed. Bytes that any thread wrote before the last failure may be lost."""
+        """Number of failed flushes. Bytes that any thread wrote before the last failure may be lost."""
         return self._failed_flushes
 
     def names(self, slot: int) -> bool:
@@ -138,19 +237,11 @@ class SlotFile:
         return any(table[slot] is not None for table in (self._committed, *self._doubtful))
 
     def write(self, slot: int, offset: int, view: memoryview) -> None:
-        """Write into the area of a slot.
-
-        Raises:
-            StoreError: The device refused.
-        """
+        """Write into the area of a slot."""
         self.medium.write(self.superblock.slot_offset(slot) + offset, view)
 
     def write_seal(self, slot: int, seal: SliceSeal) -> Commitment:
-        """Put a seal behind its slice; the seal means nothing until it is committed.
-
-        Raises:
-            StoreError: The slot has no room for the seal, or the device refused.
-        """
+        """Put a seal behind its slice; the seal means nothing until it is committed."""
         data = seal.to_bytes()
         if len(data) > self.superblock.seal_room_bytes:
             # The record is for people: a slice without a record can be restored, a record without a slice cannot.
@@ -164,11 +255,7 @@ class SlotFile:
         return Commitment(seal.attempt, seal.step, False, len(data), crc32(data))
 
     def flush(self) -> None:
-        """Make every byte that was written durable.
-
-        Raises:
-            StoreError: The device refused.
-        """
+        """Make every byte that was written durable."""
         try:
             self.medium.flush()
         except BaseException:
@@ -176,10 +263,9 @@ class SlotFile:
             raise
 
     def commit(self, table: Table) -> None:
-        """From now on these slots hold sealed slices, and no others. Slices and seals must be durable already.
+        """Record that these slots hold sealed slices, and no others. Slices and seals must be durable already.
 
-        Raises:
-            StoreError: The device refused; nobody knows then whether the record counts.
+        If the device refuses, it is unknown whether the record counts.
         """
         target = 1 - self._current
         self._sequence += 1

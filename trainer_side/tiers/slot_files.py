@@ -10,9 +10,14 @@ Only the holder of the rank's lock may call `open` and `remove_older`.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from holdfast.errors import ConfigError, DamageError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.layout import Layout
@@ -24,30 +29,25 @@ from holdfast.store.posix_errors import free_bytes, translated
 from holdfast.store.posix_io import reserve, sync_directory, write_all
 from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.first_touch import fill_file
-from trainer_side.tiers.media import Medium
-from trainer_side.tiers.slot_file import SlotFile, first_pages
+from trainer_side.tiers.medium import Medium
+from trainer_side.tiers.slot_file import Examined, SlotFile, examine, first_pages
 from trainer_side.tiers.slot_format import Superblock
-from trainer_side.tiers.slot_scan import Examined, examine
 from trainer_side.tiers.slot_writer import OpenSlots
+from trainer_side.tiers.tier import Order
 from trainer_side.tiers.tier_directory import RankLock, TierDirectory
-from trainer_side.tiers.tier_profile import SCRATCH_BYTES, TierProfile, measure
 
 _log = logging.getLogger("holdfast.trainer")
 _BESIDE_MAX = 100  # damaged files of one name: somebody should have looked by then
 _WRITERS_TRIED = (1, 2, 4)
 _IN_FLIGHT_TRIED = (1, 2, 3)  # slots take room: one more than are in flight
+SCRATCH_BYTES = 64 << 20
+_BLOCK_BYTES = 8 << 20  # the size of one write: like a frame, which is half a chunk or more
+_MEASURE_SECONDS_MAX = 1.0
+_NEARLY = 1.05
 
 
 class SlotFiles:
-    """See the module.
-
-    Args:
-        name: Name of the tier, for messages.
-        place: The directory of the files.
-        medium: Opens a file.
-        slots: How many slots each file has; None: measured when the file is made.
-        writers: How many threads write at once; None: measured when the file is made.
-    """
+    """See the module. `slots` per file and `writers` at once are measured when a file is made, if they are None."""
 
     def __init__(
         self,
@@ -62,18 +62,8 @@ class SlotFiles:
         self._slots, self._writers = slots, writers
 
     def open(self, layout: Layout, rank: int, layouts: dict[str, Layout]) -> OpenSlots:
-        """The slot file for this layout.
-
-        Raises:
-            ConfigError: There is no room, or the file is not ours or of another run.
-            StoreError: The device refused.
-        """
-        choices = (
-            [self._slots]
-            if self._slots is not None
-            else [count + SLOTS_MIN - 1 for count in _IN_FLIGHT_TRIED]
-        )
-        for slots in choices:
+        """The slot file for this layout. See `Tier.prepare` for errors."""
+        for slots in [self._slots] if self._slots else [count + SLOTS_MIN - 1 for count in _IN_FLIGHT_TRIED]:
             opened = self._open_found(layout, rank, slots, layouts)
             if opened is not None:
                 return opened
@@ -85,9 +75,7 @@ class SlotFiles:
         assert opened is not None, "it was just made"
         return opened
 
-    def remove_older(
-        self, opened: OpenSlots, order: tuple[int, int], layouts: dict[str, Layout]
-    ) -> list[Path]:
+    def remove_older(self, opened: OpenSlots, order: Order, layouts: dict[str, Layout]) -> list[Path]:
         """Every rank has sealed `order`: remove files that hold only older steps and have no living writer."""
         removed = []
         for path, rank in self._place.slot_paths():
@@ -211,21 +199,17 @@ class SlotFiles:
         )
 
     def _free_bytes(self) -> int | None:
-        """Room for more files. In memory no more than the limits of this process leave: the kernel would not refuse the
-        pages, but kill a rank.
-        """
         directory = self._place.directory
         free = free_bytes(directory)
         if free is None or file_system_of(directory) not in IN_MEMORY:
             return free
+        # Beyond the memory limits of this process the kernel would not refuse the pages, but kill a rank.
         return min(free, available_memory_bytes())
 
     def _measured(self, layout: Layout, rank: int) -> TierProfile:
         """Slots and writers that suit the device, unless they are set; the least for a small slice or a full device."""
         least = TierProfile((self._slots or SLOTS_MIN) - 1, self._writers or 1)
-        if (self._slots is not None and self._writers is not None) or (
-            area_bytes(layout, rank) < SCRATCH_BYTES
-        ):
+        if (self._slots and self._writers) or area_bytes(layout, rank) < SCRATCH_BYTES:
             return least
         in_flight = _IN_FLIGHT_TRIED if self._slots is None else (least.in_flight,)
         writers = _WRITERS_TRIED if self._writers is None else (least.writers,)
@@ -251,3 +235,78 @@ class SlotFiles:
         except HoldfastError as error:
             _log.warning("tier %s: the device could not be measured: %s", self._name, error)
             return least
+
+
+# -- how many in flight, and how many writers, suit a device --------------------------------------------------------
+
+
+class TierProfile(NamedTuple):
+    """`in_flight`: slices written at once. `writers`: threads for each."""
+
+    in_flight: int
+    writers: int
+
+
+def choose(seconds: Mapping[TierProfile, float]) -> TierProfile:
+    """The best profile, by the seconds until all its slices were written."""
+    per_slice = {profile: elapsed / profile.in_flight for profile, elapsed in seconds.items()}
+    good_enough = min(per_slice.values()) * _NEARLY
+    return min(profile for profile, elapsed in per_slice.items() if elapsed <= good_enough)
+
+
+def measure(
+    medium: Medium,
+    candidates: Sequence[TierProfile],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    seconds_max: float = _MEASURE_SECONDS_MAX,
+) -> TierProfile:
+    """Write with each candidate in turn, and choose. The first one is always tried, the others while there is time.
+
+    For N in flight with p writers each, N slices are written at once, each flushed at its end, in T_w seconds. The best
+    has the least T_w / N; of those that are nearly as good, the one with the fewest in flight, then the fewest writers
+    (PCcheck, ASPLOS 2025, section 3.4).
+
+    All `SCRATCH_BYTES` of the medium are overwritten. After `seconds_max` no further candidate is tried.
+    """
+    seconds: dict[TierProfile, float] = {}
+    with mmap.mmap(-1, _BLOCK_BYTES) as block:
+        block[:] = os.urandom(1 << 20) * (_BLOCK_BYTES >> 20)  # a device may be quicker with zeros
+        with memoryview(block) as view:
+            _write(medium, view, TierProfile(1, 1))  # first touch of the file, which takes longer
+            begun = clock()
+            for profile in candidates:
+                started = clock()
+                if seconds and started - begun > seconds_max:
+                    break
+                _write(medium, view, profile)
+                seconds[profile] = (clock() - started) / _blocks_per_slice(profile)
+    return choose(seconds)
+
+
+def _blocks_per_slice(profile: TierProfile) -> int:
+    return SCRATCH_BYTES // _BLOCK_BYTES // profile.in_flight
+
+
+def _write(medium: Medium, view: memoryview, profile: TierProfile) -> None:
+    """All slices of a profile at once; together about `SCRATCH_BYTES`."""
+    blocks = _blocks_per_slice(profile)
+
+    def one_slice(number: int) -> None:
+        left = iter(range(number * blocks, (number + 1) * blocks))
+        taking = threading.Lock()
+
+        def writer(_: int) -> None:
+            while True:
+                with taking:
+                    block = next(left, None)
+                if block is None:
+                    return
+                medium.write(block * _BLOCK_BYTES, view)
+
+        with ThreadPoolExecutor(profile.writers) as writers:
+            list(writers.map(writer, range(profile.writers)))
+        medium.flush()
+
+    with ThreadPoolExecutor(profile.in_flight) as slices:
+        list(slices.map(one_slice, range(profile.in_flight)))

@@ -50,7 +50,7 @@ class UnknownVersionError(ProtocolError):
 
 def whole_pages(nbytes: int) -> int:
     """Round `nbytes` up to pages."""
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    return _aligned(nbytes, PAGE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,19 @@ class Superblock:
     """
 
     run: str
-    run_digest: bytes
+    # The other fields are in the order of `_SUPER`.
     rank: int
     ranks: int
     slots: int
+    writers: int
+    run_digest: bytes
+    layout_digest: str
+    area_bytes: int
     slot_bytes: int
     slots_offset: int
-    area_bytes: int
-    layout_digest: str
     layout_offset: int
     layout_bytes: int
     layout_crc32: int
-    writers: int = 0
 
     @classmethod
     def plan(
@@ -130,12 +131,7 @@ class Superblock:
 
     @classmethod
     def from_bytes(cls, page: bytes, *, source: str) -> Superblock:
-        """Read what `to_bytes` wrote.
-
-        Raises:
-            UnknownVersionError: The slot file has another version.
-            DamageError: This is no slot file, it is truncated or altered, or its parts contradict each other.
-        """
+        """Read what `to_bytes` wrote. DamageError: it is not a slot file, truncated, altered, or contradicts itself."""
         if len(page) != PAGE_BYTES or page[: len(_SUPER_MAGIC)] != _SUPER_MAGIC:
             raise DamageError(f"{source}: does not begin with the superblock of a slot file")
         version = _SUPER.unpack_from(page)[1]
@@ -143,23 +139,11 @@ class Superblock:
             raise UnknownVersionError(f"{source}: slot file version {version}, this holdfast reads {VERSION}")
         if not _is_whole(page):
             raise DamageError(f"{source}: the superblock is altered (its CRC-32 does not match)")
-        (_, _, rank, ranks, slots, writers, run_digest, layout_digest, *rest) = _SUPER.unpack_from(page)
-        area, slot_bytes, slots_offset, layout_offset, layout_bytes, layout_crc32, name_bytes = rest
-        found = cls(
-            run=page[_SUPER.size : _SUPER.size + name_bytes].decode(errors="replace"),
-            run_digest=run_digest,
-            rank=rank,
-            ranks=ranks,
-            slots=slots,
-            slot_bytes=slot_bytes,
-            slots_offset=slots_offset,
-            area_bytes=area,
-            layout_digest=layout_digest.hex(),
-            layout_offset=layout_offset,
-            layout_bytes=layout_bytes,
-            layout_crc32=layout_crc32,
-            writers=writers,
+        _, _, rank, ranks, slots, writers, run_digest, layout_digest, *rest, name_bytes = _SUPER.unpack_from(
+            page
         )
+        run = page[_SUPER.size : _SUPER.size + name_bytes].decode(errors="replace")
+        found = cls(run, rank, ranks, slots, writers, run_digest, layout_digest.hex(), *rest)
         found._check(source)
         return found
 
@@ -214,15 +198,13 @@ class CommitSector:
         _, sequence, count = _SECTOR.unpack_from(page)
         if count != slots:
             return None
-        found: list[Commitment | None] = []
-        for slot in range(slots):
-            flags, seal_bytes, attempt, step, seal_crc32 = _ENTRY.unpack_from(
-                page, _SECTOR.size + slot * _ENTRY.size
-            )
-            sealed = flags & _SEALED
-            found.append(
-                Commitment(attempt, step, bool(flags & _COMPLETE), seal_bytes, seal_crc32) if sealed else None
-            )
+        entries = [_ENTRY.unpack_from(page, _SECTOR.size + slot * _ENTRY.size) for slot in range(slots)]
+        found = [
+            Commitment(attempt, step, bool(flags & _COMPLETE), seal_bytes, seal_crc32)
+            if flags & _SEALED
+            else None
+            for flags, seal_bytes, attempt, step, seal_crc32 in entries
+        ]
         return cls(sequence, tuple(found))
 
 

@@ -20,14 +20,13 @@ from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import read_whole
 from trainer_side.tiers.file_slots import SLOTS_MIN
-from trainer_side.tiers.media import Medium
-from trainer_side.tiers.memory_place import refuse_disk
+from trainer_side.tiers.medium import Medium
+from trainer_side.tiers.slot_file import scan
 from trainer_side.tiers.slot_files import SlotFiles
 from trainer_side.tiers.slot_format import SLOTS_MAX, Superblock
-from trainer_side.tiers.slot_scan import scan
 from trainer_side.tiers.slot_writer import OpenSlots, SlotWriter
 from trainer_side.tiers.tier import Kept, Nearness
-from trainer_side.tiers.tier_directory import RankLock, TierDirectory
+from trainer_side.tiers.tier_directory import RankLock, TierDirectory, refuse_disk
 
 _DYING_SECONDS_MAX = 5.0
 _log = logging.getLogger("holdfast.trainer")
@@ -38,14 +37,9 @@ class SlotTier:
 
     Args:
         name: The tier as it is set.
-        nearness: The kind of memory or device.
-        place: The directory of its files.
         medium: Opens a slot file.
-        slots: How many slots a file has; None: as many as suit the device.
-        writers: How many threads write at once; None: as many as suit the device.
-
-    Raises:
-        ConfigError: `slots` or `writers` is out of range.
+        slots: Number of slots of a file. `writers`: of threads that write at once. None: as many as suit the device.
+            ConfigError: out of range.
     """
 
     def __init__(
@@ -65,7 +59,7 @@ class SlotTier:
             )
         if writers is not None and writers < 1:
             raise ConfigError(f"tier {name}: writers must be at least 1, got {writers}")
-        self._name, self._nearness, self._place, self._writers = name, nearness, place, writers
+        self.name, self.nearness, self._place, self._writers = name, nearness, place, writers
         self._files = SlotFiles(name, place, medium, slots=slots, writers=writers)
         self._preparing = threading.Lock()
         self._lock: RankLock | None = None
@@ -74,14 +68,6 @@ class SlotTier:
         self._superblocks: dict[str, Superblock] = {}
         self._damage: list[str] = []
         self._leftovers = False  # files of other layouts may lie about
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def nearness(self) -> Nearness:
-        return self._nearness
 
     @property
     def how(self) -> str:
@@ -100,12 +86,12 @@ class SlotTier:
         return 0 if self._open is None else self._open.file.superblock.slots
 
     def prepare(self, layout: Layout, rank: int) -> None:
-        if self._nearness is Nearness.MEMORY:
-            refuse_disk(self._name, self._place.base)  # the device may have come after the start
+        if self.nearness is Nearness.MEMORY:
+            refuse_disk(self.name, self._place.base)  # the device may have come after the start
         with self._preparing:
             now = self._open
             if now is not None and now.rank != rank:
-                raise ConfigError(f"tier {self._name}: is prepared for rank {now.rank}, got rank {rank}")
+                raise ConfigError(f"tier {self.name}: is prepared for rank {now.rank}, got rank {rank}")
             if now is not None and now.layout.digest == layout.digest:
                 return
             self._place.make()
@@ -121,7 +107,7 @@ class SlotTier:
             self._leftovers = True
             if now is not None:
                 now.retire()
-            _log.info("tier %s: %s, %d slots in %s", self._name, self.how, self.slots, self._open.file.source)
+            _log.info("tier %s: %s, %d slots in %s", self.name, self.how, self.slots, self._open.file.source)
 
     def memories(self) -> Sequence[memoryview]:
         return () if self._open is None else self._open.memories()
@@ -136,7 +122,7 @@ class SlotTier:
                 self._files.remove_older(opened, (attempt, step), self._layouts)
                 self._leftovers = False
         except StoreError as error:  # the slice is sealed, and the next seal meets the same device
-            _log.warning("tier %s: could not record that step %d is complete: %s", self._name, step, error)
+            _log.warning("tier %s: could not record that step %d is complete: %s", self.name, step, error)
 
     def void(self, attempt: int, step: int) -> None:
         if self._open is not None:
@@ -152,12 +138,12 @@ class SlotTier:
         if not self._place.check():
             return []
         found: list[Kept] = []
-        doubts, scanned = self._place.doubts(), scan(self._place, self._layouts)
-        self._damage = scanned.damage
-        for superblock, kept in scanned.files:
-            found += [replace(one, doubt=doubt_about(doubts, Key(*one.seal.order))) for one in kept]
-            for one in kept:
-                self._superblocks[one.place] = superblock
+        doubts = self._place.doubts()
+        files, self._damage = scan(self._place, self._layouts)
+        for file in files:
+            for one in file.kept:
+                found.append(replace(one, doubt=doubt_about(doubts, Key(*one.seal.order))))
+                self._superblocks[one.place] = file.superblock
         return sorted(found, key=lambda one: (one.seal.order, -one.seal.rank), reverse=True)
 
     def damage(self) -> Sequence[str]:

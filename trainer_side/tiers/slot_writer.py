@@ -10,29 +10,23 @@ nothing. `record` makes commits come one after the other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast.errors import StoreError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceSeal, frames_of
-from trainer_side.tiers.file_slots import FileSlots, Order, SlotEntry
-from trainer_side.tiers.media import Copy
+from trainer_side.tiers.file_slots import FileSlots, SlotEntry
 from trainer_side.tiers.slot_file import SlotFile
 from trainer_side.tiers.slot_format import Commitment
+from trainer_side.tiers.tier import Order
 
 
 class OpenSlots:
-    """A slot file to which slices of one layout are written. Any thread.
+    """A slot file, for this object alone, to which slices of one layout and rank are written. Any thread.
 
-    Args:
-        file: The file; nobody else may use it.
-        layout: Layout of the slices.
-        rank: The rank whose slices they are.
-        run: Name of the run.
-        unsealable: Slots that the record names and whose seal is damaged.
+    `unsealable` are slots that the record names and whose seal is damaged.
     """
 
     def __init__(
@@ -53,7 +47,7 @@ class OpenSlots:
         self._writers, self._retired = 0, False
 
     def memories(self) -> list[memoryview]:
-        """Each slot as writable memory, in the order in which fresh ones are taken; empty where there is none."""
+        """Each slot as writable memory, in the order in which fresh ones are taken; empty on a device."""
         superblock, medium = self.file.superblock, self.file.medium
         found = [
             medium.memory(superblock.slot_offset(slot), superblock.area_bytes)
@@ -80,11 +74,8 @@ class OpenSlots:
     def complete(self, order: Order) -> bool:
         """Every rank has sealed this step. Returns whether it is sealed here and was not known to be complete.
 
-        The record then names it as complete: a job that comes after a kill, and is told nothing, must not take its
-        slot.
-
-        Raises:
-            StoreError: The device refused; the next commit records it.
+        The record then names it as complete: the next job, which after a kill is told nothing, must not take its slot.
+        If the device refuses (StoreError), the next commit records it.
         """
         with self._core:
             news = self._slots.complete(order)
@@ -149,29 +140,18 @@ class OpenSlots:
 
 
 class SlotWriter:
-    """As `trainer_side.tiers.tier.SliceWriter`. `OpenSlots.begin` gives one.
-
-    Attributes:
-        order: Attempt and step.
-    """
+    """As `trainer_side.tiers.tier.SliceWriter`. `OpenSlots.begin` gives one."""
 
     def __init__(self, slots: OpenSlots, slot: int, order: Order) -> None:
         self._slots, self._slot, self.order = slots, slot, order
         superblock, medium = slots.file.superblock, slots.file.medium
-        self._memory = medium.memory(superblock.slot_offset(slot), superblock.area_bytes)
+        self.memory = medium.memory(superblock.slot_offset(slot), superblock.area_bytes)
+        self.copy = medium.copy
         self._crcs: dict[int, int] = {}
         self._failed_flushes = slots.file.failed_flushes
         self._guard = threading.Lock()
-        self._writing, self._over, self._unsealed = 0, False, self._memory is not None
+        self._writing, self._over, self._unsealed = 0, False, self.memory is not None
         self._unsealing = threading.Lock()
-
-    @property
-    def memory(self) -> memoryview | None:
-        return self._memory
-
-    @property
-    def copy(self) -> Copy | None:
-        return self._slots.file.medium.copy
 
     def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
         place = self._slots.frames[frame]
@@ -179,12 +159,18 @@ class SlotWriter:
             raise StoreError(
                 f"{self._what}: frame {frame} has {buffer.nbytes} bytes, expected {place.padded_bytes}"
             )
-        with self._entered(f"frame {frame}"):
+        with self._guard:
+            if self._over:
+                raise StoreError(f"{self._what} is over already, frame {frame} comes too late")
+            self._writing += 1
+        try:
             self._unseal()
             self._slots.file.write(self._slot, place.offset, buffer)
             with self._guard:
                 self._crcs[frame] = crc32
             reach(Point.SLOT_WRITTEN)
+        finally:
+            self._leave()
 
     def seal(self, record: Mapping[str, Any]) -> bool:
         with self._guard:
@@ -255,17 +241,6 @@ class SlotWriter:
             if not self._unsealed:
                 self._slots.unseal(self._slot)
                 self._unsealed = True
-
-    @contextmanager
-    def _entered(self, what: str) -> Iterator[None]:
-        with self._guard:
-            if self._over:
-                raise StoreError(f"{self._what} is over already, {what} comes too late")
-            self._writing += 1
-        try:
-            yield
-        finally:
-            self._leave()
 
     def _leave(self) -> None:
         with self._guard:

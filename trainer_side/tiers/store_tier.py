@@ -4,9 +4,9 @@
     begin(newer) ─► the oldest one's seal, then its slice, if the slots are taken and a newer step is complete
     all ranks sealed ─► the next writer of the run makes the portable file of it (holdfast/checkpoints/assembly.py)
 
-No two ranks touch the same object and no name is written twice, so the ranks need no agreement and no fencing: names
-carry attempt and step. The store retries its errors within its own bounds; after that the slice does not exist. Objects
-of a killed rank are removed when a later attempt is at work.
+No two ranks write the same object and no name is written twice, so the ranks need no agreement and no fencing: names
+carry attempt and step. The store retries its errors within its own bounds; after that the slice does not exist. A later
+attempt removes the objects of a killed rank.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from holdfast.image.slices import SliceSeal, area_bytes
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store import parts_at_once
 from holdfast.store.base import Store
-from trainer_side.tiers.store_shelf import SliceShelf
-from trainer_side.tiers.store_writer import Layouts, StoreSliceWriter
+from trainer_side.tiers.store_writer import SliceShelf, StoreSliceWriter
 from trainer_side.tiers.tier import Kept, Nearness
 
 _log = logging.getLogger("holdfast.trainer")
@@ -47,15 +46,10 @@ class StoreTier:
 
     Args:
         store: The run, with retries, as `open_store` gives it.
-        run: Name of the run: the last part of its URL.
-        rank: This rank, until `prepare` says so again. Slices that older jobs left of rank `r` belong to rank `r`
-            modulo the number of ranks now.
-        slots: How many slices of this rank may be in the store, at least 2.
+        rank: This rank. Slices that older jobs left of rank `r` belong to rank `r` modulo the number of ranks now.
+        slots: Slices of this rank that may be in the store, at least 2 (else ConfigError).
         writers: Threads that should call `write` at once; None: as suits the store.
         closes: Whether `close` closes the store.
-
-    Raises:
-        ConfigError: Fewer than two slots: the newest complete step would have to go before the next one is there.
     """
 
     nearness = Nearness.STORE
@@ -78,7 +72,7 @@ class StoreTier:
         self._store, self._run, self._rank = store, run, rank
         self.writers = writers or parts_at_once(store.url)
         self._closes = closes
-        self._shelf, self._layouts = SliceShelf(store, slots), Layouts(store)
+        self._shelf = SliceShelf(store, slots)
         self._layout: Layout | None = None
         self._checked = False
 
@@ -89,11 +83,8 @@ class StoreTier:
     def prepare(self, layout: Layout, rank: int) -> None:
         """See that the store takes writes, and find slices of earlier jobs. Removes nothing.
 
-        This does not wait for a store that is slow or away for now: `write` does that. Slices of earlier jobs then stay
-        until the next flusher removes them.
-
-        Raises:
-            StoreError: The store does not take writes, and a retry does not mend that.
+        This does not wait for a store that is slow or unavailable: `write` does that. Slices of earlier jobs then stay
+        until the next flusher removes them. Other errors of the store are raised.
         """
         self._layout, self._rank = layout, rank
         try:
@@ -113,16 +104,11 @@ class StoreTier:
         return ()
 
     def begin(self, attempt: int, step: int) -> StoreSliceWriter | None:
-        """Take a slot for this step, without a request. None: all are taken, or a newer step is complete.
-
-        The oldest slice that need not stay goes when the first byte is written.
-        """
+        # Without a request: the oldest slice that need not stay goes when the first byte is written.
         name = SliceName(attempt, step, self._rank, self._layout.ranks if self._layout else 1)
         if self._layout is None or not self._shelf.take(name.order):
             return None
-        return StoreSliceWriter(
-            self._store, self._shelf, self._layouts, run=self._run, name=name, layout=self._layout
-        )
+        return StoreSliceWriter(self._store, self._shelf, run=self._run, name=name, layout=self._layout)
 
     def complete(self, attempt: int, step: int) -> None:
         self._shelf.complete(Key(attempt, step))
@@ -134,11 +120,7 @@ class StoreTier:
         write_doubt(self._store, steps)
 
     def kept(self) -> list[Kept]:
-        """All sealed slices in the store, newest first. The log names a slice that cannot be used; it is left out.
-
-        Raises:
-            StoreError: The store failed.
-        """
+        """All sealed slices in the store, newest first. An unusable slice is left out, and the log names it."""
         layouts: dict[str, Layout] = {}
         layouts_lock = threading.Lock()
 
@@ -172,10 +154,7 @@ class StoreTier:
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset` of the slice on, by one ranged read. Any thread.
 
-        Raises:
-            DamageError: The slice ends before.
-            StoreMissing: The slice is gone: it became a file that the catalog has, or a newer step is complete.
-            StoreError: The store failed.
+        StoreMissing: the slice became a file that the catalog has, or a newer step is complete.
         """
         seal = kept.seal
         self._store.read_into(SliceName(seal.attempt, seal.step, seal.rank, seal.ranks).slice, offset, view)

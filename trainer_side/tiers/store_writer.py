@@ -1,7 +1,7 @@
-"""One rank's slice on its way into the store.
+"""The slices of one rank in the store: those that are there, and one on its way.
 
 first write ─► room is made ─► an upload ─► parts, as frames come ─► publish ─► layout ─► seal
-└► after any failure: everything that was sent is taken back
+└► after any failure: everything that was sent is removed
 """
 
 from __future__ import annotations
@@ -15,14 +15,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.checkpoints.slice_sets import SliceName, layout_name, read_layout, slice_write_id
+from holdfast.checkpoints.slice_sets import (
+    SliceName,
+    SliceSet,
+    find_sets,
+    layout_name,
+    read_layout,
+    read_seal,
+    slice_write_id,
+)
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
+from holdfast.image.manifest import Key
 from holdfast.image.slices import SliceFrame, SliceSeal, area_bytes, frames_of
 from holdfast.store.base import Store, Upload
-from trainer_side.tiers.store_shelf import SliceShelf
+
+_log = logging.getLogger("holdfast.trainer")
+_PART_BYTES = 8 << 20  # one request, and small enough to be held where frames share it
 
 
 @dataclass(slots=True)
@@ -36,13 +47,8 @@ class _Joined:
 class PartCutter:
     """Cuts frames into parts and sends each as soon as it is whole, in the thread that made it so.
 
-    Frames that come nearly in order take memory for a part or two for each thread; in a wild order it may be up to the
-    whole slice.
-
-    Args:
-        frames: The frames of the slice.
-        part_bytes: Size of every part but the last.
-        send: Writes part `index` with these bytes and this CRC-32. Any thread; its errors come out of `put`.
+    Frames that come nearly in order take memory for a part or two for each thread; in random order it may be up to the
+    whole slice. `send` writes part `index` with these bytes and this CRC-32; its errors come out of `put`.
     """
 
     def __init__(
@@ -58,7 +64,7 @@ class PartCutter:
         self._lock = threading.Lock()
 
     def put(self, number: int, buffer: memoryview) -> None:
-        """Take one frame; its bytes are free again when this returns. Errors of `send` come out of it."""
+        """Take one frame; its bytes are free again when this returns."""
         frame = self._frames[number]
         for part in self._parts(frame):
             begin, end = part * self._part_bytes, min((part + 1) * self._part_bytes, self._total_bytes)
@@ -83,54 +89,188 @@ class PartCutter:
             return self._joined[part]
 
     def _parts(self, frame: SliceFrame) -> range:
-        return range(
-            frame.offset // self._part_bytes,
-            (frame.offset + frame.padded_bytes - 1) // self._part_bytes + 1,
-        )
+        end = frame.offset + frame.padded_bytes
+        return range(frame.offset // self._part_bytes, (end - 1) // self._part_bytes + 1)
 
 
-_log = logging.getLogger("holdfast.trainer")
-_PART_BYTES = 8 << 20  # one request, and small enough to be held where frames share it
+class SliceShelf:
+    """The slices of one rank in the store, and the ones among them that may go: the slots of the store as a tier.
 
+    take ─► being written; older slices go for it ─► make_room ─► sealed ─► complete, or void
+                                                       └► let_go: the older slices stay
 
-class Layouts:
-    """Puts each layout of this run's slices into the store, once."""
+    Names are never written twice, so a slot is only a count here: `slots` slices, with those that are being written.
+    Any thread.
+    """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._known: set[str] = set()
+    def __init__(self, store: Store, slots: int) -> None:
+        self._store, self._slots = store, slots
+        self._lock = threading.Lock()
+        self._sealed: dict[Key, set[SliceName]] = {}  # in the store
+        self._digests: dict[Key, str] = {}  # of their layouts
+        self._writing: dict[Key, list[Key]] = {}  # and the slices that go for it
+        self._void: set[Key] = set()
+        self._layouts_stored: set[str] = set()
+        self._completes: set[Key] = set()  # steps that were found complete, and the newest one
+        self._found: set[Key] | None = None  # steps of earlier jobs
+        self._forgotten: set[Key] = set()  # those that were listed as complete and are not whole
 
-    def put(self, attempt: int, layout: Layout) -> None:
+    def note_found(self, rank: int, ranks: int) -> None:
+        """Look for slices of earlier jobs: those of rank `r` now belong to rank `r` modulo `ranks`."""
+        orders: set[Key] = set()
+        for found in find_sets(self._store.list()):
+            mine = {name for name in found.names() if name.rank % ranks == rank}
+            digest = self._digests.get(found.order) or self._digest_of(found, mine)
+            with self._lock:
+                orders.add(found.order)
+                if found.complete and found.order not in self._forgotten:
+                    self._completes.add(found.order)
+                if mine and found.order not in self._writing:
+                    self._sealed.setdefault(found.order, set()).update(mine)
+                    self._digests[found.order] = digest
+        self._found = orders if self._found is None else self._found
+
+    def take(self, key: Key) -> bool:
+        """Take a slot for this step, without a request. False: all are taken, or a newer step is complete."""
+        with self._lock:
+            if key in self._writing or (self._complete and key <= self._complete):
+                return False
+            going = [key] if key in self._sealed else []  # sealed, and saved once more
+            taken = (self._sealed.keys() - self._going()) | self._writing.keys()
+            going += self._spare(key)[: max(0, len(taken - {key}) + 1 - self._slots)]
+            if len(taken - {key} - set(going)) + 1 > self._slots:
+                return False
+            self._writing[key] = going
+            self._void.discard(key)
+            return True
+
+    def is_late(self, key: Key) -> bool:
+        """Whether this step is no longer of use: it is void, or a newer step is complete."""
+        with self._lock:
+            return key in self._void or (self._complete is not None and key < self._complete)
+
+    def sealed(self, name: SliceName, digest: str) -> None:
+        with self._lock:
+            self._digests[name.order] = digest
+            self._sealed.setdefault(name.order, set()).add(name)
+            self._writing.pop(name.order, None)
+
+    def let_go(self, key: Key) -> None:
+        """This step will not be sealed: its slot is free."""
+        with self._lock:
+            self._writing.pop(key, None)
+            self._void.discard(key)
+
+    def complete(self, key: Key) -> None:
+        """Every rank has sealed this step: remove this rank's slices of other layouts. A failure is logged."""
+        with self._lock:
+            newest = max(key, self._complete or key)
+            found = {order for order in self._completes if order in (self._found or ())}
+            self._completes = found | {newest, key}
+            present = self._digests.get(newest)
+            old = [
+                order
+                for order in sorted(self._sealed)
+                if order < newest and present and self._digests.get(order) != present
+            ]
+        self.try_remove(old)
+
+    def void(self, key: Key) -> None:
+        """Not every rank will seal this step: this rank's slice goes, now or when it would be sealed."""
+        with self._lock:
+            if key in self._completes:
+                # A step that was found complete is not whole after all: it goes first, once its place is needed.
+                if key in (self._found or ()):
+                    self._completes.discard(key)
+                    self._forgotten.add(key)
+                return
+            if key in self._writing:
+                self._void.add(key)
+            gone = [key] if key in self._sealed else []
+        self.try_remove(gone)
+
+    def make_room(self, key: Key) -> None:
+        """Remove the slices that go for this step, before its first byte is sent."""
+        with self._lock:
+            going = list(self._writing.get(key, ()))
+        for old in going:
+            self._remove(old)
+
+    def try_remove(self, keys: list[Key]) -> None:
+        """Remove these slices; a failure is only logged, and retried when a slot is needed."""
+        for key in keys:
+            try:
+                self._remove(key)
+            except StoreError as error:
+                _log.warning("%s: this rank's old slice stays in the store for now: %s", key, error)
+
+    @property
+    def _complete(self) -> Key | None:
+        """The newest step that every rank has sealed. The caller holds the lock."""
+        return max(self._completes, default=None)
+
+    def _remove(self, key: Key) -> None:
+        # The seal first: a slice without a seal is nothing, a seal without its slice would be a lie.
+        with self._lock:
+            names = sorted(self._sealed.get(key, ()))
+        for name in names:
+            self._store.delete(name.seal)
+            reach(Point.SEAL_DELETED)
+            self._store.delete(name.slice)
+        with self._lock:
+            self._sealed.pop(key, None)
+            self._digests.pop(key, None)
+
+    def _going(self) -> set[Key]:
+        """The steps whose slices are removed for those that are being written. The caller holds the lock."""
+        return {old for going in self._writing.values() for old in going}
+
+    def _spare(self, key: Key) -> list[Key]:
+        """The steps that may be removed, the first to go first. The caller holds the lock."""
+        newest = self._complete
+        going = self._going()
+        others = [old for old in sorted(self._sealed) if old not in (newest, key) and old not in going]
+        forgotten = [old for old in others if old in self._forgotten]
+        others = [old for old in others if old not in forgotten]
+        older = [old for old in others if newest is not None and old < newest]
+        # A step that an earlier job did not complete will never be complete. If no step is known to be complete, the
+        # oldest is the likeliest to be: so it goes last.
+        dead = [old for old in others if old not in older and old.attempt < key.attempt]
+        return forgotten + older + (dead if newest is not None else dead[::-1])
+
+    def _digest_of(self, found: SliceSet, names: set[SliceName]) -> str:
+        """The layout digest of a slice set; empty if none of this rank's seals can be read."""
+        for name in sorted(name for name in names if name.rank in found.seals):
+            try:
+                return read_seal(self._store, name).layout_digest
+            except (StoreMissing, DamageError):
+                continue
+        return ""
+
+    def put_layout(self, attempt: int, layout: Layout) -> None:
         """See that the layout is in the store, before the first seal that names it."""
         name = layout_name(attempt, layout.digest)
-        if name in self._known:
+        if name in self._layouts_stored:
             return
         try:
             read_layout(self._store, attempt, layout.digest)
         except (StoreMissing, DamageError):
             self._store.write(name, layout.to_bytes())
             read_layout(self._store, attempt, layout.digest)
-        self._known.add(name)
+        self._layouts_stored.add(name)
 
 
 class StoreSliceWriter:
     """One slice on its way into the store. `write` belongs to any thread, the rest to one.
 
-    Args:
-        store: The run. `run`: its name.
-        shelf: Has a slot for the slice.
-        layouts: Puts the layout into the store.
-        name: Rank, step and attempt of the slice.
-        layout: Layout of the image.
+    `shelf` has a slot for it. See `SliceWriter` for the rest.
     """
 
     memory = None
     copy = None
 
-    def __init__(
-        self, store: Store, shelf: SliceShelf, layouts: Layouts, *, run: str, name: SliceName, layout: Layout
-    ) -> None:
-        self._store, self._shelf, self._layouts, self._run = store, shelf, layouts, run
+    def __init__(self, store: Store, shelf: SliceShelf, *, run: str, name: SliceName, layout: Layout) -> None:
+        self._store, self._shelf, self._run = store, shelf, run
         self._name, self._layout = name, layout
         self._frames: tuple[SliceFrame, ...] = frames_of(layout, name.rank)
         self._crcs: dict[int, int] = {}
@@ -140,11 +280,7 @@ class StoreSliceWriter:
         self._over = False
 
     def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
-        """Put one frame in its place, once. Frames that share a part of the upload are joined and sent together.
-
-        Raises:
-            StoreError: The store refused for longer than its own bounds; or this frame was written before.
-        """
+        """Put one frame in its place, once. Frames that share a part of the upload are joined and sent together."""
         expected = self._frames[frame].padded_bytes
         if buffer.nbytes != expected:
             raise StoreError(
@@ -158,11 +294,7 @@ class StoreSliceWriter:
         self._crcs[frame] = crc32
 
     def seal(self, record: Mapping[str, Any]) -> bool:
-        """Publish the slice, then its seal. False: the step is of no more use, and nothing of the slice is left.
-
-        Raises:
-            StoreError: A frame is missing, or the store refused; the slice does not exist then.
-        """
+        """Publish the slice, then its seal. False: the step is of no more use, and nothing of the slice is left."""
         shelf, store, name = self._shelf, self._store, self._name
         if shelf.is_late(name.order):
             self.abandon()
@@ -178,7 +310,7 @@ class StoreSliceWriter:
             else:
                 shelf.make_room(name.order)  # this rank has nothing of this image but a seal
             reach(Point.SLICE_STORED)
-            self._layouts.put(name.attempt, self._layout)
+            shelf.put_layout(name.attempt, self._layout)
             store.write(name.seal, self._seal(record).to_bytes())
         except BaseException:
             self._take_back()
@@ -192,7 +324,7 @@ class StoreSliceWriter:
         return True
 
     def abandon(self) -> None:
-        """Take back everything that was sent. After `seal` it does nothing."""
+        """Remove everything that was sent. After `seal` it does nothing."""
         if self._over:
             return
         self._over = True

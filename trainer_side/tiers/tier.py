@@ -14,7 +14,7 @@ Every tier keeps these rules, and the conformance suite tests them (`tests/confo
 1. The newest step that is known to be complete is never touched; beside it are at most `slots - 1` others.
 2. A slot that holds a sealed slice is unsealed, durably, before its first byte is written again.
 3. A kill or a loss of power at any point leaves every sealed slice that was not being recycled, whole, and never a mix.
-4. Where a newer step is complete, sealing an older one gives its slot back and says so.
+4. If a newer step is complete, sealing an older one gives its slot back and says so.
 5. A file of another run, owner or version is left as it is, and the log names it.
 """
 
@@ -23,16 +23,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceSeal
 from holdfast.ring.doubts import DoubtedSteps
 from holdfast.telemetry.causes import Reason
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
+
+Order = tuple[int, int]  # (attempt, step)
+
+_NO_REASON = Reason("", "")
 
 
 class Nearness(StrEnum):
-    """Kinds of places, nearest first. Where several hold the same slice, restore reads from the nearest."""
+    """Kinds of places, nearest first. If several hold the same slice, restore reads from the nearest."""
 
     MEMORY = "memory"
     PM = "pm"
@@ -47,10 +53,8 @@ class Kept:
     """A sealed slice that was found in a tier.
 
     Attributes:
-        seal: The seal of the slice.
-        layout: The layout of its image; checked against the seal.
-        place: Where the slice lies, for people, and for the tier to find it again.
-        slot: The slot of the slice, for the tier.
+        layout: That of its image; checked against the seal.
+        place: The path of the slice, for people, and for the tier to find it again. `slot`: for the tier.
         absent: Chunks whose frame is missing; none in a tier, where a sealed slice is whole.
         doubt: Why its checkpoint may be torn; empty where nobody doubts it.
         complete: Every rank is known to have sealed this step: it was a whole checkpoint.
@@ -65,8 +69,45 @@ class Kept:
     complete: bool = False
 
 
+class StepVerdict(NamedTuple):
+    """Rank 0's decision: every rank has sealed a step in a tier (`complete`), or it is void there, and why."""
+
+    tier: int
+    order: Order
+    complete: bool
+    why: Reason = _NO_REASON
+
+    def to_frame(self) -> bytes:
+        attempt, step = self.order
+        if self.complete:
+            return wire.encode(Kind.COMPLETE, attempt=attempt, step=step, arg=self.tier)
+        return wire.encode(Kind.VOID, attempt=attempt, step=step, arg=self.tier, body=reason_body(self.why))
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> StepVerdict:
+        complete = frame.kind is Kind.COMPLETE
+        why = _NO_REASON if complete else read_reason(frame)
+        return cls(frame.arg, (frame.attempt, frame.step), complete, why)
+
+
+def reason_body(reason: Reason) -> bytes:
+    """The body of a SKIPPED or VOID."""
+    text = wire.text_body(reason.text).decode(errors="replace")
+    return wire.to_json({"cause": reason.cause, "reason": text})
+
+
+def read_reason(frame: Frame) -> Reason:
+    """Why a step is skipped or void. ProtocolError: the message is malformed."""
+    body = wire.json_body(frame, cause=str, reason=str)
+    return Reason(body["cause"], body["reason"])
+
+
 class SliceWriter(Protocol):
-    """One slice on its way into a slot. `write` belongs to any thread, the rest to one."""
+    """One slice on its way into a slot. `write` belongs to any thread, the rest to one.
+
+    StoreError of `write` and `seal`: the device refused, and the slice does not exist; the message says which device,
+    why, and what to do.
+    """
 
     @property
     def memory(self) -> memoryview | None:
@@ -74,17 +115,15 @@ class SliceWriter(Protocol):
 
         `write` of a frame whose buffer is a part of this memory copies nothing.
         """
-        ...
 
     @property
     def copy(self) -> Callable[[int, int, int], object] | None:
         """The best way to put bytes into `memory`: (to address, from address, bytes), like `ctypes.memmove`.
 
-        It gives the GIL back. None where there is no memory. Bytes may come in any other way, too (DMA of a device, a
-        store through `memory`): `write` of their frame makes them durable all the same. With persistent memory this one
-        stores past the caches, and leaves `write` little to do.
+        It releases the GIL. None without memory. Bytes may come in any other way, too (DMA of a device, a store through
+        `memory`): `write` of their frame makes them durable all the same. With persistent memory this one stores past
+        the caches, and leaves `write` little to do.
         """
-        ...
 
     def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
         """Put one frame in its place.
@@ -93,23 +132,13 @@ class SliceWriter(Protocol):
             frame: The number of the frame in `frames_of(layout, rank)`.
             buffer: The `padded_bytes` bytes of the frame, from page-aligned memory.
             crc32: CRC-32 of the first `nbytes` of them.
-
-        Raises:
-            StoreError: The device refused; the message says which, why, and what to do.
         """
-        ...
 
     def seal(self, record: Mapping[str, Any]) -> bool:
-        """Make all frames durable, then commit. False: a newer step is complete already, and the slot is given back.
-
-        Raises:
-            StoreError: The device refused; the slice does not exist then.
-        """
-        ...
+        """Make all frames durable, then commit. False: a newer step is complete already, and the slot is given back."""
 
     def abandon(self) -> None:
         """Give the slot back. After `seal` it does nothing."""
-        ...
 
 
 class Keeps(Protocol):
@@ -118,86 +147,12 @@ class Keeps(Protocol):
     @property
     def name(self) -> str:
         """The name of the place, for people; that of a tier as it is set, such as `nvme:/mnt/nvme0`."""
-        ...
 
     @property
     def nearness(self) -> Nearness: ...
 
-    def kept(self) -> list[Kept]: ...
-
-    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
-        """Fill `view` with the slice's bytes from `offset` on. Any thread."""
-        ...
-
-
-@runtime_checkable
-class NamesDamage(Protocol):
-    """A place that can say which slices it should have, and cannot give."""
-
-    def damage(self) -> Sequence[str]:
-        """What the last `kept` has left out although it lies there, with the reason. The thread that called `kept`."""
-        ...
-
-
-class Tier(Keeps, Protocol):
-    """One tier of one rank. `begin`, `complete`, `void` and `kept` may come from different threads."""
-
-    @property
-    def how(self) -> str:
-        """The way of writing that it uses, in a few words (`O_DIRECT, 4 writers`; `libpmem, MAP_SYNC`)."""
-        ...
-
-    @property
-    def writers(self) -> int:
-        """How many threads should call `write` at once to keep the device busy."""
-        ...
-
-    def prepare(self, layout: Layout, rank: int) -> None:
-        """Make room for slices of this layout. Slices of other layouts stay until a step of this one is complete.
-
-        Raises:
-            ConfigError: The tier is too small (needed, free, where), not ours, or in use by a living process.
-            StoreError: The device refused.
-        """
-        ...
-
-    def memories(self) -> Sequence[memoryview]:
-        """The memory of each slot, as `SliceWriter.memory`, in the order of first use; empty where it has none."""
-        ...
-
-    def begin(self, attempt: int, step: int) -> SliceWriter | None:
-        """Take a slot for this step; None if every slot is being written or holds a slice that must stay.
-
-        This costs no time of the device, except where the slot is memory: then unsealing it writes a page.
-
-        Raises:
-            StoreError: The device refused.
-        """
-        ...
-
-    def complete(self, attempt: int, step: int) -> None:
-        """Every rank has sealed this step. May wait for the device, so the training thread must not call it.
-
-        The restored step is named here as well, if it came from this tier: it is then the newest to be kept. A slice
-        that was found and is not named stays only while there is room. The log names a device that refuses.
-        """
-        ...
-
-    def void(self, attempt: int, step: int) -> None:
-        """Not every rank will seal this step; or not every rank still has a step that was found."""
-        ...
-
-    def doubt(self, steps: DoubtedSteps) -> None:
-        """Write down that these steps may be torn: slices of them have it as their `doubt`. Waits for the device.
-
-        Raises:
-            HoldfastError: The device refused.
-        """
-        ...
-
     def kept(self) -> list[Kept]:
-        """All sealed slices of this run in this tier, of any rank, newest first. Reads seals, not slices."""
-        ...
+        """All sealed slices of this run, of any rank, newest first. Reads seals, not slices."""
 
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
         """Fill `view` with the slice's bytes from `offset` on. Any thread; the caller compares CRCs.
@@ -206,11 +161,61 @@ class Tier(Keeps, Protocol):
             DamageError: The slice ends before.
             StoreError: The device refused.
         """
-        ...
+
+
+@runtime_checkable
+class NamesDamage(Protocol):
+    """A place that can name slices it should have and cannot give."""
+
+    def damage(self) -> Sequence[str]:
+        """The slices that the last `kept` has left out, with the reasons. The thread that called `kept`."""
+
+
+class Tier(Keeps, Protocol):
+    """One tier of one rank. `begin`, `complete`, `void` and `kept` may come from different threads.
+
+    StoreError: the device refused.
+    """
+
+    @property
+    def how(self) -> str:
+        """The way of writing that it uses, in a few words (`O_DIRECT, 4 writers`; `libpmem, MAP_SYNC`)."""
+
+    @property
+    def writers(self) -> int:
+        """Number of threads that should call `write` at once to keep the device busy."""
+
+    def prepare(self, layout: Layout, rank: int) -> None:
+        """Make room for slices of this layout. Slices of other layouts stay until a step of this one is complete.
+
+        Raises:
+            ConfigError: The tier is too small (needed, free, where), not ours, or in use by a living process.
+        """
+
+    def memories(self) -> Sequence[memoryview]:
+        """The memory of each slot, as `SliceWriter.memory`, in the order of first use; empty where it has none."""
+
+    def begin(self, attempt: int, step: int) -> SliceWriter | None:
+        """Take a slot for this step; None if every slot is being written or holds a slice that must stay.
+
+        This costs no time of the device, except where the slot is memory: then unsealing it writes a page.
+        """
+
+    def complete(self, attempt: int, step: int) -> None:
+        """Every rank has sealed this step. May wait for the device, so the training thread must not call it.
+
+        The restored step is named here as well, if it came from this tier: it is then the newest to be kept. A slice
+        that was found and is not named stays only while there is room. The log names a device that refuses.
+        """
+
+    def void(self, attempt: int, step: int) -> None:
+        """Not every rank will seal this step; or not every rank still has a step that was found."""
+
+    def doubt(self, steps: DoubtedSteps) -> None:
+        """Record that these steps may be torn: slices of them have it as their `doubt`. Waits for the device."""
 
     def close(self) -> None:
-        """Let go of files and memory. Sealed slices stay."""
-        ...
+        """Release files and memory. Sealed slices stay."""
 
 
 class KeptSteps(Protocol):
@@ -218,12 +223,9 @@ class KeptSteps(Protocol):
 
     def kept(self, tier: str) -> None:
         """Count a slice that `tier` has sealed."""
-        ...
 
     def skipped(self, tier: str, cause: str) -> None:
         """Count a step that was not kept in `tier`."""
-        ...
 
     def refused(self, step: int, reason: Reason) -> None:
         """Count a step that the ranks keep in no tier, whatever was sealed of it."""
-        ...

@@ -14,19 +14,24 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import time
 import weakref
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from holdfast.errors import ConfigError, StoreError
 from holdfast.ring.directory import check_private_directory, make_private_directory, open_private_file
 from holdfast.ring.doubts import DoubtedSteps, from_bytes, to_bytes
 from holdfast.store import normalise_url
+from holdfast.store.file_system import IN_MEMORY, file_system_of
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import sync_directory
+from trainer_side.state import accelerator
+
+_log = logging.getLogger("holdfast.trainer")
 
 _SLOTS_NAME = re.compile(r"rank-([0-9]{5,10})-([0-9a-f]{8})(?:-([0-9]{1,4}))?\.slots")
 _KEY_DIGITS = 8
@@ -37,37 +42,44 @@ _LOCK_PAUSE_SECONDS = 0.02
 
 
 def run_digest(run_url: str) -> bytes:
-    """SHA-256 of the run's URL; equal for two spellings of one URL.
-
-    Raises:
-        ConfigError: The URL is empty or malformed.
-    """
+    """SHA-256 of the run's URL; equal for two spellings of one URL. ConfigError: it is empty or malformed."""
     return hashlib.sha256(normalise_url(run_url).encode()).digest()
 
 
 def run_name(run_url: str) -> str:
-    """The last part of the run's URL, for people.
-
-    Raises:
-        ConfigError: The URL is empty or malformed.
-    """
+    """The last part of the run's URL, for people. ConfigError: it is empty or malformed."""
     return normalise_url(run_url).rstrip("/").rpartition("/")[2] or "run"
 
 
-class SlotPath(NamedTuple):
-    """A slot file by its name."""
+def why_not_memory(name: str, directory: Path) -> str | None:
+    """The error of a memory tier's directory, and what to do; None if it lies in memory."""
+    kind = file_system_of(directory)
+    if kind in IN_MEMORY:
+        return None
+    return (
+        f"tier {name}: {directory} is on {kind}, which is not in memory; choose a directory on a tmpfs (`memory` alone "
+        f"has one), or mount one (mount -t tmpfs -o size=SIZE tmpfs {directory}); for slices on a disk set "
+        f"nvme:{directory} or file:{directory}"
+    )
 
-    path: Path
-    rank: int
+
+def refuse_disk(name: str, directory: Path, *, warn: bool = False) -> None:
+    """Refuse (ConfigError) a memory tier on a disk if this rank trains on a device; else log it if `warn`."""
+    problem = why_not_memory(name, directory)
+    if problem is None:
+        return
+    # CUDA copies straight into the slots and locks the pages of a tmpfs. It refuses those of a mapped file on a disk,
+    # and copies into memory that is not locked are slow and block the CPU.
+    if accelerator.kind() is not None:
+        raise ConfigError(f"{problem}. A device cannot copy into mapped files on {file_system_of(directory)}")
+    if warn:
+        _log.warning("%s. Each checkpoint goes through the page cache to the disk", problem)
 
 
 class TierDirectory:
     """The directory of one run in a tier's directory.
 
-    Args:
-        directory: The directory of the tier.
-        run_url: The URL of the run.
-        parents: How many directories above it may be made as well, for this user alone.
+    `parents` directories above it may be made as well, for this user alone.
     """
 
     def __init__(self, directory: Path, run_url: str, *, parents: int = 0) -> None:
@@ -79,13 +91,10 @@ class TierDirectory:
         self.directory = self.base / f"{safe}-{self.run_digest.hex()[:_KEY_DIGITS]}"
 
     def make(self) -> None:
-        """Make the directory of the run, durably, or check that an existing one is ours.
-
-        Raises:
-            ConfigError: The directory is not ours alone, or the tier's directory is missing or not writable.
-        """
+        """Make the directory of the run, durably, or check that an existing one is ours. ConfigError: it cannot be."""
         if self._parents:
-            self._make_parents()
+            for directory in reversed([self.base, *self.base.parents][: self._parents + 1]):
+                make_private_directory(directory, what="local tier", advice="choose another directory")
         elif not self.base.parent.is_dir():
             raise ConfigError(
                 f"local tier: neither {self.base} nor {self.base.parent} exists; mount the device, or make a directory"
@@ -103,16 +112,8 @@ class TierDirectory:
                 sync_directory(self.base)
                 sync_directory(self.base.parent)
 
-    def _make_parents(self) -> None:
-        for directory in reversed([self.base, *self.base.parents][: self._parents + 1]):
-            make_private_directory(directory, what="local tier", advice="choose another directory")
-
     def check(self) -> bool:
-        """Whether the directory of the run exists.
-
-        Raises:
-            ConfigError: The directory exists, and is not ours alone.
-        """
+        """Whether the directory of the run exists. ConfigError: it does, and is not ours alone."""
         try:
             check_private_directory(self.directory, what="local tier", advice="choose another directory")
         except (FileNotFoundError, NotADirectoryError):
@@ -130,21 +131,13 @@ class TierDirectory:
         beside = f"-{number}" if number > 1 else ""
         return self.directory / f"rank-{rank:05}-{key}{beside}.slots"
 
-    def slot_paths(self) -> list[SlotPath]:
-        """All slot files in this directory, by name."""
-        found = []
-        for entry in sorted(os.scandir(self.directory), key=lambda entry: entry.name):
-            match = _SLOTS_NAME.fullmatch(entry.name)
-            if match is not None:
-                found.append(SlotPath(self.directory / entry.name, int(match[1])))
-        return found
+    def slot_paths(self) -> list[tuple[Path, int]]:
+        """All slot files in this directory, by name, each with the rank in its name."""
+        found = [(path, _SLOTS_NAME.fullmatch(path.name)) for path in sorted(self.directory.iterdir())]
+        return [(path, int(match[1])) for path, match in found if match is not None]
 
     def write_doubt(self, rank: int, steps: DoubtedSteps) -> None:
-        """Add to the doubts of this rank, durably. Only for the holder of its lock.
-
-        Raises:
-            StoreError: The device refused.
-        """
+        """Add to the doubts of this rank, durably. Only for the holder of its lock."""
         path = self.directory / f"rank-{rank:05}.doubts"
         known = _doubts_in(path)
         if steps in known:
@@ -160,12 +153,12 @@ class TierDirectory:
             sync_directory(self.directory)
 
     def doubts(self) -> list[DoubtedSteps]:
-        """What the ranks of this machine have heard."""
+        """The doubts that the ranks of this machine know."""
         paths = sorted(self.directory.glob("rank-*.doubts"))
         return list(dict.fromkeys(one for path in paths for one in _doubts_in(path)))
 
     def remove_unfinished(self, rank: int) -> None:
-        """Remove files that an earlier holder of this rank's lock had not finished making."""
+        """Remove files that an earlier holder of this rank's lock left unfinished."""
         with translated("remove", self.directory):
             for path in self.directory.glob(f"rank-{rank:05}*.slots.new"):
                 path.unlink(missing_ok=True)
@@ -182,14 +175,8 @@ def _doubts_in(path: Path) -> list[DoubtedSteps]:
 class RankLock:
     """The right to write the slot files of one rank of a run.
 
-    Args:
-        place: The directory of the run.
-        rank: The rank.
-        seconds_max: How long to wait for the lock: a process that was killed holds it until its memory is given back,
-            and the next process may be there before that.
-
-    Raises:
-        ConfigError: A living process holds the lock; the message names its pid.
+    It is waited for, at most `seconds_max`: a killed process holds it until its memory is freed, and the next process
+    may be there before that. ConfigError: a living process holds the lock; the message names its pid.
     """
 
     _held: ClassVar[weakref.WeakSet[RankLock]] = weakref.WeakSet()

@@ -20,7 +20,7 @@ from tests.support.restoring import CountingStore
 from trainer_side.ranks.mpi_world import MpiWorld
 from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.state.per_rank import PerRank
-from trainer_side.tiers.kept_slices import take_inventory
+from trainer_side.tiers.tier_inventory import take_inventory
 
 RESTORE_SECONDS_MAX, START_SECONDS_MAX = 10.0, 1.0
 

@@ -25,16 +25,16 @@ from trainer_side.notice.watch import NoticeWatch
 from trainer_side.ranks.payload_sender import PayloadSender
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 from trainer_side.save.copier import Copier
-from trainer_side.tiers.council_member import CouncilMember
-from trainer_side.tiers.lane import Lane
+from trainer_side.tiers.commit_votes import Voter
+from trainer_side.tiers.tier_writer_threads import TierWriterThreads
 
 STEPS, BREAKS_AT = 8, 3
 MEET_SECONDS_MAX = 10
 PLACES: dict[str, tuple[type, str]] = {
     "copy": (Copier, "_copied"),
     "link": (Hearing, "hear"),
-    "lane": (Lane, "_next"),
-    "council": (CouncilMember, "hear"),
+    "lane": (TierWriterThreads, "_next"),
+    "council": (Voter, "hear"),
     "watch": (NoticeWatch, "_look"),
     "payloads": (PayloadSender, "next"),
     "reconnect": (TcpStagerPort, "_reopen"),

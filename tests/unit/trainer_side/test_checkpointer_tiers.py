@@ -19,10 +19,9 @@ from tests.unit.trainer_side.test_checkpointer import FakeLink
 from tests.unit.trainer_side.tiers.ranks import Net, until
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.ledger import Ledger
-from trainer_side.tiers.keeper import Keeper, open_tiers
-from trainer_side.tiers.kept_slices import Inventory
-from trainer_side.tiers.step_slots import TierJob
-from trainer_side.tiers.tier_report import TierReport
+from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
+from trainer_side.tiers.open_tiers import open_tiers
+from trainer_side.tiers.tier_inventory import TierInventory
 from trainer_side.transfer import Transfer
 
 
@@ -43,18 +42,18 @@ class Rank:
         usual = {"tiers": specs, "tier_slots": 3, "tier_writers": 1, "on_not_durable": "warn"}
         self.config = TrainerConfig(**{**usual, **settings})
 
-        def opened(_config: TrainerConfig, _link: Any, ledger: Ledger, events: EventLog) -> Keeper:
+        def opened(_config: TrainerConfig, _link: Any, ledger: Ledger, events: EventLog) -> LocalTiers:
             tiers = open_tiers(self.config, "/run")
             nothing = ((),) * len(tiers)
-            self.keeper = Keeper(
+            self.local = LocalTiers(
                 tiers,
                 Net(1).port(0),
                 self.config,
                 job=TierJob(1, "job"),
-                inventory=Inventory(0, nothing, nothing),
+                inventory=TierInventory(0, nothing, nothing),
                 report=TierReport(0, ledger, events),
             )
-            return self.keeper
+            return self.local
 
         monkeypatch.setattr("trainer_side.checkpointer.join", lambda _config: self.link)
         monkeypatch.setattr("trainer_side.checkpointer.open_tier_set", opened)
@@ -70,7 +69,7 @@ class Rank:
 
     def holds(self, step: int, number: int = 0) -> bool:
         """Whether the tier has this step, and it is of this step alone."""
-        tier = self.keeper.tiers[number]
+        tier = self.local.tiers[number]
         kept = [one for one in tier.kept() if one.seal.step == step]
         if not kept:
             return False
@@ -95,7 +94,7 @@ def test_a_step_that_the_stager_declines_goes_to_the_tiers(
         rank.link, "answer", lambda step: Reason("busy", "rank 1: busy") if step == 3 else None
     )
     assert rank.save(3)
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
     assert rank.holds(3)
     assert rank.holds(3, 1)
     assert not rank.link.offers
@@ -107,17 +106,17 @@ def test_checkpoints_go_on_when_the_stager_is_lost(monkeypatch: pytest.MonkeyPat
     rank = Rank(monkeypatch, specs)
     assert rank.save(1)
     rank.link.stage(1)
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
     rank.link.problem = PeerLost("the stager: of the test")
     for step in (3, 5, 7):
         assert rank.save(step)
-        until(lambda: rank.keeper.is_idle)
+        until(lambda: rank.local.is_idle)
     assert rank.checkpointer.kept_step == 7
     assert rank.holds(7)
     assert rank.checkpointer.stats.declined == 0
     rank.model.append(torch.nn.Parameter(torch.zeros(1000)))  # a new layout needs no stager either
     assert rank.save(9)
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
     assert rank.holds(9)
     rank.checkpointer.close()
 
@@ -129,8 +128,8 @@ def test_without_a_slot_the_stager_still_gets_it_unless_the_slot_is_the_area(
         rank = Rank(monkeypatch, specs[first:][:1], in_flight_max=4)
         assert rank.save(0)
         rank.link.stage(0)
-        until(lambda: rank.keeper.is_idle)  # noqa: B023 (called at once)
-        monkeypatch.setattr(rank.keeper.tiers[0], "begin", lambda *_: None)
+        until(lambda: rank.local.is_idle)  # noqa: B023 (called at once)
+        monkeypatch.setattr(rank.local.tiers[0], "begin", lambda *_: None)
         assert rank.save(1) is taken
         assert (1 in rank.link.offers) is taken
         skipped = rank.checkpointer.stats.skipped
@@ -152,7 +151,7 @@ def test_with_memory_first_no_other_staging_memory_is_taken(
     assert rank.link.bytes_of(0).count(torch.full((1000,), 1.0).numpy().tobytes()) == len(rank.model)
     for step in (0, 1):
         rank.link.stage(step)
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
     assert rank.holds(1)
     rank.checkpointer.close()
 
@@ -161,16 +160,16 @@ def test_a_copy_that_fails_is_kept_nowhere(monkeypatch: pytest.MonkeyPatch, spec
     rank = Rank(monkeypatch, specs)
     assert rank.save(0)
     rank.link.stage(0)
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("of the test")
 
     monkeypatch.setattr(rank.checkpointer._engine, "copy", fail)
     assert rank.save(1)
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
     assert not rank.holds(1)
-    assert rank.keeper.complete_step == 0
+    assert rank.local.complete_step == 0
     assert rank.checkpointer.stats.skipped == {f"{spec}: copy failed": 1 for spec in specs}
     rank.checkpointer.close()
 
@@ -179,7 +178,7 @@ def test_lanes_hear_of_each_frame_and_do_not_wait_for_their_next_look(
     monkeypatch: pytest.MonkeyPatch, specs: list[str]
 ) -> None:
     for name in ("_LOOK_SECONDS", "_UNTOLD_SECONDS"):
-        monkeypatch.setattr(f"trainer_side.tiers.lane.{name}", 3600.0)
+        monkeypatch.setattr(f"trainer_side.tiers.tier_writer_threads.{name}", 3600.0)
     rank = Rank(monkeypatch, specs, tier_writers=2)
     for step in (1, 2, 3):
         assert rank.save(step)
@@ -191,13 +190,13 @@ def test_lanes_hear_of_each_frame_and_do_not_wait_for_their_next_look(
 
 def is_idle_once_woken(rank: Rank) -> bool:
     """A verdict waits for the link, which lets go of a slot at some time and tells no lane of it."""
-    for lane in rank.keeper._outcomes.lanes:
+    for lane in rank.local._threads:
         lane._wake()
-    return rank.keeper.is_idle
+    return rank.local.is_idle
 
 
 def kept_kinds(rank: Rank, step: int) -> set[str]:
-    tiers = rank.keeper.tiers
+    tiers = rank.local.tiers
     return {str(tier.nearness) for tier in tiers if step in {one.seal.step for one in tier.kept()}}
 
 
@@ -211,10 +210,10 @@ def test_crcs_of_one_slice_are_computed_by_several_threads_at_once(
             together.wait()
         return true_crc32(view)
 
-    monkeypatch.setattr("trainer_side.tiers.keeping.crc32", crc32)
+    monkeypatch.setattr("trainer_side.tiers.tier_write.crc32", crc32)
     rank = Rank(monkeypatch, specs[:1], tier_writers=3)
     assert rank.save(1)
     rank.link.stage(1)
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
     assert rank.checkpointer.kept_step == 1
     rank.checkpointer.close()

@@ -29,10 +29,10 @@ from trainer_side.joining import _alone, _beside, compare
 from trainer_side.link.no_stager import NoStager
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.ranks.ports import World
-from trainer_side.tiers.kept_slices import Inventory, take_inventory
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.tier import Tier
-from trainer_side.tiers.tier_set import NoTiers, TierSet
+from trainer_side.tiers.tier_inventory import TierInventory, take_inventory
+from trainer_side.tiers.tier_set import StagerCouncil, TierSet
 
 
 def _kept(tier: Tier, attempt: int, step: int, *, ranks: int = 1, rank: int = 0) -> None:
@@ -132,9 +132,9 @@ def test_every_rank_sees_which_steps_all_of_them_hold(tmp_path: Path) -> None:
             _kept(tiers[rank][0], 4, step, ranks=2, rank=rank)
     names = [tier[0].name for tier in tiers]
     for tier, name in zip(tiers, names, strict=True):
-        cast(Any, tier[0])._name = "file:/here"
+        cast(Any, tier[0]).name = "file:/here"
         assert name != "file:/here"
-    wanted = Inventory(4, (((4, 3),),), (((4, 5),),))
+    wanted = TierInventory(4, (((4, 3),),), (((4, 5),),))
     assert _inventories(tiers) == [wanted, wanted]
 
 
@@ -226,7 +226,7 @@ def test_a_store_that_does_not_answer_is_passed_over_only_when_told_so(tmp_path:
 
 @pytest.mark.parametrize(("found", "attempt"), [(0, 5), (4, 5), (5, 6), (9, 10)])
 def test_beside_a_stager_the_attempt_is_its_own_unless_the_tiers_are_ahead(found: int, attempt: int) -> None:
-    assert _beside(5, Inventory(found, ((),), ((),)), rank=0) == attempt
+    assert _beside(5, TierInventory(found, ((),), ((),)), rank=0) == attempt
 
 
 def test_tiers_alone_need_a_name_for_the_run() -> None:
@@ -251,7 +251,7 @@ def test_without_a_stager_nobody_compares_tensors_but_the_council_of_the_tiers()
 
 def test_without_tiers_the_ranks_agree_through_the_stager_and_no_step_is_kept() -> None:
     agreement = Agreement(4096, {})
-    tiers: TierSet = NoTiers(lambda _: agreement)
+    tiers = TierSet(StagerCouncil(lambda _: agreement))
     assert tiers.council.agree(Proposal("", [], 0, {})) is agreement
     tiers.council.concur(None)
     with pytest.raises(ConfigError, match="of the test"):

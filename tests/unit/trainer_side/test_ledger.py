@@ -9,7 +9,7 @@ from typing import Any, cast
 from holdfast.errors import PeerLost, StateError
 from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.ledger import Ledger
-from trainer_side.tiers.keeping import Keeping
+from trainer_side.tiers.tier_write import TierWrite
 from trainer_side.transfer import Transfer, TransferState
 
 
@@ -44,9 +44,9 @@ def test_steps_that_have_ended_take_no_memory_though_nobody_asks_for_the_stats()
     assert ledger.stats.saved == 20
 
 
-def _kept(ledger: Ledger, step: int) -> Keeping:
+def _kept(ledger: Ledger, step: int) -> TierWrite:
     """A step that this rank has in a local tier, in a job without a stager."""
-    keeping = Keeping((1, step), (), {}, {0: cast(Any, None)})
+    keeping = TierWrite((1, step), (), {}, {0: cast(Any, None)})
     ledger.begun(Transfer.none(step, {}), keeping)
     return keeping
 

@@ -33,7 +33,11 @@ _ROOMS = (
     ),
     "trainer_side.tiers.store_tier",
 )
-_OF_TIERS = ("trainer_side.tiers.keeper", "trainer_side.tiers.council", "trainer_side.tiers.chair")
+_OF_TIERS = (
+    "trainer_side.tiers.local_tiers",
+    "trainer_side.tiers.commit_votes",
+    "trainer_side.tiers.rank0_preemption",
+)
 _OF_LAUNCHERS = (
     "mpi4py",
     "trainer_side.ranks.mpi_world",

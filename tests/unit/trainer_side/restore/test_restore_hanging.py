@@ -17,8 +17,8 @@ from tests.unit.trainer_side.tiered import assert_step, bring_back, saved
 from tests.unit.trainer_side.tiers.ranks import until
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.inventory import newest_attempt
-from trainer_side.tiers.kept_slices import take_inventory
 from trainer_side.tiers.tier import Kept, Nearness, Tier
+from trainer_side.tiers.tier_inventory import take_inventory
 
 SECONDS_MAX = 5.0  # a tenth of it is waited for a device
 THREADS = 4

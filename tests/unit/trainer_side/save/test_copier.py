@@ -20,7 +20,7 @@ from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.quietness import Quietness
 from trainer_side.save.staging import Staging
 from trainer_side.state.skeleton import Capture
-from trainer_side.tiers.keeping import Keeping
+from trainer_side.tiers.tier_write import TierWrite
 from trainer_side.transfer import Transfer
 
 SECONDS_MAX = 60.0
@@ -192,7 +192,7 @@ def test_ranks_compare_their_replicas_themselves_where_no_stager_does(lives: boo
     said: list[str] = []
     staging = SlowStaging()
     ((staging.storage, _),) = copier.gate.update_order().items()
-    keeping = Keeping((1, 3), (), {}, {0: cast(Any, None)}, compare=said.append)
+    keeping = TierWrite((1, 3), (), {}, {0: cast(Any, None)}, compare=said.append)
     transfer = Transfer(3, {"save_seconds": 0.5})
     taken = Capture([], {}, None, ())
     copier.shut()

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trainer_side.tiers.file_slots import FileSlots, Order, SlotEntry
+from trainer_side.tiers.file_slots import FileSlots, SlotEntry
+from trainer_side.tiers.tier import Order
 
 
 def _save(slots: FileSlots, order: Order, *, complete: bool = True) -> int:

@@ -16,7 +16,7 @@ from holdfast.store.file_system import IN_MEMORY, file_system_of
 from holdfast.store.posix_io import reserve
 from trainer_side.tiers import first_touch
 from trainer_side.tiers.first_touch import can_populate, fill_file, populate
-from trainer_side.tiers.media import MappedFile
+from trainer_side.tiers.medium import MappedFile
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -132,7 +132,7 @@ def test_on_an_older_kernel_a_mapping_is_populated_when_it_is_made(
 ) -> None:
     nbytes = 100 * PAGE_BYTES
     (tmpfs / "slots").write_bytes(bytes(nbytes))
-    monkeypatch.setattr("trainer_side.tiers.media.can_populate", lambda: False)
+    monkeypatch.setattr("trainer_side.tiers.medium.can_populate", lambda: False)
     monkeypatch.setattr(first_touch, "can_populate", lambda: False)
     medium = MappedFile(tmpfs / "slots")
     mapped = next(

@@ -11,8 +11,8 @@ from holdfast.errors import ConfigError
 from holdfast.store.file_system import IN_MEMORY, file_system_of
 from tests.support.tiers import RUN, image
 from trainer_side.state import accelerator
-from trainer_side.tiers.memory_place import why_not_memory
 from trainer_side.tiers.open_tiers import open_tier
+from trainer_side.tiers.tier_directory import why_not_memory
 
 
 @pytest.fixture

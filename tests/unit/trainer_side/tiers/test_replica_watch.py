@@ -14,9 +14,8 @@ from holdfast.telemetry.causes import STATES_DIFFER
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Frame, Kind, decode
 from tests.support.events import read_events
-from trainer_side.tiers.coordinator import Coordinator, CouncilLimits
-from trainer_side.tiers.replica_watch import ReplicaWatch, fingerprints_frame
-from trainer_side.tiers.tally import StepVerdict
+from trainer_side.tiers.rank0_votes import Rank0Votes, ReplicaWatch, VoteLimits, fingerprints_frame
+from trainer_side.tiers.tier import StepVerdict
 
 RANKS = 3
 LAYOUT = Layout(
@@ -71,7 +70,7 @@ def test_steps_that_a_rank_does_not_take_are_forgotten(tmp_path: Path) -> None:
     assert not found._said, "no rank comes back to an older step"
 
 
-def test_ranks_of_several_layouts_are_the_business_of_the_tally(tmp_path: Path) -> None:
+def test_ranks_of_several_layouts_are_the_business_of_the_vote_count(tmp_path: Path) -> None:
     found = watch(tmp_path, refuses=True)
     for rank, digest in enumerate([LAYOUT.digest, LAYOUT.digest, "another"]):
         assert not found.hear(rank, said(1, rank, digest))
@@ -88,20 +87,20 @@ def test_what_is_not_fingerprints_is_named(tmp_path: Path) -> None:
 
 
 def test_all_ranks_hear_of_a_refused_step_by_its_cause_in_every_tier(tmp_path: Path) -> None:
-    limits = CouncilLimits(agree_seconds_max=10.0, seal_seconds_max=20.0)
-    coordinator = Coordinator(RANKS, limits, watch=watch(tmp_path, refuses=True))
-    assert not coordinator.hear(0, said(7, 5), 0.0)
-    assert not coordinator.hear(0, Frame(Kind.SEALED, attempt=1, step=7, arg=0, body=b"a"), 0.0)
-    assert not coordinator.hear(1, said(7, 6), 0.0)
-    messages = coordinator.hear(2, said(7, 5), 0.0)
+    limits = VoteLimits(agree_seconds_max=10.0, seal_seconds_max=20.0)
+    rank0 = Rank0Votes(RANKS, limits, watch=watch(tmp_path, refuses=True))
+    assert not rank0.hear(0, said(7, 5), 0.0)
+    assert not rank0.hear(0, Frame(Kind.SEALED, attempt=1, step=7, arg=0, body=b"a"), 0.0)
+    assert not rank0.hear(1, said(7, 6), 0.0)
+    messages = rank0.hear(2, said(7, 5), 0.0)
     for tier, rank in ((0, 1), (0, 2), (1, 0), (1, 1), (1, 2)):
-        messages += coordinator.hear(rank, Frame(Kind.SEALED, attempt=1, step=7, arg=tier, body=b"a"), 0.0)
+        messages += rank0.hear(rank, Frame(Kind.SEALED, attempt=1, step=7, arg=tier, body=b"a"), 0.0)
     verdicts = [StepVerdict.from_frame(decode(message)) for message in messages]
     assert [(verdict.tier, verdict.complete) for verdict in verdicts] == 3 * [(0, False)] + 3 * [(1, False)]
     assert {verdict.why.cause for verdict in verdicts} == {STATES_DIFFER}
 
 
 def test_nobody_may_say_fingerprints_where_none_are_compared() -> None:
-    limits = CouncilLimits(agree_seconds_max=10.0, seal_seconds_max=20.0)
+    limits = VoteLimits(agree_seconds_max=10.0, seal_seconds_max=20.0)
     with pytest.raises(ProtocolError, match="rank 1 sent DONE"):
-        Coordinator(RANKS, limits).hear(1, said(7, 5), 0.0)
+        Rank0Votes(RANKS, limits).hear(1, said(7, 5), 0.0)

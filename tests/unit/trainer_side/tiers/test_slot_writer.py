@@ -11,7 +11,7 @@ from holdfast.errors import StoreError
 from holdfast.image.slices import frames_of
 from tests.support.tiers import RUN, aligned, image, put, slice_of
 from tests.unit.trainer_side.slices import laid_out
-from trainer_side.tiers.media import CachedFile
+from trainer_side.tiers.medium import CachedFile
 from trainer_side.tiers.slot_tier import SlotTier
 from trainer_side.tiers.tier import Nearness
 from trainer_side.tiers.tier_directory import TierDirectory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.telemetry.causes import Reason
-from trainer_side.tiers.tier_calls import TierCalls
+from trainer_side.tiers.tier_writer_threads import TierCalls
 
 
 def _state(calls: TierCalls) -> Reason | None:

@@ -10,10 +10,10 @@ import pytest
 from tests.support.tiers import RUN
 from tests.unit.trainer_side.slices import laid_out
 from trainer_side.tiers import slot_files
-from trainer_side.tiers.media import Copy
+from trainer_side.tiers.medium import Copy
 from trainer_side.tiers.open_tiers import open_tier
+from trainer_side.tiers.slot_files import SCRATCH_BYTES, TierProfile, choose, measure
 from trainer_side.tiers.slot_tier import SlotTier
-from trainer_side.tiers.tier_profile import SCRATCH_BYTES, TierProfile, choose, measure
 
 
 class _Counting:

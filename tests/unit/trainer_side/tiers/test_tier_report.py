@@ -13,9 +13,8 @@ from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import decode
 from tests.support.events import read_events
 from trainer_side.ledger import Ledger
-from trainer_side.tiers.tally import StepVerdict
-from trainer_side.tiers.tier import Tier
-from trainer_side.tiers.tier_report import TierReport
+from trainer_side.tiers.local_tiers import TierReport
+from trainer_side.tiers.tier import StepVerdict, Tier
 
 TIER = cast(Tier, SimpleNamespace(name="nvme"))
 

@@ -9,12 +9,12 @@ from collections import deque
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind, decode
-from trainer_side.tiers.coordinator import Coordinator, CouncilLimits
-from trainer_side.tiers.council_member import CouncilMember
+from trainer_side.tiers.commit_votes import Voter
 from trainer_side.tiers.file_slots import FileSlots
-from trainer_side.tiers.tally import Order, StepVerdict, Tally, reason_body
+from trainer_side.tiers.rank0_votes import Rank0Votes, VoteCount, VoteLimits
+from trainer_side.tiers.tier import Order, StepVerdict, reason_body
 
-LIMITS = CouncilLimits(agree_seconds_max=1.0, seal_seconds_max=1.0)
+LIMITS = VoteLimits(agree_seconds_max=1.0, seal_seconds_max=1.0)
 BUSY, TORN = DeclineCause.BUSY.because("no slot is free"), DeclineCause.TORN.because("of the test")
 STEPS, NOW = 12, 0.0  # time stands still: no deadline frees anything
 
@@ -24,7 +24,7 @@ class _Rank:
 
     def __init__(self, number: int, slots: int) -> None:
         self.slots = FileSlots(slots)
-        self.member = CouncilMember(number, self.judge, None, silence_seconds_max=1.0)
+        self.member = Voter(number, self.judge, None, silence_seconds_max=1.0)
         self.writing: dict[Order, int] = {}
         self.step = 0  # the newest that has a slot here, or was skipped
         self.to_root: deque[bytes] = deque()
@@ -74,7 +74,7 @@ class _World:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.ranks = [_Rank(number, self.chance.randint(2, 3)) for number in range(self.chance.randint(2, 4))]
-        self.coordinator = Coordinator(len(self.ranks), LIMITS)
+        self.rank0 = Rank0Votes(len(self.ranks), LIMITS)
         self.torn_share = self.chance.choice([0.0, 0.3, 0.6])
 
     def play(self) -> None:
@@ -115,7 +115,7 @@ class _World:
         if what == "end":
             rank.end(self.chance.choice(sorted(rank.writing)), torn=self.chance.random() < self.torn_share)
         elif what == "decide":
-            for message in self.coordinator.hear(number, decode(rank.to_root.popleft()), NOW):
+            for message in self.rank0.hear(number, decode(rank.to_root.popleft()), NOW):
                 for other in self.ranks:
                     other.from_root.append(message)
         else:
@@ -137,7 +137,7 @@ def test_every_slot_is_free_again_whatever_the_order() -> None:
             assert not rank.member.undecided, f"seed {seed}: a sealed slice has no verdict"
             assert rank.complete == world.ranks[0].complete <= by_all, f"seed {seed}"
             assert rank.slots.begin((1, STEPS + 1)) is not None, f"seed {seed}: no slot is free"
-        assert not world.coordinator._tally.remembered, f"seed {seed}: all ranks have spoken of every step"
+        assert not world.rank0._votes.remembered, f"seed {seed}: all ranks have spoken of every step"
         complete, torn = complete + len(world.ranks[0].complete), torn + len(by_some - by_all)
     assert complete > 1000, "few steps are complete, so few slots are protected"
     assert torn > 500, "only steps that some ranks seal and others do not show anything"
@@ -145,45 +145,45 @@ def test_every_slot_is_free_again_whatever_the_order() -> None:
 
 def test_a_rank_that_seals_a_void_step_hears_so_in_every_order_of_three_ranks() -> None:
     for words in itertools.permutations([(0, "sealed"), (1, "skipped"), (2, "sealed")]):
-        tally = Tally(3, seconds_max=1.0)
+        votes = VoteCount(3, seconds_max=1.0)
         waits: set[int] = set()
         for rank, word in words:
             if word == "sealed":
                 waits.add(rank)
-                verdicts = tally.sealed(rank, 0, (1, 7), "a", NOW)
+                verdicts = votes.sealed(rank, 0, (1, 7), "a", NOW)
             else:
-                verdicts = tally.skipped(rank, 0, (1, 7), TORN)
+                verdicts = votes.skipped(rank, 0, (1, 7), TORN)
             assert not any(verdict.complete for verdict in verdicts)
             if verdicts:
                 waits.clear()
         assert not waits, f"{words}: ranks {waits} wait for a verdict"
-        assert (tally.undecided, tally.remembered) == (0, 0)
+        assert (votes.undecided, votes.remembered) == (0, 0)
 
 
 def test_what_is_late_or_of_another_layout_stays_void() -> None:
-    tally = Tally(2, seconds_max=1.0)
-    tally.sealed(0, 0, (1, 7), "a", NOW)
-    assert tally.overdue(NOW + 2.0)
-    (verdict,) = tally.sealed(1, 0, (1, 7), "a", NOW + 2.0)
+    votes = VoteCount(2, seconds_max=1.0)
+    votes.sealed(0, 0, (1, 7), "a", NOW)
+    assert votes.overdue(NOW + 2.0)
+    (verdict,) = votes.sealed(1, 0, (1, 7), "a", NOW + 2.0)
     assert (verdict.complete, verdict.why.text) == (False, "rank 1 has not sealed it within 1 s")
-    tally.sealed(0, 0, (1, 8), "a", NOW)
-    assert tally.sealed(1, 0, (1, 8), "b", NOW)
-    assert not tally.remembered
+    votes.sealed(0, 0, (1, 8), "a", NOW)
+    assert votes.sealed(1, 0, (1, 8), "b", NOW)
+    assert not votes.remembered
 
 
 def test_a_lost_rank_is_not_waited_for() -> None:
-    tally = Tally(2, seconds_max=1.0)
-    tally.skipped(0, 0, (1, 7), TORN)
-    assert tally.remembered == 1
-    assert not tally.lost(1, "is dead"), "all know that it is void"
-    assert not tally.remembered
-    assert tally.sealed(0, 0, (1, 8), "a", NOW)
-    assert not tally.remembered
+    votes = VoteCount(2, seconds_max=1.0)
+    votes.skipped(0, 0, (1, 7), TORN)
+    assert votes.remembered == 1
+    assert not votes.lost(1, "is dead"), "all know that it is void"
+    assert not votes.remembered
+    assert votes.sealed(0, 0, (1, 8), "a", NOW)
+    assert not votes.remembered
 
 
 def test_only_so_many_void_steps_are_remembered() -> None:
-    tally = Tally(2, seconds_max=1.0, open_max=8)
+    votes = VoteCount(2, seconds_max=1.0, open_max=8)
     for step in range(100):
-        tally.skipped(0, 0, (1, step), BUSY)
-    assert tally.remembered == 8
-    assert [bool(tally.sealed(1, 0, (1, step), "a", NOW)) for step in (91, 92, 99)] == [False, True, True]
+        votes.skipped(0, 0, (1, step), BUSY)
+    assert votes.remembered == 8
+    assert [bool(votes.sealed(1, 0, (1, step), "a", NOW)) for step in (91, 92, 99)] == [False, True, True]

@@ -8,26 +8,20 @@ This is collective, in the main thread, before the first step. Slices of fewer o
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError, HoldfastError, StoreError
 from holdfast.wire.frames import peer_error
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, gather
-from trainer_side.tiers.tally import Order
-from trainer_side.tiers.tier import Kept, Tier
-
-if TYPE_CHECKING:
-    from trainer_side.tiers.tier import Keeps
-
+from trainer_side.tiers.tier import Keeps, Kept, Order, StepVerdict, Tier
 
 _SECONDS_MAX = 60.0
 
 
 @dataclass(frozen=True)
-class Inventory:
+class TierInventory:
     """The steps in the tiers of all ranks; equal on every rank.
 
     Attributes:
@@ -40,14 +34,36 @@ class Inventory:
     complete: tuple[tuple[Order, ...], ...]
     partial: tuple[tuple[Order, ...], ...]
 
+    def verdicts(
+        self, number: int, name: str, restored: Order | None, whole_in: Collection[str]
+    ) -> list[StepVerdict]:
+        """The verdicts for a tier on the steps that were found in it, in this order, before the first step of this job.
+
+        They protect the newest step that all ranks have whole until there is a newer one. It is named first, and the
+        useless newer steps after it: a rank that is killed in between leaves everything as it was found.
+
+        For `restored` (None: nothing was) and `whole_in` see `TierSet.restored`.
+        """
+        complete, partial = self.complete[number], self.partial[number]
+        damaged = bool(whole_in) and name not in whole_in  # damaged here, and whole elsewhere
+        usable = [
+            order
+            for order in complete
+            if restored is None or order < restored or (order == restored and not damaged)
+        ]
+        verdicts = [StepVerdict(number, order, complete=True) for order in usable[:1]]
+        if restored is None:
+            return verdicts
+        for order in (*complete, *partial):
+            # A damaged step has its seals. A step that an earlier job has given up lacks those that were overwritten.
+            is_behind = order > usable[0] if usable else order == restored and order in complete
+            if order > restored or (damaged and is_behind):
+                verdicts.append(StepVerdict(number, order, complete=False))
+        return verdicts
+
 
 def ask_kept(tier: Keeps, seconds_max: float) -> list[Kept]:
-    """The slices that a tier keeps, if it answers in time.
-
-    Raises:
-        StoreError: The tier hangs.
-        HoldfastError: The error of the tier.
-    """
+    """The slices that a tier keeps. StoreError: it has not answered in time."""
     try:
         return within(tier.kept, seconds_max, name="holdfast-tier-kept")
     except TimeoutError:
@@ -63,14 +79,8 @@ def take_inventory(
     error: HoldfastError | None = None,
     *,
     seconds_max: float = _SECONDS_MAX,
-) -> Inventory:
-    """See the module.
-
-    Args:
-        peers: The ranks.
-        tiers: The tiers of this rank.
-        error: Why the tiers of this rank could not be opened; it is raised on every rank.
-        seconds_max: How long a tier may take to list its slices.
+) -> TierInventory:
+    """See the module. `error`: why the tiers of this rank could not be opened; it is raised on every rank.
 
     Raises:
         ConfigError: On every rank: the ranks' tiers differ, or a tier is not usable.
@@ -98,7 +108,7 @@ def take_inventory(
         complete.append(tuple(sorted(whole, reverse=True)))
         partial.append(tuple(sorted({key[:2] for key in found} - whole, reverse=True)))
     attempts = [order[0] for orders in (*complete, *partial) for order in orders]
-    return Inventory(max(attempts, default=0), tuple(complete), tuple(partial))
+    return TierInventory(max(attempts, default=0), tuple(complete), tuple(partial))
 
 
 def _mine(tiers: Sequence[Tier], error: HoldfastError | None, seconds_max: float) -> bytes:

@@ -23,17 +23,13 @@ from tests.support.events import read_events
 from tests.unit.trainer_side.tiers.ranks import Area, Net, laid_out, until
 from trainer_side.ledger import Ledger
 from trainer_side.notice.appointments import Appointments
-from trainer_side.tiers.found_steps import FoundSteps
-from trainer_side.tiers.keeper import Keeper, open_tiers
-from trainer_side.tiers.keeping import Keeping
-from trainer_side.tiers.kept_slices import Inventory
-from trainer_side.tiers.media import CachedFile
-from trainer_side.tiers.pm import PmFile
+from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
+from trainer_side.tiers.medium import CachedFile, PmFile
+from trainer_side.tiers.open_tiers import open_tiers
 from trainer_side.tiers.slot_files import SlotFiles
-from trainer_side.tiers.step_slots import TierJob
 from trainer_side.tiers.tier import Tier
-from trainer_side.tiers.tier_report import TierReport
-from trainer_side.tiers.tier_room import TierRoom
+from trainer_side.tiers.tier_inventory import TierInventory
+from trainer_side.tiers.tier_write import TierWrite
 
 RUN = "/run"
 NOTHING = ((), ())
@@ -50,7 +46,7 @@ class Rank:
         ranks: int = 1,
         net: Net | None = None,
         attempt: int = 1,
-        inventory: Inventory | None = None,
+        inventory: TierInventory | None = None,
         prepared: bool = True,
         appointments: Appointments | None = None,
         events: Path | None = None,
@@ -61,32 +57,32 @@ class Rank:
         )
         self.tiers: list[Tier] = open_tiers(config, RUN)
         self.ledger, self.layout, self.rank = Ledger(), laid_out(ranks), rank
-        self.keeper = Keeper(
+        self.local = LocalTiers(
             self.tiers,
             (net or Net(ranks)).port(rank),
             config,
             job=TierJob(attempt, "job"),
-            inventory=inventory or Inventory(0, NOTHING, NOTHING),
+            inventory=inventory or TierInventory(0, NOTHING, NOTHING),
             report=TierReport(rank, self.ledger, EventLog(events, role="trainer", rank=rank)),
             appointments=appointments,
         )
-        self.lanes = self.keeper._outcomes.lanes
+        self.lanes = self.local._threads
         if prepared:
-            self.keeper.prepare(self.layout)
+            self.local.prepare(self.layout)
 
-    def begin(self, step: int, *, wait_seconds: float = 0.0) -> Keeping | None:
+    def begin(self, step: int, *, wait_seconds: float = 0.0) -> TierWrite | None:
         record = {"saved_at_unix": 1.0, "not": object()}
-        return self.keeper.begin(step, record, wait_until=time.monotonic() + wait_seconds)
+        return self.local.begin(step, record, wait_until=time.monotonic() + wait_seconds)
 
     def save(
         self, step: int, *, link: threading.Event | None = None, frames: int | None = None
-    ) -> tuple[Keeping, Area]:
+    ) -> tuple[TierWrite, Area]:
         keeping = self.begin(step, wait_seconds=60)
         assert keeping is not None
         memory = keeping.writers[0].memory if keeping.source_is_slot == 0 else None
         area = Area(self.layout, self.rank, memory)
         keeping.link_released = link or _set()
-        self.keeper.keep(keeping, area)
+        self.local.keep(keeping, area)
         area.fill(step, frames=frames)
         return keeping, area
 
@@ -125,15 +121,15 @@ def specs(tmp_path: Path) -> list[str]:
 def rank(specs: list[str]) -> Iterator[Rank]:
     found = Rank(specs)
     yield found
-    found.keeper.close(60)
+    found.local.close(60)
 
 
 def test_a_step_is_kept_in_every_tier_and_the_area_released(rank: Rank) -> None:
     for step in (3, 5, 7):
         keeping, _ = rank.save(step)
         assert keeping.released.wait(60)
-        until(lambda: rank.keeper.is_idle)
-        assert rank.keeper.complete_step == step
+        until(lambda: rank.local.is_idle)
+        assert rank.local.complete_step == step
     for number in (0, 1):
         assert rank.kept(number)[0] == 7
         assert rank.bytes_of(7, number) == {7}
@@ -183,13 +179,13 @@ def test_a_step_that_is_not_new_gets_no_slot(rank: Rank) -> None:
 def test_a_slot_is_waited_for_where_one_will_become_free(rank: Rank) -> None:
     """As `save()` does with `on_full="wait"`; and not for ever where the step before does not end."""
     assert rank.save(1)[0].released.wait(60)
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
     keeping, area = rank.save(3, frames=2)
-    late = rank.keeper.begin(4, {}, wait_until=time.monotonic() + 0.05)
+    late = rank.local.begin(4, {}, wait_until=time.monotonic() + 0.05)
     assert late is None, "one slot holds what is complete, the other what is on its way"
-    found: list[Keeping | None] = []
+    found: list[TierWrite | None] = []
     waiting = threading.Thread(
-        target=lambda: found.append(rank.keeper.begin(5, {}, wait_until=time.monotonic() + 60))
+        target=lambda: found.append(rank.local.begin(5, {}, wait_until=time.monotonic() + 60))
     )
     waiting.start()
     area.fill(3)
@@ -197,7 +193,7 @@ def test_a_slot_is_waited_for_where_one_will_become_free(rank: Rank) -> None:
     assert keeping.released.is_set()
     assert found[0] is not None
     assert found[0].writers.keys() == {0, 1}
-    rank.keeper.drop(found[0], DeclineCause.BUSY.because("of the test"))
+    rank.local.drop(found[0], DeclineCause.BUSY.because("of the test"))
 
 
 def test_a_slot_that_the_link_still_reads_is_not_used_again(rank: Rank) -> None:
@@ -206,19 +202,19 @@ def test_a_slot_that_the_link_still_reads_is_not_used_again(rank: Rank) -> None:
     keeping, area = rank.save(3, link=sending)
     assert keeping.released.wait(60)
     assert rank.save(5)[0].released.wait(60)
-    until(lambda: rank.keeper.complete_step == 5 and rank.keeper._outcomes.is_idle_in(1))
+    until(lambda: rank.local.complete_step == 5 and rank.local._is_idle_in(1))
     time.sleep(0.05)
     third = rank.begin(7)
     assert third is not None
     assert 0 not in third.writers, "its only free slot is the one that is being sent"
     assert set(area.memory[: area.frames[0].nbytes]) == {3}
-    rank.keeper.drop(third, DeclineCause.BUSY.because("of the test"))
+    rank.local.drop(third, DeclineCause.BUSY.because("of the test"))
     sending.set()
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
     fourth = rank.begin(8)
     assert fourth is not None
     assert 0 in fourth.writers
-    rank.keeper.drop(fourth, DeclineCause.BUSY.because("of the test"))
+    rank.local.drop(fourth, DeclineCause.BUSY.because("of the test"))
 
 
 def test_a_slot_that_another_tier_still_reads_is_not_used_again(
@@ -234,20 +230,20 @@ def test_a_slot_that_another_tier_still_reads_is_not_used_again(
     monkeypatch.setattr(CachedFile, "write", slow)
     first, area = rank.save(3)
     rank.save(5)
-    until(lambda: rank.keeper.complete_step == 5)
+    until(lambda: rank.local.complete_step == 5)
     third = rank.begin(7)
     assert third is None or 0 not in third.writers
     assert set(area.memory[: area.frames[0].nbytes]) == {3}
     if third is not None:
-        rank.keeper.drop(third, DeclineCause.BUSY.because("of the test"))
+        rank.local.drop(third, DeclineCause.BUSY.because("of the test"))
     go_on.set()
     assert first.released.wait(60)
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
     assert rank.bytes_of(5, 1) == {5}
     fourth = rank.begin(9)
     assert fourth is not None
     assert 0 in fourth.writers
-    rank.keeper.drop(fourth, DeclineCause.BUSY.because("of the test"))
+    rank.local.drop(fourth, DeclineCause.BUSY.because("of the test"))
 
 
 def test_a_void_step_that_the_link_still_reads_keeps_its_slot(specs: list[str]) -> None:
@@ -255,13 +251,13 @@ def test_a_void_step_that_the_link_still_reads_keeps_its_slot(specs: list[str]) 
     ranks = [Rank(specs, rank=number, ranks=2, net=net) for number in range(2)]
     sending = threading.Event()
     _, area = ranks[0].save(3, link=sending)
-    ranks[1].keeper.skip(3, DeclineCause.BUSY.because("of the test"))
-    until(lambda: ranks[0].lanes[0]._verdicts._waiting)
+    ranks[1].local.skip(3, DeclineCause.BUSY.because("of the test"))
+    until(lambda: ranks[0].lanes[0]._verdicts)
     ranks[0].save(5, link=sending)
     third = ranks[0].begin(7)
     assert third is None or 0 not in third.writers, "its only free slot is the one that is being sent"
     if third is not None:
-        ranks[0].keeper.drop(third, DeclineCause.BUSY.because("of the test"))
+        ranks[0].local.drop(third, DeclineCause.BUSY.because("of the test"))
     assert set(area.memory[: area.frames[0].nbytes]) == {3}
     sending.set()
     _close(ranks)
@@ -281,17 +277,17 @@ def test_a_slice_that_is_sealed_after_the_verdict_gives_its_slot_back(
 
     for step in range(1, 9):
         early, late = (step // 5), 1 - step // 5
-        ranks[early].keeper.skip(step, DeclineCause.TORN.because("of the test"))
+        ranks[early].local.skip(step, DeclineCause.TORN.because("of the test"))
         until(partial(has_heard, late, step))
         ranks[late].save(step)
-        until(partial(getattr, ranks[late].keeper, "is_idle"))
+        until(partial(getattr, ranks[late].local, "is_idle"))
     keepings = [rank.save(9)[0] for rank in ranks]
-    until(lambda: all(rank.keeper.is_idle for rank in ranks))  # one tier is complete before the other
-    assert all(rank.keeper.complete_step == 9 for rank in ranks)
+    until(lambda: all(rank.local.is_idle for rank in ranks))  # one tier is complete before the other
+    assert all(rank.local.complete_step == 9 for rank in ranks)
     assert all(keeping.kept_in == {0, 1} for keeping in keepings)
-    coordinator = ranks[0].keeper.council._thread._coordinator
-    assert coordinator is not None
-    assert coordinator._tally.remembered == 0
+    rank0 = ranks[0].local._votes._rank0
+    assert rank0 is not None
+    assert rank0._votes.remembered == 0
     _close(ranks)
 
 
@@ -300,7 +296,7 @@ def test_save_does_not_wait_for_a_slot_when_no_verdict_comes_any_more(specs: lis
     ranks = [Rank(specs, rank=number, ranks=2, net=net) for number in range(2)]
     for step in (1, 2):
         assert ranks[1].save(step)[0].released.wait(60)
-    got: list[Keeping | None] = []
+    got: list[TierWrite | None] = []
     waits = threading.Thread(target=lambda: got.append(ranks[1].begin(3, wait_seconds=3600)))
     waits.start()
     time.sleep(0.05)
@@ -320,12 +316,12 @@ def test_a_rank_without_a_slot_makes_the_step_void_for_all(specs: list[str]) -> 
     ranks = [Rank(specs, rank=number, ranks=2, net=net) for number in range(2)]
     first = [rank.save(3)[0] for rank in ranks]
     assert all(one.released.wait(60) for one in first)
-    until(lambda: all(rank.keeper.is_idle for rank in ranks))
+    until(lambda: all(rank.local.is_idle for rank in ranks))
     held = [ranks[0].begin(5)]
     assert held[0] is not None
-    ranks[0].keeper.keep(held[0], Area(ranks[0].layout, 0, held[0].writers[0].memory))
+    ranks[0].local.keep(held[0], Area(ranks[0].layout, 0, held[0].writers[0].memory))
     held[0].link_released.set()
-    ranks[1].keeper.skip(5, DeclineCause.BUSY.because("of the test"))
+    ranks[1].local.skip(5, DeclineCause.BUSY.because("of the test"))
     assert held[0].released.wait(60), "what is void is not written to its end"
     assert "void: rank 1: busy" in held[0].lost_in[1].text
     assert all(rank.kept(number) == [3] for rank in ranks for number in (0, 1))
@@ -354,7 +350,7 @@ def test_without_a_stager_a_notice_is_over_when_its_step_is_in_the_farthest_tier
     threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(2)]
     for thread in threads:
         thread.start()
-    ranks[1].keeper.council.notice(Notice(NoticeKind.TERMINATE, time.time() + 600, "test"))
+    ranks[1].local.council.notice(Notice(NoticeKind.TERMINATE, time.time() + 600, "test"))
     for thread in threads:
         thread.join(60)
     assert saved[0] == saved[1]
@@ -380,7 +376,7 @@ def test_a_tier_that_fails_loses_its_step_and_nothing_else(
         patch.setattr(CachedFile, "write", fail)
         for step in (3, 5):
             assert rank.save(step)[0].released.wait(60)
-            until(lambda: rank.keeper.is_idle)
+            until(lambda: rank.local.is_idle)
     assert caplog.text.count("is not kept in tier file") == 1, "once for the reason, not once for each step"
     assert rank.kept(0)[0] == 5
     assert rank.save(7)[0].released.wait(60)
@@ -398,17 +394,17 @@ def test_a_tier_that_is_too_small_is_refused_at_first_and_left_out_later(
 
     monkeypatch.setattr(rank.tiers[1], "prepare", refuse)
     rank.layout = laid_out(1, chunks=9)
-    rank.keeper.prepare(rank.layout)
+    rank.local.prepare(rank.layout)
     assert "takes nothing more: too small" in caplog.text
     keeping, _ = rank.save(3)
     assert keeping.released.wait(60)
     assert keeping.kept_in == {0}
-    rank.keeper.close(60)
-    fresh = TierRoom(
-        0, rank.lanes[1:], FoundSteps(Inventory(0, NOTHING, NOTHING)), writers=1, seconds_max=20.0
-    )
+    rank.local.close(60)
+    fresh = Rank(specs, prepared=False)
+    monkeypatch.setattr(fresh.tiers[1], "prepare", refuse)
     with pytest.raises(ConfigError, match="too small"):
-        fresh.prepare(rank.layout)
+        fresh.local.prepare(rank.layout)
+    fresh.local.close(60)
 
 
 def test_a_device_that_hangs_is_given_up_and_used_again_when_it_answers(
@@ -425,7 +421,7 @@ def test_a_device_that_hangs_is_given_up_and_used_again_when_it_answers(
     monkeypatch.setattr(CachedFile, "write", write)
     rank = Rank(specs, tier_seconds_max=2.0)  # what does return has so long for it
     assert rank.save(3)[0].released.wait(20)
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
     going.clear()
     keeping, _ = rank.save(5)
     assert keeping.released.wait(20)
@@ -446,7 +442,7 @@ def test_a_device_that_hangs_is_given_up_and_used_again_when_it_answers(
     assert rank.bytes_of(3, 1) == {3}
     going.clear()
     rank.save(11)
-    rank.keeper.close(60)
+    rank.local.close(60)
     assert "hangs: the write of frame" in caplog.records[-1].message
     going.set()
 
@@ -478,13 +474,13 @@ def test_an_area_comes_back_though_the_device_still_reads_it(
     monkeypatch.setattr(CachedFile, "write", write)
     rank = Rank(specs[1:], tier_writers=1)
     assert rank.save(3)[0].released.wait(20)
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
     going.clear()
     writing.clear()
     keeping, _ = rank.save(5)
     assert writing.wait(20)
     assert not keeping.released.is_set()
-    rank.keeper.let_go(keeping)
+    rank.local.let_go(keeping)
     assert keeping.released.is_set(), "nobody may wait for the device here"
     assert keeping.lost_in == {0: DeclineCause.HANGS.because("the tier has not let go of what it was given")}
     assert rank.ledger.stats.skipped == {f"{specs[1]}: hangs": 1}
@@ -495,7 +491,7 @@ def test_an_area_comes_back_though_the_device_still_reads_it(
     def is_free() -> bool:
         again = rank.begin(next(steps))
         if again is not None:
-            rank.keeper.drop(again, DeclineCause.BUSY.because("of the test"))
+            rank.local.drop(again, DeclineCause.BUSY.because("of the test"))
         return again is not None
 
     until(is_free)
@@ -503,10 +499,10 @@ def test_an_area_comes_back_though_the_device_still_reads_it(
     keeping, _ = rank.save(last)
     assert keeping.released.wait(20)
     assert keeping.kept_in == {0}
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
     assert (rank.kept(), rank.bytes_of(3), rank.bytes_of(last)) == ([last, 3], {3}, {last % 256})
     assert "step 5 is not kept" in caplog.text
-    rank.keeper.close(60)
+    rank.local.close(60)
 
 
 def test_persistent_memory_that_hangs_gives_no_slot_and_holds_up_no_step(
@@ -527,7 +523,7 @@ def test_persistent_memory_that_hangs_gives_no_slot_and_holds_up_no_step(
     rank = Rank([pm, specs[1]], tier_seconds_max=2.0)  # what does return has so long for it
     for step in (3, 5):  # both slots are sealed: the next one has to be unsealed
         assert rank.save(step)[0].released.wait(20)
-        until(lambda: rank.keeper.is_idle)
+        until(lambda: rank.local.is_idle)
     going.clear()
     flushing.clear()
     keeping = rank.begin(7)
@@ -536,21 +532,21 @@ def test_persistent_memory_that_hangs_gives_no_slot_and_holds_up_no_step(
     assert keeping.writers.keys() == {1}
     hangs = f"tier {pm} gives no slot for step 7: tier {pm} hangs: a slot for step 7 has not returned for 2 s"
     assert hangs in caplog.text
-    rank.keeper.drop(keeping, DeclineCause.BUSY.because("of the test"))
+    rank.local.drop(keeping, DeclineCause.BUSY.because("of the test"))
     until(lambda: rank.lanes[0].calls.hangs)
     until(lambda: rank.lanes[1].idle)  # and the other tier has its slot of step 7 back
     keeping = rank.begin(9)
     assert keeping is not None
     assert keeping.writers.keys() == {1}, "it is not even asked"
-    rank.keeper.drop(keeping, DeclineCause.BUSY.because("of the test"))
+    rank.local.drop(keeping, DeclineCause.BUSY.because("of the test"))
     going.set()
     until(lambda: not rank.lanes[0].calls.hangs)
     keeping, _ = rank.save(11)  # in the slot that came too late for step 7, and was given back
     assert keeping.released.wait(20)
     assert keeping.kept_in == {0, 1}
-    until(lambda: rank.keeper.is_idle)
+    until(lambda: rank.local.is_idle)
     assert (rank.kept(), rank.bytes_of(5), rank.bytes_of(11)) == ([11, 5], {5}, {11})
-    rank.keeper.close(60)
+    rank.local.close(60)
 
 
 def test_what_was_found_complete_stays_until_there_is_a_newer_one(specs: list[str]) -> None:
@@ -558,13 +554,13 @@ def test_what_was_found_complete_stays_until_there_is_a_newer_one(specs: list[st
     net = Net(2)
     ranks = [Rank(specs, rank=number, ranks=2, net=net) for number in range(2)]
     assert all(rank.save(3)[0].released.wait(60) for rank in ranks)
-    until(lambda: all(rank.keeper.is_idle for rank in ranks))
+    until(lambda: all(rank.local.is_idle for rank in ranks))
     assert ranks[0].save(5)[0].released.wait(60)
     for rank in ranks:  # as a kill would end them: nothing is said any more
         net.cut |= {0, 1}
         for tier in rank.tiers:
             tier.close()
-    found = Inventory(1, (((1, 3),),) * 2, (((1, 5),),) * 2)
+    found = TierInventory(1, (((1, 3),),) * 2, (((1, 5),),) * 2)
     again = Rank(specs, rank=0, ranks=2, net=Net(2), attempt=2, inventory=found)
     assert again.begin(9) is not None
     assert again.kept(0) == [3]
@@ -579,14 +575,14 @@ def test_a_damaged_step_gives_its_slot_away_if_it_is_whole_elsewhere(
     rank = Rank(specs)
     for step in (3, 5):
         assert rank.save(step)[0].released.wait(20)
-        until(lambda: rank.keeper.is_idle)
-    rank.keeper.close(20)
+        until(lambda: rank.local.is_idle)
+    rank.local.close(20)
     attempt = 2
     for _ in range(2):  # the first relaunch is killed while its first step is on its way
-        found = Inventory(1, (((1, 5), (1, 3)),) * 2, NOTHING)
+        found = TierInventory(1, (((1, 5), (1, 3)),) * 2, NOTHING)
         again = Rank(specs, attempt=attempt, inventory=found, prepared=False)
-        again.keeper.restored((1, 5), whole_in)
-        again.keeper.prepare(again.layout)
+        again.local.restored((1, 5), whole_in)
+        again.local.prepare(again.layout)
         again.save(9, frames=1)
         until_kept(again, [3] if whole_in else [5])
         for tier in again.tiers:
@@ -599,12 +595,12 @@ def test_a_step_that_one_rank_has_given_up_already_stands_in_nobodys_way(specs: 
     rank = Rank(specs)
     for step in (3, 5):
         assert rank.save(step)[0].released.wait(20)
-        until(lambda: rank.keeper.is_idle)
-    rank.keeper.close(20)
-    found = Inventory(1, (((1, 3),),) * 2, (((1, 5),),) * 2)
+        until(lambda: rank.local.is_idle)
+    rank.local.close(20)
+    found = TierInventory(1, (((1, 3),),) * 2, (((1, 5),),) * 2)
     again = Rank(specs, attempt=2, inventory=found, prepared=False)
-    again.keeper.restored((1, 5), {"elsewhere"})
-    again.keeper.prepare(again.layout)
+    again.local.restored((1, 5), {"elsewhere"})
+    again.local.prepare(again.layout)
     again.save(9, frames=1)
     until_kept(again, [3])
 
@@ -615,7 +611,7 @@ def until_kept(rank: Rank, steps: list[int]) -> None:
 
 
 def _close(ranks: list[Rank]) -> None:
-    threads = [threading.Thread(target=rank.keeper.close, args=(60,)) for rank in ranks]
+    threads = [threading.Thread(target=rank.local.close, args=(60,)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,4 @@
-"""What lies beneath a slot file: which way each medium writes, and that it says so."""
+"""The media of slot files: each writes in its way, and names it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StoreError
-from trainer_side.tiers import libpmem
-from trainer_side.tiers.media import CachedFile, DirectFile, MappedFile, Medium, address_of
-from trainer_side.tiers.pm import PmFile
+from trainer_side.tiers import medium as media
+from trainer_side.tiers.medium import CachedFile, DirectFile, MappedFile, Medium, PmFile, address_of
 
 _BYTES = 1 << 20
 
@@ -134,8 +133,8 @@ def test_no_dax_falls_back_to_msync_and_says_so(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("PMEM_IS_PMEM_FORCE", raising=False)
-    if libpmem.load() is None:
-        monkeypatch.setattr(libpmem, "load", object)
+    if media.load_libpmem() is None:
+        monkeypatch.setattr(media, "load_libpmem", object)
     medium = PmFile(path)
     assert medium.how == "msync: the file system has no DAX"
     assert f"{path}: the file system has no DAX; slices are kept there by an ordinary mapping" in caplog.text
@@ -147,7 +146,7 @@ def test_no_dax_falls_back_to_msync_and_says_so(
 def test_no_libpmem_falls_back_to_msync_and_says_so(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(libpmem, "load", lambda: None)
+    monkeypatch.setattr(media, "load_libpmem", lambda: None)
     medium = PmFile(path)
     assert medium.how == "msync: libpmem.so.1 is not installed"
     assert str(path) in caplog.text
@@ -155,16 +154,16 @@ def test_no_libpmem_falls_back_to_msync_and_says_so(
 
 
 def test_the_library_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    libpmem.load.cache_clear()
-    monkeypatch.setattr(libpmem, "_NAME", "libpmem-of-nobody.so.1")
-    assert libpmem.load() is None
-    libpmem.load.cache_clear()
-    monkeypatch.setattr(libpmem, "_NAME", "libc.so.6")  # has none of the functions
-    assert libpmem.load() is None
-    libpmem.load.cache_clear()
+    media.load_libpmem.cache_clear()
+    monkeypatch.setattr(media, "_LIBRARY", "libpmem-of-nobody.so.1")
+    assert media.load_libpmem() is None
+    media.load_libpmem.cache_clear()
+    monkeypatch.setattr(media, "_LIBRARY", "libc.so.6")  # has none of the functions
+    assert media.load_libpmem() is None
+    media.load_libpmem.cache_clear()
 
 
-@pytest.mark.skipif(libpmem.load() is None, reason="libpmem.so.1 is not installed (package libpmem1)")
+@pytest.mark.skipif(media.load_libpmem() is None, reason="libpmem.so.1 is not installed (package libpmem1)")
 class TestLibpmem:
     """The real library, on ordinary memory."""
 
@@ -177,7 +176,7 @@ class TestLibpmem:
 
     @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 255, 257, 4096, 99_999])
     def test_copies_of_any_size_and_place(self, nbytes: int) -> None:
-        pmem = libpmem.load()
+        pmem = media.load_libpmem()
         assert pmem is not None
         for shift in (0, 1, 17):
             to, source = mmap.mmap(-1, 1 << 17), pages(1 << 17, nbytes)

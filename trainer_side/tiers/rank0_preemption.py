@@ -1,13 +1,13 @@
-"""Rank 0 in the stager's place, after a notice, in a job without one: it chairs the ranks' council.
+"""Rank 0 coordinates the save after a preemption notice, in a job without a stager.
 
-NOTICE, AT of any rank ────────────────────┐               ┌─► SAVE_AT, for the council to tell all
+NOTICE, AT of any rank ────────────────────┐               ┌─► SAVE_AT, to all ranks
 begun here, sealed or skipped anywhere, ───┼─► Emergency ──┼─► one clear log line
 complete, void ── in the farthest tier     │               └─► event log
 ranks that are dead or have ended, ticks ──┘
 
 The decisions are those of a stager (holdfast/notices/decider.py). A step counts as safe when it is complete in the
-*farthest* tier: that takes longest, and outlives most. Rank 0's own machine may be the one that goes: rank 0 mostly
-lives through its notice; if it dies in the middle, the ranks' promises end with it.
+*farthest* tier: that takes longest, and outlives most. Rank 0's own machine may be the preempted one: rank 0 mostly
+outlives its notice; if it dies before the save, the ranks' promises end with it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from holdfast.notices.worth import InFlight
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
-from trainer_side.tiers.tally import Order, StepVerdict
-from trainer_side.tiers.tier import Nearness, Tier
+from trainer_side.tiers.tier import Nearness, Order, StepVerdict, Tier
 
 _log = logging.getLogger("holdfast.trainer.council")
 
@@ -36,19 +35,15 @@ def farthest(tiers: Sequence[Tier]) -> int:
     return max(range(len(tiers)), key=lambda number: order.index(tiers[number].nearness))
 
 
-class Chair:
-    """See the module. Its methods belong to the council's thread of rank 0, `began` to the training thread.
+class Rank0PreemptionCoordinator:
+    """See the module. Its methods belong to the votes' thread of rank 0, `began` to the training thread.
 
-    They return the bodies of messages to all ranks, this one included, in their order.
+    They return messages to all ranks, this one included, in their order.
 
     Args:
-        ranks: Number of training ranks.
         tier: Number of the farthest tier.
         safe: Words for a checkpoint that is complete in that tier.
-        attempt: Attempt of this job.
         fraction: Gives the share of a step that this rank has written to that tier, 0 to 1.
-        events: Event log of this rank.
-        clock: Seconds that only go forward.
     """
 
     def __init__(
@@ -65,9 +60,8 @@ class Chair:
         self._tier, self._attempt, self._fraction = tier, attempt, fraction
         self._events, self._clock = events, clock
         self._guard = threading.Lock()
-        self._begun: dict[
-            Order, tuple[float, int]
-        ] = {}  # no verdict yet: when it began, and the image's bytes
+        # Steps without a verdict: when each began, and the bytes of its image.
+        self._begun: dict[Order, tuple[float, int]] = {}
         self._emergency = Emergency(ranks, self._in_flight, safe=safe)
 
     def began(self, tier: int, order: Order, image_bytes: int) -> None:
@@ -77,7 +71,7 @@ class Chair:
                 self._begun[order] = self._clock(), image_bytes
 
     def hear(self, rank: int, frame: Frame) -> list[bytes]:
-        """Take a rank's NOTICE or AT. One that makes no sense is logged and left out."""
+        """Take a rank's NOTICE or AT. An invalid one is logged and ignored."""
         try:
             who = wire.json_body(frame).get("who")  # NOTICE: the rank, for people
             name = who if isinstance(who, str) else f"rank {rank}"
@@ -113,7 +107,7 @@ class Chair:
         return self._do(self._emergency.ended(step, verdict.why.text, now))
 
     def left(self, rank: int, why: str) -> list[bytes]:
-        """Nothing more comes from a rank."""
+        """A rank has ended or died."""
         return self._do(self._emergency.rank_left(rank, f"rank {rank} {why}", self._clock()))
 
     def tick(self) -> list[bytes]:

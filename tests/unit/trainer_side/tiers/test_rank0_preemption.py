@@ -1,4 +1,4 @@
-"""Rank 0 in the stager's place: real councils, appointments and chair, in every order of messages, steps and seals."""
+"""Rank 0 coordinates a save after a notice: real votes and appointments, in any order of messages, steps and seals."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from tests.support.events import read_events
 from trainer_side.notice.appointments import Appointments
-from trainer_side.tiers.chair import Chair, farthest
-from trainer_side.tiers.coordinator import Coordinator, CouncilLimits
-from trainer_side.tiers.council import Council
-from trainer_side.tiers.council_thread import CouncilThread
-from trainer_side.tiers.tally import Order, StepVerdict
-from trainer_side.tiers.tier import Nearness, Tier
+from trainer_side.tiers.commit_votes import CommitVotes
+from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator, farthest
+from trainer_side.tiers.rank0_votes import Rank0Votes, VoteLimits
+from trainer_side.tiers.tier import Nearness, Order, StepVerdict, Tier
 
 NEAR, FAR = 0, 1
 SCHEDULES = 250
@@ -34,16 +32,16 @@ def notice(seconds: float | None, kind: NoticeKind = NoticeKind.TERMINATE) -> No
     return Notice(kind, None if seconds is None else time.time() + seconds, "aws", "a test")
 
 
-# -- the chair alone ---------------------------------------------------------------------------------------------
+# -- the coordinator alone ---------------------------------------------------------------------------------------
 
 
 class Bench:
-    """A chair of two ranks, whose clock and progress the test sets."""
+    """A coordinator of two ranks, whose clock and progress the test sets."""
 
     def __init__(self, directory: Path, ranks: int = 2) -> None:
         self.ranks, self.now, self.fraction = ranks, 0.0, 0.0
         self.path = directory / "events"
-        self.chair = Chair(
+        self.coordinator = Rank0PreemptionCoordinator(
             ranks,
             FAR,
             "kept in the store",
@@ -57,11 +55,11 @@ class Bench:
         self, seconds: float | None, rank: int = 1, kind: NoticeKind = NoticeKind.TERMINATE
     ) -> list[Frame]:
         told = {**notice(seconds, kind).to_json(), "who": f"rank {rank} on host spot"}
-        return self.frames(self.chair.hear(rank, Frame(Kind.NOTICE, body=wire.to_json(told))))
+        return self.frames(self.coordinator.hear(rank, Frame(Kind.NOTICE, body=wire.to_json(told))))
 
     def answer(self, rank: int, number: int, next_step: int, seconds: object = 0.1) -> list[Frame]:
         body = wire.to_json({"step_seconds": seconds})
-        return self.frames(self.chair.hear(rank, Frame(Kind.AT, step=next_step, arg=number, body=body)))
+        return self.frames(self.coordinator.hear(rank, Frame(Kind.AT, step=next_step, arg=number, body=body)))
 
     def appoint(self, frames: list[Frame]) -> Frame:
         """All ranks are at step 10, and answer until something is appointed."""
@@ -73,11 +71,11 @@ class Bench:
 
     def keep(self, step: int, tier: int = FAR) -> None:
         """All ranks seal a step there, the last of them a second after this one began it."""
-        self.chair.began(tier, (3, step), 1000)
+        self.coordinator.began(tier, (3, step), 1000)
         self.now += 1.0
         for _ in range(self.ranks):
-            self.chair.told(tier, (3, step))
-        assert self.chair.judged(StepVerdict(tier, (3, step), complete=True)) == []
+            self.coordinator.told(tier, (3, step))
+        assert self.coordinator.judged(StepVerdict(tier, (3, step), complete=True)) == []
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [line for line in read_events(self.path) if line["event"] == name]
@@ -99,7 +97,7 @@ def test_a_step_is_safe_when_it_is_complete_in_the_farthest_tier(
 ) -> None:
     step = bench.appoint(bench.tell(60.0)).step
     assert step > 10
-    bench.chair.began(FAR, (3, step), 1000)
+    bench.coordinator.began(FAR, (3, step), 1000)
     bench.keep(step, NEAR)
     assert not bench.events("emergency_staged"), "in memory it goes with the machine"
     bench.keep(step)
@@ -117,9 +115,9 @@ def test_it_plans_with_how_long_the_farthest_tier_has_taken(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.keep(5)
-    bench.chair.began(NEAR, (3, 6), 1000)
+    bench.coordinator.began(NEAR, (3, 6), 1000)
     bench.now += 100.0  # a near tier that is slow changes nothing
-    bench.chair.judged(StepVerdict(NEAR, (3, 6), complete=True))
+    bench.coordinator.judged(StepVerdict(NEAR, (3, 6), complete=True))
     appointed = wire.json_body(bench.appoint(bench.tell(2.0)))
     assert not appointed["save"]
     (emergency,) = bench.events("emergency")
@@ -132,7 +130,7 @@ def test_it_plans_with_how_long_the_farthest_tier_has_taken(
 @pytest.mark.parametrize(("fraction", "choice"), [(0.05, "finish"), (1.0, "take")])
 def test_what_this_rank_has_yet_to_write_is_in_flight(bench: Bench, fraction: float, choice: str) -> None:
     bench.keep(5)
-    bench.chair.began(FAR, (3, 7), 1000)
+    bench.coordinator.began(FAR, (3, 7), 1000)
     bench.now += 0.1
     bench.fraction = fraction
     bench.appoint(bench.tell(3.0))
@@ -141,13 +139,13 @@ def test_what_this_rank_has_yet_to_write_is_in_flight(bench: Bench, fraction: fl
 
 def test_a_step_that_is_void_is_taken_later_and_a_rank_that_left_ends_it(bench: Bench) -> None:
     first = bench.appoint(bench.tell(60.0)).step
-    bench.chair.began(FAR, (3, first), 1000)
-    bench.chair.told(FAR, (3, first))
+    bench.coordinator.began(FAR, (3, first), 1000)
+    bench.coordinator.told(FAR, (3, first))
     busy = DeclineCause.BUSY.because("of the test").of_rank(1)
     void = StepVerdict(FAR, (3, first), complete=False, why=busy)
-    again = bench.frames(bench.chair.judged(void))
+    again = bench.frames(bench.coordinator.judged(void))
     assert [frame.flags for frame in again] == [StepWord.PROPOSED.value]
-    (called_off,) = bench.frames(bench.chair.left(1, "is dead"))
+    (called_off,) = bench.frames(bench.coordinator.left(1, "is dead"))
     assert called_off.flags == StepWord.CALLED_OFF.value
     (failed,) = bench.events("emergency_failed")
     assert failed["reason"] == "no checkpoint can be whole: rank 1 is dead"
@@ -157,7 +155,7 @@ def test_a_rank_that_does_not_answer_ends_it_by_name(bench: Bench) -> None:
     (proposed,) = bench.tell(60.0)
     bench.answer(0, proposed.arg, 10)
     bench.now = 10.5
-    (called_off,) = bench.frames(bench.chair.tick())
+    (called_off,) = bench.frames(bench.coordinator.tick())
     assert called_off.flags == StepWord.CALLED_OFF.value
     assert "rank 1 did not answer within 10 s" in bench.events("emergency_failed")[0]["reason"]
 
@@ -176,7 +174,7 @@ def test_a_rank_that_does_not_answer_ends_it_by_name(bench: Bench) -> None:
 def test_what_makes_no_sense_is_left_out_and_what_follows_is_heard(
     bench: Bench, caplog: pytest.LogCaptureFixture, frame: Frame
 ) -> None:
-    assert bench.chair.hear(1, frame) == []
+    assert bench.coordinator.hear(1, frame) == []
     assert caplog.text.count("leaving out what rank 1 said of a notice") == 1
     assert not bench.events("notice")
     assert wire.json_body(bench.appoint(bench.tell(60.0)))["save"]
@@ -237,9 +235,9 @@ class Rank:
         self.world, self.rank = world, rank
         self.appointments = Appointments(wait_seconds_max=30, clock=lambda: world.now)
         self.verdicts: list[StepVerdict] = []
-        chair = None
+        coordinator = None
         if rank == 0:
-            chair = Chair(
+            coordinator = Rank0PreemptionCoordinator(
                 world.count,
                 FAR,
                 "kept in the store",
@@ -248,14 +246,14 @@ class Rank:
                 events=world.log,
                 clock=lambda: world.now,
             )
-        self.chair = chair
-        limits = CouncilLimits(60.0, 60.0)
-        self.council = Council(
+        self.coordinator = coordinator
+        limits = VoteLimits(60.0, 60.0)
+        self.council = CommitVotes(
             world.lines.port(rank),
             limits,
             on_verdict=self.verdicts.append,
             appointments=self.appointments,
-            coordinator=Coordinator(world.count, limits, chair) if rank == 0 else None,
+            rank0=Rank0Votes(world.count, limits, coordinator) if rank == 0 else None,
             clock=lambda: world.now,
         )
         self.step = -1
@@ -287,8 +285,8 @@ class Rank:
             if self.world.chance.random() < self.world.declines:
                 self.council.skipped(tier, order, DeclineCause.BUSY.because("of the test"))
                 continue
-            if self.chair is not None:
-                self.chair.began(tier, order, 1000)
+            if self.coordinator is not None:
+                self.coordinator.began(tier, order, 1000)
             self.unsealed.append((tier, order))
 
     def seal(self) -> None:
@@ -333,9 +331,9 @@ class World:
 
     def council(self, rank: Rank) -> None:
         try:
-            rank.council._thread._turn()
+            rank.council._turn()
         except PeerLost as error:  # as its own thread would
-            rank.council._thread._give_up(error)
+            rank.council._give_up(error)
 
     def train(self, rank: Rank) -> None:
         if rank.step <= min(other.step for other in self.living) + 1:
@@ -347,9 +345,9 @@ class World:
     def settle(self, seconds_max: float = 700.0) -> None:
         """Let all come to an end: every message heard, every step that is due reached, every slice sealed."""
         until, quiet_since = self.now + seconds_max, self.now
-        chair = self.ranks[0].chair
-        assert chair is not None
-        while self.now < until and (chair._emergency.open or self.now < quiet_since + 15.0):
+        coordinator = self.ranks[0].coordinator
+        assert coordinator is not None
+        while self.now < until and (coordinator._emergency.open or self.now < quiet_since + 15.0):
             for rank in self.living:
                 for _ in range(10):
                     self.deliver(rank)
@@ -366,7 +364,7 @@ class World:
     def is_busy(self) -> bool:
         under_way = (line for (_, to), line in self.lines.under_way.items() if to not in self.lines.dead)
         return any(under_way) or any(
-            rank.unsealed or rank.is_due or rank.council._thread._outbox for rank in self.living
+            rank.unsealed or rank.is_due or rank.council._outbox for rank in self.living
         )
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -378,7 +376,7 @@ class World:
 @pytest.fixture(autouse=True)
 def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The councils' turns are the test's."""
-    monkeypatch.setattr(CouncilThread, "_run", lambda _self: None)
+    monkeypatch.setattr(CommitVotes, "_run", lambda _self: None)
 
 
 def play(seed: int, path: Path) -> World:
@@ -455,7 +453,7 @@ def test_when_another_rank_dies_the_others_hear_that_no_checkpoint_can_be_whole(
 
 def test_a_rank_that_has_ended_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
     world = World(1, tmp_path / "events", ranks=2)
-    world.ranks[1].council._thread.say(wire.encode(Kind.BYE))
+    world.ranks[1].council._send_root(wire.encode(Kind.BYE))
     world.settle(seconds_max=5.0)
     world.ranks[0].council.notice(notice(100.0))
     world.settle(seconds_max=5.0)
@@ -491,4 +489,4 @@ def test_when_the_council_has_given_up_a_notice_is_said_and_no_more(
     world.settle(seconds_max=5.0)
     world.ranks[1].council.notice(notice(100.0))
     assert "the ranks no longer agree on anything, so no extra checkpoint is taken" in caplog.text
-    assert not world.ranks[1].council._thread._outbox
+    assert not world.ranks[1].council._outbox

@@ -16,9 +16,9 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from holdfast.wire.state_messages import Agreement, Proposal
 from tests.unit.trainer_side.tiers.ranks import Net, until
-from trainer_side.tiers.coordinator import CouncilLimits
-from trainer_side.tiers.council import Council
-from trainer_side.tiers.tally import StepVerdict
+from trainer_side.tiers.commit_votes import CommitVotes
+from trainer_side.tiers.rank0_votes import VoteLimits
+from trainer_side.tiers.tier import StepVerdict
 
 RANKS = 3
 
@@ -27,11 +27,9 @@ class Ranks:
     def __init__(self, count: int = RANKS, **settings: Any) -> None:
         self.net = Net(count)
         self.heard: list[list[StepVerdict]] = [[] for _ in range(count)]
-        limits = CouncilLimits(
-            settings.pop("agree_seconds_max", 60.0), settings.pop("seal_seconds_max", 60.0)
-        )
+        limits = VoteLimits(settings.pop("agree_seconds_max", 60.0), settings.pop("seal_seconds_max", 60.0))
         self.councils = [
-            Council(self.net.port(rank), limits, on_verdict=self.heard[rank].append, **settings)
+            CommitVotes(self.net.port(rank), limits, on_verdict=self.heard[rank].append, **settings)
             for rank in range(count)
         ]
 
@@ -79,9 +77,9 @@ def test_who_does_not_seal_makes_it_void_at_the_deadline_of_rank_0() -> None:
     ranks = Ranks(seal_seconds_max=20.0, clock=lambda: now[0])
     ranks.councils[0].sealed(0, (1, 7), "a")
     ranks.councils[1].sealed(0, (1, 7), "a")
-    coordinator = ranks.councils[0]._thread._coordinator
-    assert coordinator is not None
-    ballots = coordinator._tally._ballots
+    rank0 = ranks.councils[0]._rank0
+    assert rank0 is not None
+    ballots = rank0._votes._ballots
     until(lambda: ballots and ballots[0, (1, 7)].sealed == {0, 1})
     now[0] += 20.0
     time.sleep(0.05)
@@ -105,7 +103,7 @@ def test_a_dead_rank_makes_it_void_at_once(ranks: Ranks) -> None:
 def test_a_silent_rank_0_decides_nothing_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trainer_side.tiers.council._SLACK_SECONDS", 0.1)
+    monkeypatch.setattr("trainer_side.tiers.commit_votes._SLACK_SECONDS", 0.1)
     ranks = Ranks(2, seal_seconds_max=0.1)
     ranks.net.cut.add(0)
     ranks.councils[1].sealed(0, (1, 7), "a")

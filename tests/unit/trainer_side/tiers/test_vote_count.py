@@ -9,7 +9,8 @@ from holdfast.errors import StateError
 from holdfast.telemetry.causes import DeclineCause, Reason
 from tests.support.seeds import each_seed
 from trainer_side.tiers.file_slots import FileSlots
-from trainer_side.tiers.tally import Order, StepVerdict, Tally
+from trainer_side.tiers.rank0_votes import VoteCount
+from trainer_side.tiers.tier import Order, StepVerdict
 
 RANKS = 3
 
@@ -19,91 +20,91 @@ def _of(verdicts: list[StepVerdict]) -> list[tuple[int, bool]]:
 
 
 def test_a_step_is_complete_when_the_last_rank_has_sealed_it() -> None:
-    tally = Tally(RANKS, seconds_max=10.0)
-    assert not tally.sealed(1, 0, (1, 7), "a", 0.0)
-    assert not tally.sealed(1, 0, (1, 7), "a", 0.0), "said twice is no second rank"
-    assert not tally.sealed(0, 0, (1, 7), "a", 1.0)
-    assert _of(tally.sealed(2, 0, (1, 7), "a", 2.0)) == [(7, True)]
-    assert not tally.undecided
+    votes = VoteCount(RANKS, seconds_max=10.0)
+    assert not votes.sealed(1, 0, (1, 7), "a", 0.0)
+    assert not votes.sealed(1, 0, (1, 7), "a", 0.0), "said twice is no second rank"
+    assert not votes.sealed(0, 0, (1, 7), "a", 1.0)
+    assert _of(votes.sealed(2, 0, (1, 7), "a", 2.0)) == [(7, True)]
+    assert not votes.undecided
 
 
 def test_each_tier_is_decided_by_itself() -> None:
-    tally = Tally(2, seconds_max=10.0)
-    assert not tally.sealed(0, 0, (1, 7), "a", 0.0)
-    assert not tally.sealed(1, 1, (1, 7), "a", 0.0)
-    (verdict,) = tally.sealed(1, 0, (1, 7), "a", 0.0)
+    votes = VoteCount(2, seconds_max=10.0)
+    assert not votes.sealed(0, 0, (1, 7), "a", 0.0)
+    assert not votes.sealed(1, 1, (1, 7), "a", 0.0)
+    (verdict,) = votes.sealed(1, 0, (1, 7), "a", 0.0)
     assert verdict == StepVerdict(0, (1, 7), complete=True)
 
 
 def test_void_if_a_rank_skips_it_or_is_late_or_has_another_layout() -> None:
-    tally = Tally(RANKS, seconds_max=10.0)
-    tally.sealed(0, 0, (1, 7), "a", 0.0)
-    (verdict,) = tally.skipped(2, 0, (1, 7), DeclineCause.BUSY.because("no slot"))
+    votes = VoteCount(RANKS, seconds_max=10.0)
+    votes.sealed(0, 0, (1, 7), "a", 0.0)
+    (verdict,) = votes.skipped(2, 0, (1, 7), DeclineCause.BUSY.because("no slot"))
     assert verdict == StepVerdict(0, (1, 7), complete=False, why=Reason("busy", "rank 2: busy: no slot"))
-    tally.sealed(0, 0, (1, 8), "a", 0.0)
-    tally.sealed(2, 0, (1, 8), "a", 9.0)
-    assert not tally.overdue(10.0)
-    (verdict,) = tally.overdue(10.1)
+    votes.sealed(0, 0, (1, 8), "a", 0.0)
+    votes.sealed(2, 0, (1, 8), "a", 9.0)
+    assert not votes.overdue(10.0)
+    (verdict,) = votes.overdue(10.1)
     assert (verdict.order, verdict.complete) == ((1, 8), False)
     assert "rank 1 has not sealed it within 10 s" in verdict.why.text
     assert verdict.why.cause == DeclineCause.LATE
-    tally.sealed(0, 0, (1, 9), "a", 0.0)
-    (verdict,) = tally.sealed(1, 0, (1, 9), "b", 0.0)
+    votes.sealed(0, 0, (1, 9), "a", 0.0)
+    (verdict,) = votes.sealed(1, 0, (1, 9), "b", 0.0)
     assert (verdict.order, verdict.complete) == ((1, 9), False)
     assert "rank 1 has another layout" in verdict.why.text
     assert verdict.why.cause == "the ranks' states differ"
-    assert not tally.undecided
+    assert not votes.undecided
 
 
 def test_a_complete_step_ends_what_is_older_and_undecided() -> None:
-    tally = Tally(2, seconds_max=10.0)
-    tally.sealed(0, 0, (1, 5), "a", 0.0)
-    tally.sealed(0, 0, (1, 7), "a", 0.0)
-    assert _of(tally.sealed(1, 0, (1, 7), "a", 0.0)) == [(7, True), (5, False)]
-    assert _of(tally.sealed(1, 0, (1, 5), "a", 0.0)) == [(5, False)], "who is late hears of it, too"
-    assert not tally.undecided
+    votes = VoteCount(2, seconds_max=10.0)
+    votes.sealed(0, 0, (1, 5), "a", 0.0)
+    votes.sealed(0, 0, (1, 7), "a", 0.0)
+    assert _of(votes.sealed(1, 0, (1, 7), "a", 0.0)) == [(7, True), (5, False)]
+    assert _of(votes.sealed(1, 0, (1, 5), "a", 0.0)) == [(5, False)], "who is late hears of it, too"
+    assert not votes.undecided
 
 
 def test_a_dead_rank_makes_void_what_it_has_not_sealed() -> None:
-    tally = Tally(2, seconds_max=10.0)
-    tally.sealed(0, 0, (1, 5), "a", 0.0)
-    tally.sealed(1, 0, (1, 4), "a", 0.0)
-    assert _of(tally.lost(1, "is dead")) == [(5, False)]
-    (verdict,) = tally.sealed(0, 0, (1, 6), "a", 0.0)
+    votes = VoteCount(2, seconds_max=10.0)
+    votes.sealed(0, 0, (1, 5), "a", 0.0)
+    votes.sealed(1, 0, (1, 4), "a", 0.0)
+    assert _of(votes.lost(1, "is dead")) == [(5, False)]
+    (verdict,) = votes.sealed(0, 0, (1, 6), "a", 0.0)
     assert (verdict.complete, verdict.why) == (False, Reason("lost", "rank 1 is dead"))
-    assert _of(tally.sealed(0, 0, (1, 4), "a", 0.0)) == [(4, True)], "what it had sealed before is there"
+    assert _of(votes.sealed(0, 0, (1, 4), "a", 0.0)) == [(4, True)], "what it had sealed before is there"
 
 
 def test_a_step_that_is_refused_is_void_in_every_tier_though_all_seal_it() -> None:
-    tally = Tally(2, seconds_max=10.0)
-    tally.sealed(0, 0, (1, 7), "a", 0.0)
+    votes = VoteCount(2, seconds_max=10.0)
+    votes.sealed(0, 0, (1, 7), "a", 0.0)
     differ = Reason.of_error(StateError("replicas differ"))
-    assert tally.refuse((1, 7), differ) == [StepVerdict(0, (1, 7), complete=False, why=differ)]
-    assert _of(tally.sealed(1, 0, (1, 7), "a", 0.0)) == [(7, False)]
-    assert not tally.remembered
+    assert votes.refuse((1, 7), differ) == [StepVerdict(0, (1, 7), complete=False, why=differ)]
+    assert _of(votes.sealed(1, 0, (1, 7), "a", 0.0)) == [(7, False)]
+    assert not votes.remembered
     for rank in range(2):
-        assert _of(tally.sealed(rank, 1, (1, 7), "a", 0.0)) == [(7, False)], (
+        assert _of(votes.sealed(rank, 1, (1, 7), "a", 0.0)) == [(7, False)], (
             "a tier that had heard nothing of it"
         )
-    tally.sealed(0, 0, (1, 8), "a", 0.0)
-    assert _of(tally.sealed(1, 0, (1, 8), "a", 0.0)) == [(8, True)]
+    votes.sealed(0, 0, (1, 8), "a", 0.0)
+    assert _of(votes.sealed(1, 0, (1, 8), "a", 0.0)) == [(8, True)]
 
 
 def test_its_memory_is_bounded() -> None:
-    tally = Tally(2, seconds_max=1e9, open_max=8)
-    voided = [v.order[1] for step in range(1000) for v in tally.sealed(0, step % 2, (1, step), "a", 0.0)]
-    assert tally.undecided == 16
+    votes = VoteCount(2, seconds_max=1e9, open_max=8)
+    voided = [v.order[1] for step in range(1000) for v in votes.sealed(0, step % 2, (1, step), "a", 0.0)]
+    assert votes.undecided == 16
     assert voided == list(range(984))
 
 
 class _World:
-    """Ranks with slots, and rank 0's tally; messages wait in a bag, from which any may be taken next."""
+    """Ranks with slots, and rank 0's votes; messages wait in a bag, from which any may be taken next."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.ranks, self.count = self.chance.randint(1, 4), self.chance.randint(2, 4)
         self.slots = [FileSlots(self.count) for _ in range(self.ranks)]
-        self.tally = Tally(self.ranks, seconds_max=50.0, open_max=self.chance.choice([2, 64]))
+        self.votes = VoteCount(self.ranks, seconds_max=50.0, open_max=self.chance.choice([2, 64]))
         self.holds: list[dict[int, Order]] = [{} for _ in range(self.ranks)]  # sealed, by slot
         self.writing: list[dict[int, Order]] = [{} for _ in range(self.ranks)]
         self.to_root: list[tuple[int, Order, bool]] = []
@@ -147,13 +148,13 @@ class _World:
         self.to_root.append((rank, order, True))
 
     def decide(self, _: int) -> None:
-        verdicts = self.tally.overdue(self.now)
+        verdicts = self.votes.overdue(self.now)
         if self.to_root:
             rank, order, sealed = self.to_root.pop(self.chance.randrange(len(self.to_root)))
             if sealed:
-                verdicts += self.tally.sealed(rank, 0, order, "a", self.now)
+                verdicts += self.votes.sealed(rank, 0, order, "a", self.now)
             else:
-                verdicts += self.tally.skipped(rank, 0, order, DeclineCause.BUSY.because("of the test"))
+                verdicts += self.votes.skipped(rank, 0, order, DeclineCause.BUSY.because("of the test"))
         for verdict in verdicts:
             self.completed += verdict.complete
             for inbox in self.to_ranks:

@@ -1,9 +1,9 @@
-"""One step on its way into this rank's tiers: the area that they read, and how far each of them is.
+"""One step on its way into this rank's tiers: the area that they read, and the progress of each of them.
 
-    area (being filled) ── is_ready(frame) ─► sum, once for all tiers ─► each lane writes it ─► … ─► seal
+    area (being filled) ── is_ready(frame) ─► sum, once for all tiers ─► each tier writes it ─► … ─► seal
                                                                               └── or gives it up
 
-Lanes read the area until `released` is set: then every lane has sealed its slice, or given it up.
+The tiers read the area until `released` is set: then each of them has sealed its slice, or given it up.
 """
 
 from __future__ import annotations
@@ -17,57 +17,27 @@ from typing import Any
 from holdfast.crc import crc32
 from holdfast.image.slices import SliceFrame
 from holdfast.telemetry.causes import Reason
-from trainer_side.tiers.tier import SliceWriter
+from trainer_side.tiers.tier import Order, SliceWriter
 from trainer_side.transfer import SliceSource
 
 
-class TierPart:
-    """One tier's share of a keeping. The lane's lock guards it.
-
-    Attributes:
-        keeping: The step that it is a part of.
-        writer: Writes to its slot.
-        unwritten: Frames that no thread has taken yet, in their order.
-        busy: Number of threads at work on it.
-        given_up: Why it is not sealed; None while it may be.
-        sealing: Whether a thread seals it.
-        orphaned: Whether the lane is done with it, although the tier may still be at work on it.
-        begun_at: When its first frame was ready.
-        written_bytes: Bytes given to the tier so far.
-    """
-
-    def __init__(self, keeping: Keeping, writer: SliceWriter) -> None:
-        self.keeping, self.writer = keeping, writer
-        self.unwritten = list(range(len(keeping.frames)))
-        self.busy = 0
-        self.given_up: Reason | None = None
-        self.sealing = False
-        self.orphaned = False
-        self.begun_at = 0.0
-        self.written_bytes = 0
-
-
 @dataclass(eq=False)
-class Keeping:
-    """One step. Made by `StepSlots.begin`.
+class TierWrite:
+    """One step. Made by `LocalTiers.begin`.
 
     Attributes:
-        order: (attempt, step).
-        frames: The frames of this rank's slice.
-        area: The memory that holds them; None before `keep`, and when nobody reads it any more.
         record: Times and bytes, like those of the transfer.
         writers: Tier → slot.
-        layout_digest: Digest of the layout of the frames.
-        job: Name of the job, for the seal.
-        source_is_slot: The tier whose slot is the area; -1: none.
-        link_released: Set when the link reads the area no more, and where there is no link.
-        released: Set when no tier reads the area any more.
-        compare: Has the fingerprints of this rank compared with those of the others, by rank 0.
-        lookers: Wake the lanes that write it.
+        source_is_slot: The tier whose slot is the area; -1: no slot is.
+        area: The memory that holds the frames; None before `LocalTiers.keep`, and when no tier reads it any more.
+        link_released: Set when the link has finished reading the area, and where there is no link.
+        released: Set when every tier has finished reading the area.
+        compare: Has rank 0 compare the fingerprints of this rank with those of the others.
+        lookers: Wake the threads that write it.
         kept_in: Tiers that have sealed it, by number. `lost_in`: tiers that gave it up, with the reason.
     """
 
-    order: tuple[int, int]
+    order: Order
     frames: tuple[SliceFrame, ...]
     record: Mapping[str, Any]
     writers: dict[int, SliceWriter]
@@ -98,20 +68,20 @@ class Keeping:
         return not self.cancelled.is_set() and not self.released.is_set()
 
     def is_read_beside(self, tier: int) -> bool:
-        """Whether the link, or another lane than that of `tier`, may still read the area."""
+        """Whether the link, or another tier than `tier`, may still read the area."""
         with self._guard:
             others_over = self.kept_in | self.lost_in.keys() | {tier} >= self.writers.keys()
         return not (others_over and self.link_released.is_set())
 
     def cancel(self, reason: Reason) -> None:
-        """Have every lane give it up: its bytes will never be complete. Any thread."""
+        """Have every tier give it up: its bytes will never be complete. Any thread."""
         if not self.cancelled.is_set():
             self.cancel_reason = reason
             self.cancelled.set()
             self.nudge()
 
     def nudge(self) -> None:
-        """Have every lane look at it: a frame is ready. Any thread."""
+        """Wake the threads that write it: a frame is ready. Any thread."""
         for look in self.lookers:
             look()
 
@@ -131,7 +101,7 @@ class Keeping:
             return self._sums[frame]
 
     def over_in(self, tier: int, reason: Reason | None = None) -> None:
-        """A tier reads the area no more: it has sealed its slice, or given it up for this reason."""
+        """A tier has finished reading the area: it has sealed its slice, or given it up for this reason."""
         with self._guard:
             if reason is not None:
                 self.lost_in[tier] = reason
@@ -142,3 +112,25 @@ class Keeping:
                 self._frame_guards.clear()
                 self.area = None  # a staging area is not kept longer than it is read
                 self.released.set()
+
+
+class SlotWrite:
+    """One tier's part in a `TierWrite`. The lock of the tier's threads guards it.
+
+    Attributes:
+        unwritten: Frames that no thread has taken yet, in their order.
+        busy: Number of threads at work on it. `sealing`: one of them seals it.
+        given_up: Why it is not sealed; None while it may be.
+        orphaned: Whether the threads are done with it, although the tier may still be at work on it.
+        begun_at: When its first frame was ready.
+    """
+
+    def __init__(self, write: TierWrite, writer: SliceWriter) -> None:
+        self.write, self.writer = write, writer
+        self.unwritten = list(range(len(write.frames)))
+        self.busy = 0
+        self.given_up: Reason | None = None
+        self.sealing = False
+        self.orphaned = False
+        self.begun_at = 0.0
+        self.written_bytes = 0

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_side.tiers.found_steps import FoundSteps
-from trainer_side.tiers.kept_slices import Inventory
-from trainer_side.tiers.tally import Order, StepVerdict
+from trainer_side.tiers.tier import Order, StepVerdict
+from trainer_side.tiers.tier_inventory import TierInventory
 
-INVENTORY = Inventory(1, (((1, 7), (1, 5), (1, 3)),), (((1, 9), (1, 6)),))
+INVENTORY = TierInventory(1, (((1, 7), (1, 5), (1, 3)),), (((1, 9), (1, 6)),))
 
 
 def said(verdicts: list[StepVerdict]) -> list[tuple[int, bool]]:
@@ -39,13 +38,9 @@ def said(verdicts: list[StepVerdict]) -> list[tuple[int, bool]]:
 def test_the_step_to_keep_is_named_first_and_newer_or_damaged_ones_are_void(
     restored: Order | None, whole_in: tuple[str, ...], expected: list[tuple[int, bool]]
 ) -> None:
-    found = FoundSteps(INVENTORY)
-    if restored is not None:
-        found.restored(restored, whole_in)
-    assert said(found.verdicts(0, "here")) == expected
+    assert said(INVENTORY.verdicts(0, "here", restored, whole_in)) == expected
 
 
 def test_an_empty_tier_is_told_nothing() -> None:
-    found = FoundSteps(Inventory(0, ((),), ((),)))
-    found.restored((1, 5), {"elsewhere"})
-    assert found.verdicts(0, "here") == []
+    found = TierInventory(0, ((),), ((),))
+    assert found.verdicts(0, "here", (1, 5), {"elsewhere"}) == []

@@ -1,0 +1,408 @@
+"""The commit votes: how the training ranks agree on what their local tiers hold, without a stager. Rank 0 decides.
+
+    writer threads    sealed, skipped ─┐                                      ┌─► on_verdict: tier.complete, tier.void
+    training thread   agree, concur, … ┼► outbox ═► rank 0: Rank0Votes ═► Voter ─► answers to `agree`, `concur`
+    watch             notice ──────────┘                                      └─► appointments: a step all ranks save
+
+One thread per rank carries the messages; on rank 0 it also decides. No collective operation, no wait without a
+deadline, no spinning: a thread with nothing to do looks every 10 ms.
+
+If rank 0 is silent, nothing is decided. A slice without a verdict is then kept and never called void, because rank 0
+may have told other ranks that it is complete. From then on local tiers take nothing new, and the log says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.notices.messages import Announcement
+from holdfast.notices.notice import Notice
+from holdfast.telemetry.causes import Reason
+from holdfast.wire import frames as wire
+from holdfast.wire.agreement import pickle_reserve_bytes
+from holdfast.wire.doubt import Doubt
+from holdfast.wire.frames import Frame, Kind, decode, peer_error
+from holdfast.wire.state_messages import Agreement, Proposal
+from trainer_side.background_thread import BackgroundThread, thread_died
+from trainer_side.notice.appointments import Appointments
+from trainer_side.ranks.ports import CouncilPort
+from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, VoteLimits, fingerprints_frame
+from trainer_side.tiers.tier import Order, StepVerdict, reason_body
+from trainer_side.tiers.tier_set import RankCouncil
+
+_log = logging.getLogger("holdfast.trainer.council")
+
+_SLACK_SECONDS = 10.0  # for an answer that itself has a deadline at rank 0
+_PAUSE_SECONDS = 10e-3
+_AWAITING_PAUSE_SECONDS = 1e-3
+_FLUSH_SECONDS_MAX = 10.0
+_TASK = "agrees with the other ranks on what local tiers hold"
+
+
+@dataclass(eq=False)
+class PendingQuestion:
+    """A pending `agree` or `concur`. `answer`: None says that all ranks are ready."""
+
+    answered: threading.Event = field(default_factory=threading.Event)
+    answer: Agreement | HoldfastError | None = None
+
+
+class Voter:
+    """A rank's part: handles rank 0's messages, and knows which of them the rank still waits for. No thread of its own.
+
+    `hear`, `check_silence` and `end` belong to the thread of `CommitVotes`, the rest to any thread.
+
+    Args:
+        on_verdict: Called with every verdict, in the thread of `CommitVotes`.
+        appointments: At which step this rank acts on a notice; only in a job without a stager.
+        silence_seconds_max: How long a sealed slice waits for its verdict.
+
+    Attributes:
+        new_pickle_reserve_bytes: Room that rank 0's pickle was given after it had outgrown its reserve; 0 before.
+        on_doubt: Called with each doubt of a rank about its copies, in the thread of `CommitVotes`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        on_verdict: Callable[[StepVerdict], None],
+        appointments: Appointments | None,
+        *,
+        silence_seconds_max: float,
+    ) -> None:
+        self._rank, self._on_verdict, self._appointments = rank, on_verdict, appointments
+        self._silence_seconds_max = silence_seconds_max
+        self.new_pickle_reserve_bytes = 0
+        self.on_doubt: Callable[[Doubt], None] = lambda _: None
+        self._undecided: dict[tuple[int, Order], float] = {}  # slices that this rank has sealed, and when
+        self._question: PendingQuestion | None = None
+
+    @property
+    def undecided(self) -> int:
+        """Number of slices that this rank has sealed and that have no verdict yet."""
+        return len(self._undecided)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether the training thread waits for an answer."""
+        return self._question is not None
+
+    def sealed(self, tier: int, order: Order, now: float) -> None:
+        """Expect a verdict on a slice of this rank."""
+        self._undecided[tier, order] = now
+
+    def asks(self) -> PendingQuestion:
+        """Expect an answer. The new question replaces a pending one."""
+        self._question = PendingQuestion()
+        return self._question
+
+    def hear(self, frame: Frame) -> bytes | None:
+        """Take a message of rank 0; returns the reply, if there is one. ProtocolError: rank 0 may not send it."""
+        match frame.kind:
+            case Kind.COMPLETE | Kind.VOID:
+                verdict = StepVerdict.from_frame(frame)
+                self._on_verdict(verdict)
+                self._undecided.pop((verdict.tier, verdict.order), None)
+            case Kind.RESERVED:
+                self._answer(Agreement.from_frame(frame))
+            case Kind.GO:
+                self._answer(None)
+            case Kind.REFUSED:
+                body = wire.json_body(frame, code=str, message=str)
+                if not self._answer(peer_error(body["code"], body["message"])):
+                    # Only other ranks asked, so training continues here.
+                    _log.error("rank %d: other ranks cannot save: %s", self._rank, body["message"])
+            case Kind.ROOM:
+                self.new_pickle_reserve_bytes = max(self.new_pickle_reserve_bytes, frame.arg)
+            case Kind.DOUBTED:
+                self.on_doubt(Doubt.from_frame(frame))
+            case Kind.SAVE_AT if self._appointments is not None:
+                return self._hear_appointment(frame, self._appointments)
+            case _:
+                raise ProtocolError(f"rank {self._rank}: rank 0 sent {frame.kind.name}, which it must not")
+        return None
+
+    def check_silence(self, now: float) -> None:
+        """Raise PeerLost if a slice that was sealed long ago has no verdict: rank 0 decides nothing any more."""
+        if not self._undecided:
+            return
+        waited = now - min(self._undecided.values())
+        if waited > self._silence_seconds_max:
+            raise PeerLost(
+                f"rank {self._rank} has had no verdict from rank 0 on a slice that it sealed {waited:.0f} s ago"
+            )
+
+    def end(self, error: HoldfastError | None = None) -> None:
+        """Rank 0 sends nothing more. An error answers a pending question."""
+        if error is not None:
+            self._answer(error)
+        if self._appointments is not None:
+            self._appointments.end()
+
+    def _answer(self, answer: Agreement | HoldfastError | None) -> bool:
+        """Whether a question was pending."""
+        question, self._question = self._question, None
+        if question is None:
+            return False
+        question.answer = answer
+        question.answered.set()
+        return True
+
+    def _hear_appointment(self, frame: Frame, appointments: Appointments) -> bytes | None:
+        try:
+            answer = appointments.heard(Announcement.from_frame(frame))
+        except ProtocolError as error:
+            _log.error("rank %d: leaves out a step to save after a notice: %s", self._rank, error)
+            appointments.end()  # otherwise training would wait at a step that it has promised
+            return None
+        return None if answer is None else answer.to_frame(Kind.AT, attempt=frame.attempt)
+
+
+class CommitVotes(RankCouncil):
+    """One rank's votes on slices, its questions to the other ranks, and the thread that carries both. Any thread.
+
+    Args:
+        limits: How long the slowest rank is waited for.
+        on_verdict: Called with every verdict, in the thread of the votes. `on_turn`: called there again and again, also
+            when nothing is decided any more.
+        appointments: At which step this rank acts on a notice; only in a job without a stager.
+        rank0: Decides; on rank 0 only. None there: neither preemption nor replicas are dealt with.
+
+    Attributes:
+        problem: Why nothing is decided any more; None while all is well.
+    """
+
+    def __init__(
+        self,
+        port: CouncilPort,
+        limits: VoteLimits,
+        *,
+        on_verdict: Callable[[StepVerdict], None],
+        on_turn: Callable[[], None] = lambda: None,
+        appointments: Appointments | None = None,
+        rank0: Rank0Votes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._port, self._rank, self._on_turn, self._clock = port, port.rank, on_turn, clock
+        self._answer_seconds_max = limits.agree_seconds_max + _SLACK_SECONDS
+        silence_seconds_max = 2 * limits.seal_seconds_max + _SLACK_SECONDS
+        self._voter = Voter(port.rank, on_verdict, appointments, silence_seconds_max=silence_seconds_max)
+        if rank0 is None and port.rank == ROOT:
+            rank0 = Rank0Votes(port.ranks, limits)
+        self._rank0 = rank0
+        self.problem: HoldfastError | None = None
+        self._outbox: deque[bytes] = deque()
+        self._wake = threading.Event()
+        self._lost: frozenset[int] = frozenset()
+        self._said_bye = False
+        self._leaving: float | None = None
+        self._thread = BackgroundThread(
+            "holdfast-council", self._run, rank=port.rank, task=_TASK, died=self._give_up
+        )
+        self._thread.start()
+
+    @property
+    def undecided(self) -> int:
+        return self._voter.undecided
+
+    @property
+    def new_pickle_reserve_bytes(self) -> int:
+        return self._voter.new_pickle_reserve_bytes
+
+    # -- what this rank says -------------------------------------------------------------------------------------
+
+    def sealed(self, tier: int, order: Order, layout: str) -> None:
+        """Vote for a step: this rank has sealed its slice in this tier. Once for each slice."""
+        self._voter.sealed(tier, order, self._clock())
+        self._vote(Kind.SEALED, tier, order, wire.text_body(layout))
+
+    def skipped(self, tier: int, order: Order, why: Reason) -> None:
+        """Vote against a step: this rank will never seal its slice in this tier."""
+        self._vote(Kind.SKIPPED, tier, order, reason_body(why))
+
+    def compare(self, order: Order, layout_digest: str, fingerprints: str) -> None:
+        """Have rank 0 compare this rank's replicas with those of the others. Precedes `sealed` of the step."""
+        self._send_root(fingerprints_frame(order, layout_digest, fingerprints))
+
+    def hurry(self, seconds_max: float) -> None:
+        """From now on wait for no answer longer than that."""
+        self._answer_seconds_max = min(self._answer_seconds_max, seconds_max)
+
+    def agree(self, proposal: Proposal) -> Agreement:
+        answer = self._ask(proposal.to_frame(0), "compare the layouts of all ranks")
+        assert answer is not None
+        return answer
+
+    def concur(self, error: HoldfastError | None) -> None:
+        body = wire.to_json({}) if error is None else wire.error_body(error)
+        try:
+            self._ask(wire.encode(Kind.READY, body=body), "hear whether all ranks are ready")
+        except HoldfastError as refused:
+            raise error or refused from None
+        assert error is None
+
+    def fits(self, step: int) -> None:
+        if self.problem is None:
+            self._send_root(wire.encode(Kind.FITS, step=step))
+
+    def make_room(self, needed_bytes: int) -> None:
+        assert self._rank == ROOT
+        self._send_root(wire.encode(Kind.ROOM, arg=pickle_reserve_bytes(needed_bytes)))
+
+    def doubt(self, doubt: Doubt) -> None:
+        if self.problem is None:
+            self._send_root(doubt.to_frame(Kind.DOUBT, attempt=0))
+
+    def when_doubted(self, call: Callable[[Doubt], None]) -> None:
+        self._voter.on_doubt = call
+
+    def notice(self, notice: Notice) -> None:
+        if self.problem is not None:
+            _log.error(
+                "rank %d: %s; the ranks no longer agree on anything, so no extra checkpoint is taken",
+                self._rank,
+                notice.sentence(),
+            )
+            return
+        who = f"rank {self._rank} on host {platform.node()} (process {os.getpid()})"
+        body = wire.to_json({**notice.to_json(), "who": who})
+        self._send_root(wire.encode(Kind.NOTICE, body=body))
+
+    def close(self, seconds_max: float) -> None:
+        """Wait for the pending verdicts and for the other ranks, then end the thread. Safe to call twice."""
+        if self._leaving is None:
+            self._leaving = self._clock() + seconds_max
+        self._wake.set()
+        self._thread.join(seconds_max + _FLUSH_SECONDS_MAX)
+
+    def _vote(self, kind: Kind, tier: int, order: Order, body: bytes) -> None:
+        attempt, step = order
+        self._send_root(wire.encode(kind, attempt=attempt, step=step, arg=tier, body=body))
+
+    def _ask(self, message: bytes, what: str) -> Agreement | None:
+        question = self._voter.asks()
+        if self.problem is not None:  # read only now: a later problem answers the question
+            raise self.problem
+        self._send_root(message)
+        limit = self._answer_seconds_max
+        if not question.answered.wait(limit):
+            raise PeerLost(f"rank {self._rank} waited {limit:g} s for rank 0 to {what}")
+        if isinstance(question.answer, HoldfastError):
+            raise question.answer
+        return question.answer
+
+    def _send_root(self, message: bytes) -> None:
+        self._outbox.append(message)
+        self._wake.set()
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._may_leave():
+            try:
+                self._on_turn()
+                busy = self._turn()
+            except HoldfastError as error:
+                self._give_up(error)
+                busy = False
+            except Exception as error:  # noqa: BLE001 - a bug here must not end the tiers' other threads
+                self._give_up(thread_died(error, rank=self._rank, name=self._thread.name, task=_TASK))
+                busy = False
+            if not busy:
+                awaiting = self._voter.is_asking or self._leaving is not None
+                self._wake.wait(_AWAITING_PAUSE_SECONDS if awaiting else _PAUSE_SECONDS)
+                self._wake.clear()
+        self._voter.end()
+        if self.problem is None:
+            self._port.flush(_FLUSH_SECONDS_MAX)
+
+    def _turn(self) -> bool:
+        if self.problem is not None:
+            self._outbox.clear()
+            return False
+        busy = False
+        while self._outbox:
+            busy = True
+            message = self._outbox.popleft()
+            if self._rank0 is not None:
+                self._hear(ROOT, message)
+            else:
+                self._port.send(ROOT, message)
+        for rank, message in self._port.poll():
+            busy = True
+            self._hear(rank, message)
+        self._look_at_the_dead()
+        if self._rank0 is not None:
+            self._tell_all(self._rank0.tick(self._clock()))
+        else:
+            self._voter.check_silence(self._clock())
+        return busy
+
+    def _hear(self, rank: int, message: bytes) -> None:
+        try:
+            frame = decode(message)
+        except ProtocolError as error:
+            raise ProtocolError(f"rank {rank}: {error}") from error
+        if self._rank0 is not None:
+            self._tell_all(self._rank0.hear(rank, frame, self._clock()))
+        elif rank == ROOT:
+            self._hear_root(frame)
+        else:
+            raise ProtocolError(
+                f"rank {rank} sent {frame.kind.name} to rank {self._rank}; only rank 0 may send to other ranks"
+            )
+
+    def _tell_all(self, messages: list[bytes]) -> None:
+        for message in messages:
+            for rank in range(self._port.ranks):
+                if rank != ROOT and rank not in self._lost:
+                    self._port.send(rank, message)
+            self._hear_root(decode(message))
+
+    def _hear_root(self, frame: Frame) -> None:
+        reply = self._voter.hear(frame)
+        if reply is not None:
+            self._send_root(reply)
+
+    def _look_at_the_dead(self) -> None:
+        lost = self._port.lost()
+        if lost == self._lost:
+            return
+        new, self._lost = lost - self._lost, lost
+        if self._rank0 is not None:
+            for rank in sorted(new):
+                self._tell_all(self._rank0.died(rank))
+        elif ROOT in new and self._leaving is None:
+            raise PeerLost("rank 0 of the training ranks is dead")
+
+    def _give_up(self, error: HoldfastError) -> None:
+        if self.problem is not None:
+            return
+        _log.error(
+            "rank %d: local tiers take nothing new in this job; every step that is complete in them stays: %s",
+            self._rank,
+            error,
+        )
+        self.problem = error  # set after the log line, so that a thread that sees it finds the line
+        self._voter.end(error)
+
+    def _may_leave(self) -> bool:
+        """Whether no rank waits for this one, and this one for no rank."""
+        if self._leaving is None:
+            return False
+        if self.problem is not None or self._clock() > self._leaving:
+            return True
+        if not self._said_bye:
+            self._said_bye = True
+            self._send_root(wire.encode(Kind.BYE))  # after every vote
+        if self._outbox or self._voter.undecided:
+            return False
+        return self._rank0 is None or self._rank0.all_left

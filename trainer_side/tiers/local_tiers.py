@@ -1,0 +1,438 @@
+"""This rank's local tiers at work.
+
+    save(7) ─► begin: a slot in each tier ─► keep: writer threads write as frames get ready ─► sealed ─► CommitVotes
+               COMPLETE 7, VOID 7 ◄─ CommitVotes: rank 0 has counted the votes of all ranks ─► the tier, the event log
+
+If the first tier is memory, its slot is the staging area (strategy D), and there is no other area.
+The store as a tier rests while there is a stager, which brings the same bytes there.
+The stager has no part in this: a lost stager, or a lost link to it, stops nothing here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from holdfast.config import TrainerConfig
+from holdfast.errors import HoldfastError
+from holdfast.image.layout import Layout
+from holdfast.image.slices import SliceFrame, frames_of
+from holdfast.ring.doubts import DoubtedSteps
+from holdfast.telemetry.causes import STATES_DIFFER, DeclineCause, Reason
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.doubt import Doubt
+from trainer_side.background_thread import ThreadDied
+from trainer_side.notice.appointments import Appointments
+from trainer_side.ranks.ports import CouncilPort
+from trainer_side.state import accelerator
+from trainer_side.tiers.commit_votes import CommitVotes
+from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator, farthest
+from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, ReplicaWatch, VoteLimits
+from trainer_side.tiers.tier import KeptSteps, Nearness, Order, SliceWriter, StepVerdict, Tier
+from trainer_side.tiers.tier_inventory import TierInventory
+from trainer_side.tiers.tier_set import TierSet
+from trainer_side.tiers.tier_write import TierWrite
+from trainer_side.tiers.tier_writer_threads import TierWriterThreads, WriteOutcome
+from trainer_side.transfer import SliceSource
+
+_log = logging.getLogger("holdfast.trainer.tiers")
+
+_LOOK_SECONDS = 2e-3
+
+
+class TierJob(NamedTuple):
+    """The job that writes. `name` is unlike that of any other job, so that two of the same attempt are never mixed."""
+
+    attempt: int
+    name: str
+
+
+class TierReport:
+    """Counts and logs the end of each step in each tier, with a warning for each new cause. Any thread."""
+
+    def __init__(self, rank: int, ledger: KeptSteps, events: EventLog) -> None:
+        self.events = events
+        self._rank, self._ledger = rank, ledger
+        self._guard = threading.Lock()
+        self._warned: set[str] = set()
+
+    def kept(self, tier: Tier, outcome: WriteOutcome) -> None:
+        write = outcome.write
+        self._ledger.kept(tier.name)
+        self.events.emit(
+            "kept",
+            {
+                "tier": tier.name,
+                "nearness": tier.nearness.value,
+                "how": tier.how,
+                "slice_bytes": sum(frame.nbytes for frame in write.frames),
+                "written_bytes": outcome.written_bytes,
+                "seconds": outcome.seconds,
+                "crc_seconds": write.sum_seconds,
+                "direct": write.source_is_slot == outcome.tier,
+            },
+            step=write.step,
+        )
+
+    def skipped(self, tier: Tier, order: Order, reason: Reason, *, counted: bool = True) -> None:
+        """A step is not kept. `counted`: False if this rank did not save the step at all."""
+        cause, step = reason.cause, order[1]
+        if cause == DeclineCause.RESTS:
+            return
+        fields = {"tier": tier.name, "reason": reason.text, "cause": cause}
+        self.events.emit("skipped_tier", fields, step=step)
+        if not counted:
+            return
+        self._ledger.skipped(tier.name, cause)
+        # An error is logged where it was met.
+        if self._is_news(f"{tier.name}: {cause}") and cause != "failed":
+            _log.warning("rank %d: step %d is not kept in tier %s: %s", self._rank, step, tier.name, reason)
+
+    def no_slot(self, tier: Tier, step: int, error: HoldfastError) -> None:
+        if self._is_news(str(error)):
+            _log.error("rank %d: tier %s gives no slot for step %d: %s", self._rank, tier.name, step, error)
+
+    def judged(self, tier: Tier, verdict: StepVerdict) -> None:
+        """A step is complete in this tier on every rank, or void."""
+        (_, step), why = verdict.order, verdict.why
+        if why.cause == STATES_DIFFER:
+            self._ledger.refused(step, why)
+        if verdict.complete:
+            self.events.emit("complete", {"tier": tier.name, "why": why.text}, step=step)
+        elif why.cause != DeclineCause.RESTS:
+            self.events.emit("void", {"tier": tier.name, "why": why.text, "cause": why.cause}, step=step)
+
+    def _is_news(self, text: str) -> bool:
+        with self._guard:
+            news = text not in self._warned
+            self._warned.add(text)
+        return news
+
+
+class LocalTiers(TierSet):
+    """The tiers of a rank that has some: slots for each step, the threads that write them, and the ranks' votes.
+
+    Args:
+        tiers: The tiers of this rank as they are set, nearest first; opened.
+        inventory: The steps that were found in the tiers.
+        report: Told what becomes of each step.
+        appointments: At which step this rank acts on a notice; only in a job without a stager.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        port: CouncilPort,
+        config: TrainerConfig,
+        *,
+        job: TierJob,
+        inventory: TierInventory,
+        report: TierReport,
+        appointments: Appointments | None = None,
+    ) -> None:
+        assert tiers
+        self.tiers, self.names = tuple(tiers), ", ".join(tier.name for tier in tiers)
+        self.attempt, self._job = job
+        self._rank, self._report, self._inventory = port.rank, report, inventory
+        self._writers_per_tier, self._call_seconds_max = config.tier_writers, config.tier_seconds_max
+        limits = VoteLimits(config.start_seconds_max, config.tier_seconds_max)
+        self._prepare_seconds_max = max(limits)
+        self._restored: tuple[Order | None, frozenset[str]] = None, frozenset()
+        self._layout: Layout | None = None  # the one that there is room for
+        self._frames: tuple[SliceFrame, ...] = ()
+        self._left_out: dict[int, Reason] = {}  # tiers without room for the layout
+        self._newest_step = -1
+        self._earlier_attempts: tuple[int, ...] = ()
+        self._closed = False
+        self._marking: list[threading.Thread] = []
+        # One call of a tier may take as long as the slowest rank takes for its whole slice.
+        self._threads = tuple(
+            TierWriterThreads(number, tier, port.rank, self._ended, call_seconds_max=limits.seal_seconds_max)
+            for number, tier in enumerate(tiers)
+        )
+        self._preemption: Rank0PreemptionCoordinator | None = None
+        self._watch: ReplicaWatch | None = None
+        rank0 = None
+        if port.rank == ROOT:
+            if appointments is not None:
+                self._preemption = self._preemption_coordinator(port.ranks)
+            self._watch = ReplicaWatch(port.ranks, report.events, refuses=config.on_divergence == "refuse")
+            rank0 = Rank0Votes(port.ranks, limits, self._preemption, self._watch)
+        self._votes = CommitVotes(
+            port,
+            limits,
+            on_verdict=self._judge,
+            on_turn=self._look,
+            appointments=appointments,
+            rank0=rank0,
+        )
+        super().__init__(self._votes)
+
+    def _preemption_coordinator(self, ranks: int) -> Rank0PreemptionCoordinator:
+        threads = self._threads[farthest(self.tiers)]
+        is_store = threads.tier.nearness is Nearness.STORE
+        return Rank0PreemptionCoordinator(
+            ranks,
+            threads.number,
+            "kept in the store" if is_store else f"kept in {threads.tier.name} of every rank's machine",
+            attempt=self.attempt,
+            fraction=threads.fraction,
+            events=self._report.events,
+        )
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether a thread is there that keeps steps, and a thread of the votes that decides on them."""
+        return not isinstance(self._votes.problem, ThreadDied) and any(
+            threads.calls.died is None for threads in self._threads
+        )
+
+    @property
+    def died(self) -> ThreadDied | None:
+        problem = self._votes.problem
+        if isinstance(problem, ThreadDied):
+            return problem
+        return next((threads.calls.died for threads in self._threads if threads.calls.died is not None), None)
+
+    @property
+    def is_direct(self) -> bool:
+        # A device cannot copy straight into a file on persistent memory (DAX): CUDA refuses to lock it.
+        first = self.tiers[0].nearness
+        return first is Nearness.MEMORY or (first is Nearness.PM and accelerator.kind() is None)
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._layout is not None
+
+    @property
+    def is_idle(self) -> bool:
+        return all(self._is_idle_in(number) for number in range(len(self._threads)))
+
+    def _is_idle_in(self, number: int) -> bool:
+        """No slot of this tier will become free by itself."""
+        # The threads are asked twice: a step may pass between them and the votes while the other side is asked.
+        threads = self._threads[number]
+        return threads.idle and not self._votes.undecided and threads.idle
+
+    # -- before the first step -----------------------------------------------------------------------------------
+
+    def restored(self, order: Order, whole_in: Collection[str] = ()) -> None:
+        self._restored = order, frozenset(whole_in)
+
+    def follow(self, attempt: int) -> None:
+        if attempt > self.attempt:
+            self._earlier_attempts = (*self._earlier_attempts, self.attempt)
+            self.attempt = attempt
+
+    def prepare(self, layout: Layout) -> None:
+        for threads in self._threads:
+            tier = threads.tier
+            try:
+                self._prepare(threads, layout)
+            except HoldfastError as error:
+                if self._layout is None:
+                    raise
+                why = f"it has no room for the new layout: {error}"
+                self._left_out[threads.number] = DeclineCause.FAILED.because(why)
+                _log.error("rank %d: tier %s takes nothing more: %s", self._rank, tier.name, error)
+                continue
+            self._left_out.pop(threads.number, None)
+            threads.staff(self._writers_per_tier or tier.writers)
+            _log.info("rank %d: tier %s: %s", self._rank, tier.name, tier.how)
+        self._layout, self._frames = layout, frames_of(layout, self._rank)
+        if self._watch is not None:
+            self._watch.laid_out(layout)
+
+    def _prepare(self, threads: TierWriterThreads, layout: Layout) -> None:
+        tier, is_first = threads.tier, self._layout is None
+
+        def prepare() -> None:
+            tier.prepare(layout, self._rank)
+            if is_first:
+                for verdict in self._inventory.verdicts(threads.number, tier.name, *self._restored):
+                    (tier.complete if verdict.complete else tier.void)(*verdict.order)
+
+        # Not in the training thread: a device that hangs must not hold that up.
+        limit = self._prepare_seconds_max
+        threads.calls.ask("making room for slices", prepare, seconds_max=limit, late=lambda _: None)
+
+    def slot_memories(self) -> Sequence[memoryview]:
+        return self.tiers[0].memories() if self.is_direct else ()
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def begin(
+        self, step: int, record: Mapping[str, Any], *, stager_lives: bool = False, wait_until: float = 0.0
+    ) -> TierWrite | None:
+        layout = self._layout
+        assert layout is not None, "prepare comes first"
+        if step <= self._newest_step:
+            return None
+        self._newest_step = step
+        order = (self.attempt, step)
+        writers: dict[int, SliceWriter] = {}
+        for number in range(len(self._threads)):
+            taken = self._why_not(number, stager_lives=stager_lives) or self._take(number, order, wait_until)
+            if isinstance(taken, Reason):
+                self._skipped(number, order, taken)  # the step is then void in this tier on every rank
+                continue
+            writers[number] = taken
+            if self._preemption is not None:
+                self._preemption.began(number, order, layout.image_bytes)
+        if not writers:
+            return None
+        direct = self.is_direct and 0 in writers and writers[0].memory is not None
+        return TierWrite(
+            order,
+            self._frames,
+            record,
+            writers,
+            layout_digest=layout.digest,
+            job=self._job,
+            source_is_slot=0 if direct else -1,
+            compare=partial(self._votes.compare, order, layout.digest),
+        )
+
+    def _why_not(self, number: int, *, stager_lives: bool) -> Reason | None:
+        """Why this tier is not asked for a slot; None if it is."""
+        threads = self._threads[number]
+        if (problem := self._votes.problem) is not None:
+            return DeclineCause.LOST.because(problem)
+        if (reason := self._left_out.get(number) or threads.calls.hangs) is not None:
+            return reason
+        if stager_lives and threads.tier.nearness is Nearness.STORE:
+            return DeclineCause.RESTS.because("the stager brings it there")
+        return None
+
+    def _take(self, number: int, order: Order, wait_until: float) -> SliceWriter | Reason:
+        """A slot, or the reason for not having one."""
+        threads = self._threads[number]
+        try:
+            while True:
+                hopeless = self._is_idle_in(number) or time.monotonic() >= wait_until
+                writer = self._ask(threads, order)
+                if writer is not None:
+                    return writer
+                if hopeless:
+                    return DeclineCause.BUSY.because("no slot is free")
+                if (problem := self._votes.problem) is not None:  # no verdict frees a slot any more
+                    return DeclineCause.LOST.because(problem)
+                time.sleep(_LOOK_SECONDS)
+        except HoldfastError as error:
+            self._report.no_slot(threads.tier, order[1], error)
+            return DeclineCause.FAILED.because(error)
+
+    def _ask(self, threads: TierWriterThreads, order: Order) -> SliceWriter | None:
+        tier = threads.tier
+        if tier.nearness is not Nearness.PM:
+            return tier.begin(*order)
+
+        def give_back(writer: SliceWriter | None) -> None:
+            if writer is not None:
+                writer.abandon()
+
+        # Persistent memory may have to be flushed for it, and the training thread must not hang with the device.
+        what, limit = f"a slot for step {order[1]}", self._call_seconds_max
+        return threads.calls.ask(what, lambda: tier.begin(*order), seconds_max=limit, late=give_back)
+
+    def keep(self, write: TierWrite, area: SliceSource | None) -> None:
+        write.area = area
+        for number in write.writers:
+            self._threads[number].keep(write)
+
+    def drop(self, write: TierWrite, reason: Reason) -> None:
+        write.cancel(reason)
+        write.link_released.set()
+        self.keep(write, None)
+
+    def skip(self, step: int, reason: Reason) -> None:
+        if step > self._newest_step:
+            self._newest_step = step
+            for number in range(len(self._threads)):
+                self._skipped(number, (self.attempt, step), reason, counted=False)
+
+    def let_go(self, write: TierWrite) -> None:
+        reason = DeclineCause.HANGS.because("the tier has not let go of what it was given")
+        for number in write.writers:
+            self._threads[number].give_up(write, reason)
+
+    def _ended(self, outcome: WriteOutcome) -> None:
+        """A tier has sealed a slice, or given it up. A thread of the tier, or that of the votes."""
+        write = outcome.write
+        if outcome.reason is not None:
+            self._skipped(outcome.tier, write.order, outcome.reason)
+            return
+        self._report.kept(self.tiers[outcome.tier], outcome)
+        self._votes.sealed(outcome.tier, write.order, write.layout_digest)
+
+    def _skipped(self, number: int, order: Order, reason: Reason, *, counted: bool = True) -> None:
+        """A tier does not keep a step. `counted`: False if this rank did not save the step at all."""
+        self._report.skipped(self.tiers[number], order, reason, counted=counted)
+        # Also if rank 0 has called it void: it remembers the step until every rank has voted.
+        self._votes.skipped(number, order, reason)
+
+    # -- the thread of the votes ---------------------------------------------------------------------------------
+
+    def _judge(self, verdict: StepVerdict) -> None:
+        if verdict.tier >= len(self._threads):
+            return
+        if verdict.complete:
+            self.complete_step = max(self.complete_step, verdict.order[1])
+        self._report.judged(self.tiers[verdict.tier], verdict)
+        self._threads[verdict.tier].judge(verdict)
+
+    def _look(self) -> None:
+        for threads in self._threads:
+            threads.look()
+
+    # -- doubts, and the end -------------------------------------------------------------------------------------
+
+    def doubt(self, doubt: Doubt) -> None:
+        # In a thread of its own: a device may take its time.
+        if doubt.steps is not None:
+            thread = threading.Thread(target=self._mark, args=(doubt,), daemon=True)
+            thread.start()
+            self._marking.append(thread)  # only now: `close` joins what it finds there
+
+    def _mark(self, doubt: Doubt) -> None:
+        for tier in self.tiers:
+            if tier.nearness is Nearness.STORE and doubt.rank != self._rank:
+                continue  # one mark is enough there: that of the rank whose doubt it is
+            try:
+                for attempt in (*self._earlier_attempts, self.attempt):
+                    tier.doubt(DoubtedSteps(attempt, doubt))
+            except (HoldfastError, OSError) as error:
+                _log.error(
+                    "rank %d: the tier %s does not take the mark that steps are doubtful, and restore may use them: %s",
+                    self._rank,
+                    tier.name,
+                    error,
+                )
+
+    def hurry(self, seconds_max: float) -> None:
+        self._votes.hurry(seconds_max)
+
+    def close(self, seconds_max: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for thread in tuple(self._marking):
+            thread.join(seconds_max)
+        deadline = time.monotonic() + seconds_max
+        while not all(threads.idle for threads in self._threads) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        self._votes.close(max(0.0, deadline - time.monotonic()))
+        for threads in self._threads:
+            if threads.close(max(0.1, deadline - time.monotonic())):
+                threads.tier.close()
+            else:
+                _log.error(
+                    "rank %d: tier %s %s at close; every slice that is sealed in it stays",
+                    self._rank,
+                    threads.tier.name,
+                    threads.calls.hangs or f"was not done after waiting {seconds_max:g} s",
+                )

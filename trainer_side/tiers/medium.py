@@ -1,0 +1,311 @@
+"""The ways to write a slot file: bytes go to a place, and after a call of `flush` they stay.
+
+    Medium ─┬─ MappedFile   memory: tmpfs, mapped; what is stored there outlives the process as it is
+            ├─ CachedFile   file:   pwrite through the page cache, fdatasync
+            ├─ DirectFile   nvme:   pwrite past it (O_DIRECT), fdatasync for the device's own cache
+            └─ PmFile       pm:     mapped, by libpmem past the CPU's caches
+
+No write counts before `flush` returns: until then a power loss may take any part of the bytes, in any order, and leave
+half a sector. `slot_file.py` copes with that; `tests/simulation/device.py` simulates it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from holdfast.store.posix_errors import translated
+from holdfast.store.posix_io import is_aligned, open_direct, write_all
+from trainer_side.tiers.first_touch import can_populate, populate
+
+_log = logging.getLogger("holdfast.trainer")
+
+Copy = Callable[[int, int, int], object]  # (to address, from address, bytes), like ctypes.memmove
+_REFUSED = "page cache, fdatasync: the file system refuses O_DIRECT"
+_MAP_SHARED_VALIDATE, _MAP_SYNC = 0x03, 0x80000  # linux/mman.h; Python does not name them
+_MS_SYNC = 4
+_FORCE = "PMEM_IS_PMEM_FORCE"  # PMDK's own variable
+_LIBRARY = "libpmem.so.1"
+_MAJOR, _MINOR_MIN = 1, 1  # pmem_memcpy with flags came in 1.1 of the interface
+_NONTEMPORAL = 1 << 1  # PMEM_F_MEM_NONTEMPORAL
+
+
+class Medium(Protocol):
+    """A file of fixed size, all of its room reserved. Any thread. StoreError: the device refused."""
+
+    @property
+    def how(self) -> str:
+        """The way of writing that it uses, in a few words."""
+
+    @property
+    def copy(self) -> Copy | None:
+        """The best way to put bytes into `memory`; None where there is no memory."""
+
+    def memory(self, offset: int, nbytes: int) -> memoryview | None:
+        """A part of the file as writable memory; None if it cannot be mapped."""
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Write at this offset. A view that is this very part of `memory` is only made ready for `flush`."""
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """The bytes at this offset, flushed or not; fewer at the end of the file."""
+
+    def flush(self) -> None:
+        """Make every earlier write, of any thread, survive a power loss.
+
+        If it fails, it is unknown which bytes stay, and a second call does not help.
+        """
+
+    def close(self) -> None: ...
+
+
+def address_of(view: memoryview) -> int:
+    """The address of the first byte of a view in this process."""
+    import numpy as np  # the one way to the address of a read-only buffer
+
+    return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
+
+
+class CachedFile:
+    """A file that exists, written through the page cache."""
+
+    copy: Copy | None = None
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.how = path, "page cache, fdatasync"
+        with translated("open", path):
+            self._file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def memory(self, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002
+        return None
+
+    def write(self, offset: int, view: memoryview) -> None:
+        with translated("write", self.path, needed_bytes=view.nbytes):
+            write_all(self._file, view, offset)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        with translated("read", self.path):
+            return os.pread(self._file, nbytes, offset)
+
+    def flush(self) -> None:
+        with translated("flush", self.path):
+            os.fdatasync(self._file)
+
+    def close(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+
+class DirectFile(CachedFile):
+    """A file, written past the page cache if the file system allows it; otherwise like `CachedFile`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        with translated("open", path):
+            self._direct = open_direct(path)
+        self.how = _REFUSED if self._direct < 0 else "O_DIRECT, fdatasync"
+
+    def write(self, offset: int, view: memoryview) -> None:
+        # Only whole pages from page-aligned memory can go past the cache.
+        if self._direct >= 0 and not view.nbytes % mmap.PAGESIZE and is_aligned([view], offset):
+            try:
+                with translated("write", self.path, needed_bytes=view.nbytes):
+                    self._write_direct(offset, view)
+                return
+            except _RefusedError:
+                self.how = _REFUSED
+        super().write(offset, view)
+
+    def _write_direct(self, offset: int, view: memoryview) -> None:
+        try:
+            write_all(self._direct, view, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # Some file systems open with O_DIRECT and refuse the write, or want a larger alignment.
+            raise _RefusedError from error
+
+    def close(self) -> None:
+        super().close()
+        direct, self._direct = self._direct, -1
+        if direct >= 0:
+            os.close(direct)
+
+
+class _RefusedError(Exception):
+    pass
+
+
+class MappedFile:
+    """A file on a tmpfs, mapped: bytes are put straight into it, and a kill of the process takes nothing away.
+
+    Memory does not survive a power loss, so a flush has nothing to do. The processor keeps the order of stores as every
+    other process sees them, also the stores of a process that was killed. All room of the file must be reserved: a
+    missing page would be a SIGBUS.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.how = path, "mapped memory"
+        self.copy: Copy | None = ctypes.memmove
+        with translated("map", path):
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                self._map = self._mapped(file, os.fstat(file).st_size)
+            finally:
+                os.close(file)
+            self._view = memoryview(self._map)
+            self._address = address_of(self._view)
+            self._touch()
+
+    def _mapped(self, file: int, nbytes: int) -> mmap.mmap:
+        # The first touch of a page costs more than the copy. By several threads in `_touch`, where the kernel can.
+        populated = 0 if can_populate() else getattr(mmap, "MAP_POPULATE", 0)
+        return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | populated)
+
+    def _touch(self) -> None:
+        """Have all pages mapped now."""
+        populate(self._address, len(self._view), write=False)
+
+    def memory(self, offset: int, nbytes: int) -> memoryview | None:
+        return self._view[offset : offset + nbytes]
+
+    def write(self, offset: int, view: memoryview) -> None:
+        place, source = self._address + offset, address_of(view)
+        if place != source and view.nbytes:
+            ctypes.memmove(place, source, view.nbytes)  # unlike an assignment, it gives the GIL back
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return bytes(self._view[offset : offset + nbytes])
+
+    def flush(self) -> None:
+        """Nothing to do: there is no power loss to survive."""
+
+    def close(self) -> None:
+        # Memory with views on it stays mapped until the last of them is released.
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            self._map.close()
+
+
+class Libpmem:
+    """The functions that a tier needs; all release the GIL. Addresses are those of mapped memory in this process.
+
+    They are C functions, so that `map` over many pieces costs little more than their bytes.
+
+    Attributes:
+        copy: (to, from, bytes), past the caches where that is faster; durable on return.
+        persist: (address, bytes): write these bytes back from the caches, and wait.
+        drain: Wait for this thread's stores past the caches.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        def function(name: str, result: Any, *arguments: Any) -> Any:
+            found = getattr(library, name)
+            found.argtypes, found.restype = arguments, result
+            return found
+
+        address, nbytes = ctypes.c_void_p, ctypes.c_size_t
+        self.copy = function("pmem_memcpy_persist", address, address, address, nbytes)
+        self._memcpy = function("pmem_memcpy", address, address, address, nbytes, ctypes.c_uint)
+        self.persist = function("pmem_persist", None, address, nbytes)
+        self.drain = function("pmem_drain", None)
+
+    def copy_past_caches(self, to: int, source: int, nbytes: int) -> None:
+        """Copy by non-temporal stores, and wait for them: only the thread that made the stores can do that."""
+        self._memcpy(to, source, nbytes, _NONTEMPORAL)
+
+
+@lru_cache(maxsize=1)
+def load_libpmem() -> Libpmem | None:
+    """PMDK's libpmem; None if it is not installed, or too old. Not a dependency (Debian, Ubuntu: package libpmem1)."""
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+        library.pmem_check_version.argtypes = (ctypes.c_uint, ctypes.c_uint)
+        library.pmem_check_version.restype = ctypes.c_char_p  # None, or what is wrong
+        if library.pmem_check_version(_MAJOR, _MINOR_MIN) is not None:
+            return None
+        return Libpmem(library)
+    except (OSError, AttributeError):
+        return None
+
+
+class PmFile(MappedFile):
+    """A file on persistent memory: mapped, written past the CPU's caches, durable without a system call.
+
+    DAX, and libpmem         MAP_SYNC; copies by libpmem, durable when `write` returns; flush: nothing is left to do
+    no DAX, or no libpmem    an ordinary mapping; flush: msync
+    PMEM_IS_PMEM_FORCE=1     like the first on any file system: a stand-in for measuring, and `how` says so
+
+    MAP_SYNC needs libpmem: pages that are mapped with it are not marked dirty, so msync would leave bytes in the caches
+    that only libpmem can write back.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._pmem = load_libpmem()
+        super().__init__(path)
+        if self._pmem is not None:
+            self.copy = self._pmem.copy  # past the caches, and durable on return
+
+    def _touch(self) -> None:
+        if self._pmem is not None:
+            # Each page is written to once, now: its first store would otherwise come in the middle of a checkpoint.
+            with contextlib.suppress(OSError):
+                populate(self._address, len(self._view))
+
+    def _mapped(self, file: int, nbytes: int) -> mmap.mmap:
+        if self._pmem is None:
+            self._fall_back("libpmem.so.1 is not installed")
+        elif os.environ.get(_FORCE) == "1":
+            self.how = f"libpmem, a stand-in: {_FORCE}=1 and no persistent memory"
+        else:
+            try:
+                found = mmap.mmap(file, nbytes, flags=_MAP_SHARED_VALIDATE | _MAP_SYNC)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                self._pmem = None
+                self._fall_back("the file system has no DAX")
+            else:
+                self.how = "libpmem, MAP_SYNC"
+                return found
+        return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED)
+
+    def _fall_back(self, why: str) -> None:
+        self.how = f"msync: {why}"
+        _log.warning(
+            "%s: %s; slices are kept there by an ordinary mapping and msync. On persistent memory, mount with -o dax "
+            "and install libpmem1",
+            self.path,
+            why,
+        )
+
+    def write(self, offset: int, view: memoryview) -> None:
+        # With libpmem this is durable on return, also for bytes that were put into `memory` in another way.
+        if self._pmem is None:
+            super().write(offset, view)
+            return
+        place, source = self._address + offset, address_of(view)
+        if place == source:
+            self._pmem.persist(place, view.nbytes)
+        elif view.nbytes:
+            self._pmem.copy_past_caches(place, source, view.nbytes)
+
+    def flush(self) -> None:
+        if self._pmem is not None:
+            self._pmem.drain()
+            return
+        msync = ctypes.CDLL(None, use_errno=True).msync  # mmap's own holds the GIL while the device works
+        msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        with translated("flush", self.path):
+            if msync(self._address, len(self._view), _MS_SYNC) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))

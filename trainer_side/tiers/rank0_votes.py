@@ -1,0 +1,406 @@
+"""Rank 0's part in the commit votes: a pure core. Frames of the ranks go in, messages to all ranks come out.
+
+SEALED, SKIPPED ─► VoteCount    ─► COMPLETE, VOID
+DONE            ─► ReplicaWatch ─► VOID, where replicas differ and such steps are refused
+PROPOSE, FITS   ─► Round        ─► RESERVED, or REFUSED
+READY           ─► StartBarrier ─► GO, or REFUSED
+NOTICE, AT      ─► Rank0PreemptionCoordinator ─► SAVE_AT
+ROOM            ─────────────────► ROOM
+DOUBT           ─────────────────► DOUBTED
+
+Each tier is decided by itself: a step that is complete in the memory of all machines does not help where only their
+disks are left. One rank decides, and once: no step is ever complete to one rank and void to another. So a rank that
+overwrites older steps after COMPLETE never overwrites the last step that all ranks hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
+from holdfast.image.layout import Layout
+from holdfast.image.replicas import FIELD, Replicas
+from holdfast.telemetry.causes import DeclineCause, Reason
+from holdfast.telemetry.events import EventLog
+from holdfast.wire import frames as wire
+from holdfast.wire.agreement import OneSided, Round
+from holdfast.wire.doubt import Doubt
+from holdfast.wire.frames import Frame, Kind, peer_error
+from holdfast.wire.state_messages import Agreement
+from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator
+from trainer_side.tiers.tier import Order, StepVerdict, read_reason
+
+ROOT = 0
+
+_log = logging.getLogger("holdfast.trainer.council")
+_OUTDATED = Reason(DeclineCause.SUPERSEDED, "a newer step is complete")
+_LAYOUT = "layout"
+_LAYOUTS_KEPT = 4
+_STEPS_MAX = 16  # of which not all ranks have said theirs; more than are ever in flight
+
+
+class VoteLimits(NamedTuple):
+    """How long the slowest rank is waited for, in seconds: for its layout (`agree`), and for its slice (`seal`)."""
+
+    agree_seconds_max: float
+    seal_seconds_max: float
+
+
+class Rank0Votes:
+    """Takes the ranks' messages, its own included, and decides. Not thread-safe.
+
+    Each method returns the messages that go to all ranks, rank 0 included, in this order.
+
+    Args:
+        preemption: Names the step that all ranks save after a notice; only in a job without a stager.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        limits: VoteLimits,
+        preemption: Rank0PreemptionCoordinator | None = None,
+        watch: ReplicaWatch | None = None,
+    ) -> None:
+        self._ranks, self._preemption, self._watch = ranks, preemption, watch
+        self._votes = VoteCount(ranks, seconds_max=limits.seal_seconds_max)
+        self._round = Round(ranks, limits.agree_seconds_max, who="rank 0")
+        self._start = StartBarrier(ranks, limits.agree_seconds_max)
+        self._left: set[int] = set()
+
+    @property
+    def all_left(self) -> bool:
+        """Whether every rank, rank 0 included, has said BYE or is dead."""
+        return len(self._left) == self._ranks
+
+    def hear(self, rank: int, frame: Frame, now: float) -> list[bytes]:
+        """Take a message of one rank. ProtocolError: no rank may send it to rank 0, or it is malformed."""
+        order = (frame.attempt, frame.step)
+        match frame.kind:
+            case Kind.SEALED:
+                self._tell_preemption(frame)
+                return self._verdicts(self._votes.sealed(rank, frame.arg, order, wire.body_text(frame), now))
+            case Kind.SKIPPED:
+                self._tell_preemption(frame)
+                if self._preemption is not None and rank == ROOT:
+                    self._preemption.gave_up(frame.arg, order)
+                return self._verdicts(self._votes.skipped(rank, frame.arg, order, read_reason(frame)))
+            case Kind.DONE if self._watch is not None:
+                error = self._watch.hear(rank, frame)
+                return self._verdicts(self._votes.refuse(order, Reason.of_error(error))) if error else []
+            case Kind.PROPOSE:
+                return _answer(self._round.propose(rank, self._round.read(frame), now))
+            case Kind.FITS:
+                return _answer(self._round.fits(rank, frame.step))
+            case Kind.READY:
+                code, message = _refusal(frame)
+                return _answer(self._start.ready(rank, code, message, now))
+            case Kind.ROOM if rank == ROOT:
+                return [wire.encode(Kind.ROOM, arg=frame.arg)]
+            case Kind.DOUBT:
+                return [_doubted(rank, frame)]
+            case Kind.NOTICE | Kind.AT if self._preemption is not None:
+                return self._preemption.hear(rank, frame)
+            case Kind.BYE:
+                return self._rank_left(rank, "has ended", by_itself=True)
+            case _:
+                raise ProtocolError(f"rank {rank} sent {frame.kind.name} to rank 0, which it must not")
+
+    def died(self, rank: int) -> list[bytes]:
+        return self._rank_left(rank, "is dead")
+
+    def tick(self, now: float) -> list[bytes]:
+        if late := self._round.late(now):
+            _log.warning("%s", late)
+        messages = self._verdicts(self._votes.overdue(now))
+        for error in (self._round.overdue(now), self._start.overdue(now)):
+            messages += _answer(error)
+        return messages + (self._preemption.tick() if self._preemption is not None else [])
+
+    def _tell_preemption(self, frame: Frame) -> None:
+        # Before the votes are counted: the coordinator hears what the ranks say of a step before it hears the verdict.
+        if self._preemption is not None:
+            self._preemption.told(frame.arg, (frame.attempt, frame.step))
+
+    def _rank_left(self, rank: int, why: str, *, by_itself: bool = False) -> list[bytes]:
+        self._left.add(rank)
+        messages = self._preemption.left(rank, why) if self._preemption is not None else []
+        messages += self._verdicts(self._votes.lost(rank, why))
+        reason = f"rank {rank} {why}"
+        for error in (self._round.lost(rank, reason, by_itself=by_itself), self._start.lost(reason)):
+            messages += _answer(error)
+        return messages
+
+    def _verdicts(self, verdicts: list[StepVerdict]) -> list[bytes]:
+        messages: list[bytes] = []
+        for verdict in verdicts:
+            messages.append(verdict.to_frame())
+            if self._preemption is not None:
+                messages += self._preemption.judged(verdict)
+        return messages
+
+
+@dataclass
+class _Ballot:
+    since: float
+    layout: str = ""
+    sealed: set[int] = field(default_factory=set)
+    skipped: set[int] = field(default_factory=set)
+    void: Reason | None = None  # why it is; None while it is undecided
+
+
+class VoteCount:
+    """Counts the slices that are sealed. Not thread-safe.
+
+    A void step is remembered until every rank has sealed or skipped it. A rank that seals it last would otherwise open
+    a new ballot, in which the others do not vote again, and its slot would be taken until the deadline.
+
+    The last rank may be `seconds_max` later than the first. `open_max` limits the undecided steps of one tier, and the
+    void ones that are remembered: the oldest undecided step becomes void, the oldest void one is forgotten.
+    """
+
+    def __init__(self, ranks: int, *, seconds_max: float, open_max: int = 64) -> None:
+        self._ranks, self._seconds_max, self._open_max = ranks, seconds_max, open_max
+        self._ballots: dict[tuple[int, Order], _Ballot] = {}
+        self._newest: dict[int, Order] = {}
+        self._lost: dict[int, str] = {}
+        self._refused: dict[Order, Reason] = {}
+
+    @property
+    def undecided(self) -> int:
+        """Number of undecided steps, over all tiers."""
+        return sum(ballot.void is None for ballot in self._ballots.values())
+
+    @property
+    def remembered(self) -> int:
+        """Number of steps that are undecided, or void and not yet voted on by every rank, over all tiers."""
+        return len(self._ballots)
+
+    def sealed(self, rank: int, tier: int, order: Order, layout: str, now: float) -> list[StepVerdict]:
+        """A rank has sealed its slice, of the layout with this digest. Each rank says so once for each slice."""
+        if order <= self._newest.get(tier, (0, 0)):
+            return [StepVerdict(tier, order, complete=False, why=_OUTDATED)]
+        ballot = self._ballots.setdefault((tier, order), _Ballot(now, layout))
+        ballot.sealed.add(rank)
+        if ballot.void:
+            return [self._void(tier, order, ballot.void)]
+        if order in self._refused:
+            return [self._void(tier, order, self._refused[order])]
+        if ballot.layout != layout:
+            differs = StateError(f"rank {rank} has another layout than the ranks before it")
+            return [self._void(tier, order, Reason.of_error(differs))]
+        if len(ballot.sealed) == self._ranks:
+            return self._complete(tier, order)
+        if self._lost.keys() - ballot.sealed:
+            return [self._void(tier, order, self._of_lost(ballot))]
+        undecided = self._orders(tier, void=False)
+        if len(undecided) > self._open_max:
+            crowded = Reason(DeclineCause.LATE, f"more than {self._open_max} steps are undecided")
+            return [self._void(tier, min(undecided), crowded)]
+        return []
+
+    def refuse(self, order: Order, why: Reason) -> list[StepVerdict]:
+        """No tier keeps this step, whatever is sealed of it. Said before any tier can have it from all ranks."""
+        self._refused[order] = why
+        if len(self._refused) > self._open_max:
+            del self._refused[min(self._refused)]
+        of_it = [
+            tier for (tier, other), ballot in self._ballots.items() if other == order and not ballot.void
+        ]
+        return [self._void(tier, order, why) for tier in of_it]
+
+    def skipped(self, rank: int, tier: int, order: Order, why: Reason) -> list[StepVerdict]:
+        """A rank will never seal its slice. Each rank says so once for each slice that it does not seal."""
+        if order <= self._newest.get(tier, (0, 0)):
+            return [StepVerdict(tier, order, complete=False, why=_OUTDATED)]
+        ballot = self._ballots.setdefault((tier, order), _Ballot(0.0))
+        ballot.skipped.add(rank)
+        if ballot.void:
+            self._forget(tier, order)
+            return []  # every rank knows already
+        return [self._void(tier, order, why.of_rank(rank))]
+
+    def lost(self, rank: int, why: str) -> list[StepVerdict]:
+        """A rank will seal nothing more: every step that it has not sealed by now is void."""
+        self._lost[rank] = why
+        found = []
+        for (tier, order), ballot in list(self._ballots.items()):
+            if ballot.void:
+                self._forget(tier, order)
+            elif rank not in ballot.sealed:
+                found.append(self._void(tier, order, self._of_lost(ballot)))
+        return found
+
+    def overdue(self, now: float) -> list[StepVerdict]:
+        """Steps that some rank has not sealed in time."""
+        found = []
+        for (tier, order), ballot in list(self._ballots.items()):
+            if not ballot.void and now - ballot.since > self._seconds_max:
+                missing = [str(rank) for rank in range(self._ranks) if rank not in ballot.sealed]
+                why = f"rank {', '.join(missing)} has not sealed it within {self._seconds_max:g} s"
+                found.append(self._void(tier, order, Reason(DeclineCause.LATE, why)))
+        return found
+
+    def _complete(self, tier: int, order: Order) -> list[StepVerdict]:
+        self._newest[tier] = order
+        older = [other for other in self._orders(tier, void=False) if other < order]
+        for key in [key for key in self._ballots if key[0] == tier and key[1] <= order]:
+            del self._ballots[key]
+        why = Reason(DeclineCause.SUPERSEDED, f"step {order[1]} is complete, and newer")
+        return [
+            StepVerdict(tier, order, complete=True),
+            *(StepVerdict(tier, other, complete=False, why=why) for other in older),
+        ]
+
+    def _void(self, tier: int, order: Order, why: Reason) -> StepVerdict:
+        self._ballots[tier, order].void = why
+        self._forget(tier, order)
+        void = self._orders(tier, void=True)
+        if len(void) > self._open_max:
+            del self._ballots[tier, min(void)]
+        return StepVerdict(tier, order, complete=False, why=why)
+
+    def _forget(self, tier: int, order: Order) -> None:
+        """Forget a void step once no rank can seal it any more."""
+        ballot = self._ballots[tier, order]
+        if len(ballot.sealed | ballot.skipped | self._lost.keys()) == self._ranks:
+            del self._ballots[tier, order]
+
+    def _orders(self, tier: int, *, void: bool) -> list[Order]:
+        return [
+            order
+            for (at, order), ballot in self._ballots.items()
+            if at == tier and (ballot.void is not None) == void
+        ]
+
+    def _of_lost(self, ballot: _Ballot) -> Reason:
+        missing = sorted(self._lost.keys() - ballot.sealed)
+        return Reason(DeclineCause.LOST, "; ".join(f"rank {rank} {self._lost[rank]}" for rank in missing))
+
+
+class StartBarrier:
+    """Counts the ranks that have prepared for the first layout, from the first to the last. Not thread-safe."""
+
+    def __init__(self, ranks: int, seconds_max: float) -> None:
+        self._ranks, self._seconds_max = ranks, seconds_max
+        self._said: dict[int, HoldfastError | None] = {}
+        self._begun_at = 0.0
+
+    def ready(self, rank: int, code: str, text: str, now: float) -> bool | HoldfastError:
+        """A rank is ready, or has refused with an error code. Returns False while ranks are missing."""
+        if not self._said:
+            self._begun_at = now
+        self._said[rank] = peer_error(code, f"rank {rank}: {text}") if code else None
+        if len(self._said) < self._ranks:
+            return False
+        said, self._said = self._said, {}
+        return next((said[other] for other in sorted(said) if said[other] is not None), None) or True
+
+    def overdue(self, now: float) -> HoldfastError | None:
+        """The answer to all if some rank was not ready in time."""
+        if not self._said or now - self._begun_at <= self._seconds_max:
+            return None
+        missing = [str(rank) for rank in range(self._ranks) if rank not in self._said]
+        self._said = {}
+        return PeerLost(
+            f"rank 0 waited {self._seconds_max:g} s for rank {', '.join(missing)} to prepare for the first checkpoint"
+        )
+
+    def lost(self, reason: str) -> HoldfastError | None:
+        """The answer to all if a rank is lost while others wait."""
+        if not self._said:
+            return None
+        self._said = {}
+        return PeerLost(f"the ranks cannot prepare for the first checkpoint: {reason}")
+
+
+def fingerprints_frame(order: Order, layout_digest: str, text: str) -> bytes:
+    """The DONE message with the fingerprints of one rank."""
+    attempt, step = order
+    body = wire.to_json({FIELD: text, _LAYOUT: layout_digest})
+    return wire.encode(Kind.DONE, attempt=attempt, step=step, body=body)
+
+
+class ReplicaWatch:
+    """Rank 0 compares the replicas of all ranks, as the stager would, where no stager takes the step.
+
+    A rank sends its fingerprints before the first frame of its slice is ready, and so before it seals the slice in any
+    tier: no step is complete in a tier before it was compared. The votes' thread of rank 0, except `laid_out`.
+
+    Args:
+        refuses: Whether a step of which the replicas differ is kept nowhere (`on_divergence=refuse`).
+    """
+
+    def __init__(self, ranks: int, events: EventLog, *, refuses: bool) -> None:
+        self._ranks, self._events, self._refuses = ranks, events, refuses
+        self._replicas = Replicas()
+        self._guard = threading.Lock()
+        self._layouts: dict[str, Layout] = {}
+        self._said: dict[Order, dict[int, tuple[str, str]]] = {}  # rank → digest of its layout, fingerprints
+
+    def laid_out(self, layout: Layout) -> None:
+        """Slices of this layout come. Training thread."""
+        with self._guard:
+            self._layouts.pop(layout.digest, None)
+            self._layouts[layout.digest] = layout
+            while len(self._layouts) > _LAYOUTS_KEPT:
+                del self._layouts[next(iter(self._layouts))]
+
+    def hear(self, rank: int, frame: Frame) -> StateError | None:
+        """Take the fingerprints of one rank. Returns why no tier may keep the step; None if there is no reason."""
+        body = wire.json_body(frame, **{FIELD: str, _LAYOUT: str})
+        order = (frame.attempt, frame.step)
+        said = self._said.setdefault(order, {})
+        said[rank] = body[_LAYOUT], body[FIELD]
+        if len(said) == self._ranks:
+            for older in [other for other in self._said if other <= order]:
+                del self._said[older]
+            return self._compare(frame.step, said)
+        if len(self._said) > _STEPS_MAX:
+            del self._said[min(self._said)]
+        return None
+
+    def _compare(self, step: int, said: dict[int, tuple[str, str]]) -> StateError | None:
+        digests = {digest for digest, _ in said.values()}
+        with self._guard:
+            layout = self._layouts.get(next(iter(digests)))
+        if len(digests) > 1 or layout is None:
+            return None  # `VoteCount` calls a step of several layouts void
+        fingerprints = {rank: self._replicas.read(layout, text) for rank, (_, text) in said.items()}
+        divergence = self._replicas.compare(layout, step, fingerprints)
+        if divergence is None:
+            return None
+        if self._replicas.is_news(divergence):
+            _log.error("%s", divergence.message)
+            self._events.emit("divergence", divergence.to_json(), step=step)
+        return StateError(divergence.message) if self._refuses else None
+
+
+def _doubted(rank: int, frame: Frame) -> bytes:
+    """The message to all ranks about a rank's doubt. ProtocolError: it is malformed, or in another rank's name."""
+    doubt = Doubt.from_frame(frame)
+    if doubt.rank != rank:
+        raise ProtocolError(f"rank {rank} sent DOUBT in the name of rank {doubt.rank}")
+    return doubt.to_frame(Kind.DOUBTED, attempt=frame.attempt)
+
+
+def _refusal(frame: Frame) -> tuple[str, str]:
+    """Code and message of a READY that refuses; both are empty where the rank is ready."""
+    if not wire.json_body(frame):
+        return "", ""
+    body = wire.json_body(frame, code=str, message=str)
+    return body["code"], body["message"]
+
+
+def _answer(answer: Agreement | HoldfastError | OneSided | bool | None) -> list[bytes]:
+    """The message to all ranks about a round or the start barrier; none while ranks are missing (None or False)."""
+    if isinstance(answer, OneSided):
+        answer = answer.error
+    if isinstance(answer, HoldfastError):
+        return [wire.encode(Kind.REFUSED, body=wire.error_body(answer))]
+    if isinstance(answer, Agreement):
+        return [answer.to_frame(0)]
+    return [wire.encode(Kind.GO)] if answer else []
