@@ -43,9 +43,9 @@ from flusher.upkeep import Pruned, ReadBack, Upkeep
 from flusher.workers import Workers
 from holdfast.errors import BusyError, FencedError, HoldfastError, ProtocolError, StoreError
 from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.ring.doubts import read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
@@ -94,9 +94,9 @@ class Engine:
         self._later = Later()
         self._held = RetryCounts(context.events)
         self._ends = EndedCheckpoints(self._jobs, self._publishers, context.inbox, listener)
-        self._opened: dict[Key, int] = {}  # how many chunks must be in the ring together
-        self._discards: set[Key] = set()
-        self._given_up: set[Key] = set()  # and the stager was told
+        self._opened: dict[CheckpointId, int] = {}  # how many chunks must be in the ring together
+        self._discards: set[CheckpointId] = set()
+        self._given_up: set[CheckpointId] = set()  # and the stager was told
         self._running = 0  # jobs that have not answered yet
         self._stands_since = (
             time.monotonic()
@@ -107,7 +107,7 @@ class Engine:
 
     # -- what the stager says ------------------------------------------------------------------------------------
 
-    def begin(self, key: Key, layout: Layout) -> None:
+    def begin(self, key: CheckpointId, layout: Layout) -> None:
         """A checkpoint begins, or goes on where a dead flusher left it. One that is known is only answered."""
         if layout.digest not in self._indexes:
             self._indexes = {
@@ -125,7 +125,7 @@ class Engine:
         )
         self._tell(Begin(key, self._indexes[layout.digest], resume))
 
-    def _found(self, key: Key, layout: Layout) -> Resume | None:
+    def _found(self, key: CheckpointId, layout: Layout) -> Resume | None:
         """What a dead flusher recorded of this checkpoint."""
         try:
             progress = self._jobs.find_progress(key)
@@ -138,7 +138,7 @@ class Engine:
         self._events.emit("flush_taken_over", told, step=key.step)
         return progress.resume(layout.chunk_bytes)
 
-    def ask(self, key: Key) -> None:
+    def ask(self, key: CheckpointId) -> None:
         """Repeat the end of a checkpoint that the ring no longer knows: it ended while no stager listened."""
         self._ends.ask(key)
 
@@ -148,10 +148,10 @@ class Engine:
             raise ProtocolError(
                 f"slot {record.slot}: the stager says that it is full, the journal says {record.state.name}"
             )
-        key = Key(record.attempt, record.step)
+        key = CheckpointId(record.attempt, record.step)
         self._tell(ChunkFull(key, record.slot, record.chunk, record.nbytes, record.sources))
 
-    def staged(self, key: Key) -> None:
+    def staged(self, key: CheckpointId) -> None:
         """All chunks of a checkpoint were sent."""
         if not self._pipeline.knows(key):
             self._ring.remove_checkpoint(*key)  # it was given up, and the stager did not know yet
@@ -164,7 +164,7 @@ class Engine:
             self._stands_since = time.monotonic()
         self._tell(Staged(key))
 
-    def abort(self, key: Key, error: HoldfastError) -> None:
+    def abort(self, key: CheckpointId, error: HoldfastError) -> None:
         """A checkpoint is given up; nothing happens if it is not known."""
         self._tell(Aborted(key, error))
         # What waits for the store to mend need not wait any longer.
@@ -174,7 +174,7 @@ class Engine:
         """The file beside the ring says which steps may be torn."""
         self._upkeep.doubt(read_doubts(self._ring.directory))
 
-    def give_up(self, key: Key, error: HoldfastError) -> None:
+    def give_up(self, key: CheckpointId, error: HoldfastError) -> None:
         """Give up a checkpoint in the ring, whether or not it was begun here: its upload is taken back."""
         if self._pipeline.knows(key):
             self.abort(key, error)
@@ -195,19 +195,19 @@ class Engine:
         for key in self._pipeline.receiving():
             self.abort(key, error)
 
-    def receiving(self) -> list[Key]:
+    def receiving(self) -> list[CheckpointId]:
         """Checkpoints that wait for chunks, oldest first."""
         return self._pipeline.receiving()
 
-    def missing(self, key: Key) -> int:
+    def missing(self, key: CheckpointId) -> int:
         """How many chunks of one of `receiving` have not come."""
         return self._pipeline.missing(key)
 
-    def knows(self, key: Key) -> bool:
+    def knows(self, key: CheckpointId) -> bool:
         """Whether this checkpoint is under way, or being given up."""
         return self._pipeline.knows(key) or key in self._discards
 
-    def pipeline_knows(self, key: Key) -> bool:
+    def pipeline_knows(self, key: CheckpointId) -> bool:
         """Whether this checkpoint is under way, so that a chunk of it is taken."""
         return self._pipeline.knows(key)
 
@@ -336,7 +336,7 @@ class Engine:
         while self._opened_early and not self._growing:
             self._take(self._opened_early.pop(0))
 
-    def _published(self, key: Key) -> None:
+    def _published(self, key: CheckpointId) -> None:
         manifest = self._jobs.manifests[key]
         self._ring.remove_checkpoint(*key)
         self._jobs.forget(key)
@@ -368,7 +368,7 @@ class Engine:
             self._events.emit("nonfinite", told, step=key.step)
         self._listener.read_back(item)
 
-    def _end(self, key: Key, ended: DurableStep | HoldfastError) -> None:
+    def _end(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
         self._opened.pop(key, None)
         self._held.forget(key)
         self._ends.remember(key, ended)
@@ -380,7 +380,7 @@ class Engine:
         else:
             self._tell(failed)
 
-    def _progressed(self, key: Key) -> None:
+    def _progressed(self, key: CheckpointId) -> None:
         """When the store takes something of a held checkpoint, all that waits for the store is tried at once."""
         self._stands_since = time.monotonic()
         if self._held.progressed(key):
@@ -416,7 +416,7 @@ class Engine:
             self.abort(older, error)
             return
 
-    def _say_given_up(self, key: Key, actions: list[Action]) -> None:
+    def _say_given_up(self, key: CheckpointId, actions: list[Action]) -> None:
         """Before the first of its slots is free: to a stager a free slot means that the store has the chunk.
 
         Said again when it is discarded, for a stager that attaches in between.
@@ -489,7 +489,7 @@ class Engine:
             self._upkeep.make_room()
         self._later.put(job.key, self._held.held(job.key, error), again)
 
-    def _discard(self, key: Key, error: HoldfastError) -> None:
+    def _discard(self, key: CheckpointId, error: HoldfastError) -> None:
         """In a worker thread."""
         try:
             self._jobs.discard(key)
@@ -508,7 +508,7 @@ class _Retry:
 class _Discarded:
     __match_args__ = ("key", "error")
 
-    def __init__(self, key: Key, error: HoldfastError) -> None:
+    def __init__(self, key: CheckpointId, error: HoldfastError) -> None:
         self.key, self.error = key, error
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.errors import StoreError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.telemetry.events import EventLog
 
 _log = logging.getLogger("holdfast.flusher")
@@ -44,7 +44,7 @@ class RetryCounts:
 
     def __init__(self, events: EventLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._events, self._clock = events, clock
-        self._holds: dict[Key, _Hold] = {}
+        self._holds: dict[CheckpointId, _Hold] = {}
         self._since = 0.0
         self.error: StoreError | None = None
 
@@ -53,7 +53,7 @@ class RetryCounts:
         """How long nothing has succeeded while something was held; 0 when nothing is."""
         return self._clock() - self._since if self._holds else 0.0
 
-    def held(self, key: Key, error: StoreError) -> float:
+    def held(self, key: CheckpointId, error: StoreError) -> float:
         """A job of this checkpoint failed; give how long to pause."""
         if not self._holds:
             self._since = self._clock()
@@ -78,7 +78,7 @@ class RetryCounts:
         _log.warning("%s: retried in %.0f s (failure %d): %s", key, pause_seconds, hold.failures, error)
         return pause_seconds
 
-    def progressed(self, key: Key) -> bool:
+    def progressed(self, key: CheckpointId) -> bool:
         """The store took something of this checkpoint; whether it was held before."""
         self._since = self._clock()
         hold = self._holds.pop(key, None)
@@ -89,7 +89,7 @@ class RetryCounts:
             self._events.emit("flush_resumed", told, step=key.step)
         return hold is not None
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: CheckpointId) -> None:
         """It is durable, or given up."""
         self._holds.pop(key, None)
 
@@ -103,7 +103,7 @@ class Later:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._waiting: list[tuple[float, int, Key, Callable[[], None]]] = []
+        self._waiting: list[tuple[float, int, CheckpointId, Callable[[], None]]] = []
         self._order = itertools.count()
 
     def __bool__(self) -> bool:
@@ -114,11 +114,11 @@ class Later:
         """How long until the first is due; None if nothing waits."""
         return max(0.0, self._waiting[0][0] - self._clock()) if self._waiting else None
 
-    def put(self, key: Key, seconds: float, act: Callable[[], None]) -> None:
+    def put(self, key: CheckpointId, seconds: float, act: Callable[[], None]) -> None:
         """Do `act`, which is for checkpoint `key`, after a number of seconds."""
         heapq.heappush(self._waiting, (self._clock() + seconds, next(self._order), key, act))
 
-    def at_once(self, key: Key | None = None) -> None:
+    def at_once(self, key: CheckpointId | None = None) -> None:
         """Do what waits now: of one checkpoint, or all of it."""
         now = self._clock()
         self._waiting = [

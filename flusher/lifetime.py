@@ -35,8 +35,8 @@ from holdfast.checkpoints.slice_sets import is_slice_upload
 from holdfast.config import FlusherConfig
 from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunk_size import chunk_bytes_for
-from holdfast.image.manifest import Key
 from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
@@ -249,7 +249,7 @@ def _publish_leftovers(ring: Ring, config: FlusherConfig, context: FlusherContex
 class _Quiet:
     """A listener for a flusher without a stager; the event log has everything."""
 
-    def began(self, key: Key, part_chunks: int) -> None:
+    def began(self, key: CheckpointId, part_chunks: int) -> None:
         pass
 
     def freed(self, slots: tuple[int, ...]) -> None:
@@ -258,11 +258,11 @@ class _Quiet:
     def grown(self, note: str) -> None:
         pass
 
-    def durable(self, key: Key, durable: DurableStep) -> None:
+    def durable(self, key: CheckpointId, durable: DurableStep) -> None:
         _log.info("%s: recovered from the ring as %s", key, durable.file)
 
     def read_back(self, result: ReadBack) -> None:
         pass
 
-    def failed(self, key: Key, error: HoldfastError) -> None:
+    def failed(self, key: CheckpointId, error: HoldfastError) -> None:
         _log.error("%s: could not be recovered from the ring: %s", key, error)

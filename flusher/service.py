@@ -28,7 +28,7 @@ from flusher.stager_desk import StagerDesk
 from flusher.upkeep import ReadBack, Upkeep
 from holdfast.config import FlusherConfig
 from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.doorbell import Listener
 from holdfast.ring.ring import Ring
@@ -378,7 +378,7 @@ class _Relay:
     def __init__(self, service: FlusherService) -> None:
         self._service = service
 
-    def began(self, key: Key, part_chunks: int) -> None:
+    def began(self, key: CheckpointId, part_chunks: int) -> None:
         if self._service.desk is not None:
             self._service.desk.began(key, part_chunks)
 
@@ -390,7 +390,7 @@ class _Relay:
         if self._service.desk is not None:
             self._service.desk.grown(note)
 
-    def durable(self, key: Key, durable: DurableStep) -> None:
+    def durable(self, key: CheckpointId, durable: DurableStep) -> None:
         if self._service.desk is not None:
             self._service.desk.durable(key, durable)
 
@@ -398,6 +398,6 @@ class _Relay:
         if self._service.desk is not None:
             self._service.desk.read_back(result)
 
-    def failed(self, key: Key, error: HoldfastError) -> None:
+    def failed(self, key: CheckpointId, error: HoldfastError) -> None:
         if self._service.desk is not None:
             self._service.desk.failed(key, error)

@@ -19,7 +19,8 @@ from flusher.listener import DurableStep
 from flusher.upkeep import ReadBack
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
 from holdfast.faultpoint import Point, reach
-from holdfast.image.manifest import Key, State
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import State
 from holdfast.ring import doorbell as ipc
 from holdfast.ring.doorbell import Channel, Message
 from holdfast.ring.journal import SlotState
@@ -123,14 +124,14 @@ class StagerDesk:
             case _:
                 raise ProtocolError(f"{message.kind} is not a message that a stager may send")
 
-    def _key(self, fields: dict[str, int]) -> Key:
+    def _key(self, fields: dict[str, int]) -> CheckpointId:
         if fields["attempt"] != self._ring.attempt:
             raise ProtocolError(
                 f"the stager names attempt {fields['attempt']}, expected attempt {self._ring.attempt}"
             )
-        return Key(fields["attempt"], fields["step"])
+        return CheckpointId(fields["attempt"], fields["step"])
 
-    def _take_begin(self, key: Key, layout_digest: str, engine: Engine) -> None:
+    def _take_begin(self, key: CheckpointId, layout_digest: str, engine: Engine) -> None:
         try:
             if self.resumed and not engine.knows(key) and self._ring.checkpoint(*key) is None:
                 engine.ask(key)  # it ended while no stager listened, or its message was lost
@@ -143,7 +144,7 @@ class StagerDesk:
         else:
             engine.begin(key, layout)
 
-    def _take_abort(self, key: Key, reason: str, engine: Engine) -> None:
+    def _take_abort(self, key: CheckpointId, reason: str, engine: Engine) -> None:
         error = PeerLost(f"aborted by the stager: {reason}")
         if engine.knows(key) or not self.resumed or self._ring.checkpoint(*key) is None:
             engine.abort(key, error)
@@ -171,10 +172,10 @@ class StagerDesk:
 
     # -- what the stager is told ---------------------------------------------------------------------------------
 
-    def _concerns(self, key: Key) -> bool:
+    def _concerns(self, key: CheckpointId) -> bool:
         return self.welcomed and key.attempt == self._ring.attempt
 
-    def began(self, key: Key, part_chunks: int) -> None:
+    def began(self, key: CheckpointId, part_chunks: int) -> None:
         """As `flusher.listener.FlushListener`."""
         if self._concerns(key):
             self.channel.send("began", **key._asdict(), part_chunks=part_chunks)
@@ -190,7 +191,7 @@ class StagerDesk:
         if self.welcomed:
             self.channel.send("grown", note=note)
 
-    def durable(self, key: Key, durable: DurableStep) -> None:
+    def durable(self, key: CheckpointId, durable: DurableStep) -> None:
         """As `flusher.listener.FlushListener`."""
         if self._concerns(key):
             self.channel.send(
@@ -209,7 +210,7 @@ class StagerDesk:
             elif result.state is State.BAD:
                 self.channel.send("bad", **result.key._asdict(), note=result.note[:_TEXT_CHARACTERS_MAX])
 
-    def failed(self, key: Key, error: HoldfastError) -> None:
+    def failed(self, key: CheckpointId, error: HoldfastError) -> None:
         """As `flusher.listener.FlushListener`."""
         if self._concerns(key):
             message = str(error)[:_TEXT_CHARACTERS_MAX]

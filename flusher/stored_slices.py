@@ -26,7 +26,8 @@ from holdfast.checkpoints.slice_sets import (
     sweep_uploads,
 )
 from holdfast.errors import BusyError, DamageError
-from holdfast.image.manifest import Key, Manifest
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 
@@ -48,7 +49,7 @@ class Slices:
         self._made: list[SliceSet] = []  # files by now, their slices still there
         self._cleared_attempt = 0  # of the jobs before it nothing is left
 
-    def assemble_newest(self, under_way: Callable[[], Collection[Key]]) -> Manifest | None:
+    def assemble_newest(self, under_way: Callable[[], Collection[CheckpointId]]) -> Manifest | None:
         """Publish the newest complete set that is good and newer than every good manifest; None if there is none.
 
         Args:
@@ -58,7 +59,7 @@ class Slices:
             FencedError: The run is another's.
             StoreError: The store failed; what was written is taken back, the slices are there.
         """
-        passed_over: set[tuple[Key, int]] = set()
+        passed_over: set[tuple[CheckpointId, int]] = set()
         while True:
             found = self._newest(passed_over)
             if found is None or found.order in under_way():
@@ -107,7 +108,7 @@ class Slices:
         self._remove([found for found in sets if found.attempt < manifest.attempt])
         self._cleared_attempt = manifest.attempt
 
-    def ended(self, good: Callable[[Key], bool]) -> None:
+    def ended(self, good: Callable[[CheckpointId], bool]) -> None:
         """No stager is attached any more: remove the slices that this flusher has made into good files.
 
         Raises:
@@ -115,7 +116,7 @@ class Slices:
         """
         self._remove([found for found in self._made if good(found.order)])
 
-    def _newest(self, passed_over: Collection[tuple[Key, int]]) -> SliceSet | None:
+    def _newest(self, passed_over: Collection[tuple[CheckpointId, int]]) -> SliceSet | None:
         sets = complete_sets(find_sets(self._store.list()))
         sets = [found for found in sets if (found.order, found.ranks) not in passed_over]
         if not sets:

@@ -25,7 +25,8 @@ from holdfast.checkpoints.manifest_order import step_of
 from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import DamageError, FencedError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
-from holdfast.image.manifest import READ_BACK, Key, Manifest, State, is_manifest_name, manifest_name
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import READ_BACK, Manifest, State, is_manifest_name, manifest_name
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store.base import Store
 
@@ -44,7 +45,7 @@ class ReadBack(NamedTuple):
         nonfinite: How many of its numbers are not finite; None: not counted. `numbers`: the same in words, if some are.
     """
 
-    key: Key
+    key: CheckpointId
     state: State
     note: str
     seconds: float
@@ -97,7 +98,7 @@ class Upkeep:
         context: FlusherContext,
         rules: UpkeepRules,
         *,
-        set_aside: Callable[[], Sequence[Key]] = tuple,
+        set_aside: Callable[[], Sequence[CheckpointId]] = tuple,
         pace: ReadPace | None = None,
     ) -> None:
         store = context.store
@@ -116,7 +117,7 @@ class Upkeep:
         self._known: dict[str, StoredStep] = {}  # by manifest: nobody else writes them, so each is read once
         # Of the newest that was published, and not of all: a manifest names every tensor.
         self._newest: Manifest | None = None
-        self._under_way: set[Key] = set()  # their manifests may be there, and are written once more
+        self._under_way: set[CheckpointId] = set()  # their manifests may be there, and are written once more
         self._write_ids: dict[str, str] = {}  # of each manifest, the last write that was heard of
         self._doubts: tuple[DoubtedSteps, ...] = ()
         self._unmarked = False
@@ -142,17 +143,17 @@ class Upkeep:
         """Tell that so many bytes have been written."""
         self._pace.wrote(nbytes)
 
-    def under_way(self, key: Key) -> None:
+    def under_way(self, key: CheckpointId) -> None:
         """A checkpoint is being written and published; until it is, retention leaves it alone."""
         with self._lock:
             self._under_way.add(key)
 
-    def given_up(self, key: Key) -> None:
+    def given_up(self, key: CheckpointId) -> None:
         """It will not be published."""
         with self._lock:
             self._under_way.discard(key)
 
-    def published(self, key: Key, manifest: Manifest) -> None:
+    def published(self, key: CheckpointId, manifest: Manifest) -> None:
         """A new checkpoint is durable."""
         if self._stopped:
             return
@@ -202,7 +203,7 @@ class Upkeep:
         """Stop, and remove what only a job that is over could have wanted."""
         self.stop()
 
-        def is_good(key: Key) -> bool:
+        def is_good(key: CheckpointId) -> bool:
             states = {State.VERIFIED} if self._rules.verify else {State.VERIFIED, State.DURABLE}
             return any(known.order == key and known.state in states for known in self._known.values())
 
@@ -235,7 +236,7 @@ class Upkeep:
 
         self._guarded(make, "the slices in the store are not made into a file; they stay for the next start")
         for manifest in made:
-            self.published(Key(manifest.attempt, manifest.step), manifest)
+            self.published(manifest.order, manifest)
 
     def _look_for_unread(self) -> None:
         """In the worker thread."""
@@ -252,7 +253,7 @@ class Upkeep:
             for manifest in found[:_UNREAD_LOOKED_AT]:
                 is_unread = manifest.state is State.DURABLE and manifest.note != READ_BACK
                 if self._rules.verify and is_unread:
-                    self.published(Key(manifest.attempt, manifest.step), manifest)
+                    self.published(manifest.order, manifest)
         except StoreError as error:
             _log.warning("checkpoints that an earlier flusher did not read back stay unverified: %s", error)
 
@@ -274,7 +275,7 @@ class Upkeep:
         with self._lock:
             self._pending = 0
 
-    def _look_after(self, key: Key, known: StoredStep) -> None:
+    def _look_after(self, key: CheckpointId, known: StoredStep) -> None:
         name = manifest_name(known.file)
         try:
             forget_intent(self._store, known.write_id)
@@ -340,7 +341,7 @@ class Upkeep:
 
     def _marked(self, manifest: Manifest) -> Manifest:
         """The manifest with the doubt that there is about its checkpoint; itself, where there is none or it says so."""
-        key = Key(manifest.attempt, manifest.step)
+        key = manifest.order
         if manifest.doubt or not (reason := doubt_about(self._doubts, key)):
             return manifest
         _log.error("%s is doubtful, and restore prefers others: %s", key, reason)
@@ -374,7 +375,7 @@ class Upkeep:
         self._guarded(read, f"{known.file} not read back")
         return found[0] if found and found[0].write_id == known.write_id else None
 
-    def _read_back(self, key: Key, manifest: Manifest) -> Manifest:
+    def _read_back(self, key: CheckpointId, manifest: Manifest) -> Manifest:
         """Verify one file; the manifest as it now stands in the store."""
         begun = time.monotonic()
         try:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from holdfast.errors import ProtocolError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.remains import held_in
 from holdfast.ring.ring import Ring
 
@@ -39,7 +40,7 @@ class Inheritance:
         now = self._clock()
         staged = _staged_before(ring, attempt)
         whole = _whole_in(ring) if staged else set()
-        left = [step for of_attempt, step in staged if (of_attempt, step) not in whole]
+        left = [key.step for key in staged if key not in whole]
         if left and self._first_look_at is None:
             self._first_look_at = now
             _log.warning(
@@ -61,14 +62,14 @@ class Inheritance:
         elif staged:
             _log.warning(
                 "an earlier job has staged %s, which is not in the store yet; the trainers restore it from the ring",
-                _named([step for _, step in staged]),
+                _named([key.step for key in staged]),
             )
         self._settled = True
         return True
 
 
-def _whole_in(ring: Ring) -> set[tuple[int, int]]:
-    """`(attempt, step)` of what is staged and has every chunk in the ring."""
+def _whole_in(ring: Ring) -> set[CheckpointId]:
+    """Staged checkpoints with every chunk in the ring."""
     found = set()
     for held in held_in(ring):
         try:
@@ -76,21 +77,21 @@ def _whole_in(ring: Ring) -> set[tuple[int, int]]:
         except ProtocolError:
             continue  # the flusher's to report
         if layout is not None and len(held.fitting(layout)) == layout.chunks:
-            found.add((held.attempt, held.step))
+            found.add(CheckpointId(held.attempt, held.step))
     return found
 
 
-def _staged_before(ring: Ring, attempt: int) -> list[tuple[int, int]]:
-    """`(attempt, step)`, oldest first. A record that cannot be read is the flusher's to report."""
+def _staged_before(ring: Ring, attempt: int) -> list[CheckpointId]:
+    """Oldest first. The flusher reports a record that cannot be read."""
     found = []
-    for of_attempt, step in ring.checkpoint_names():
-        if of_attempt < attempt:
+    for key in ring.checkpoint_names():
+        if key.attempt < attempt:
             try:
-                said = ring.checkpoint(of_attempt, step)
+                said = ring.checkpoint(*key)
             except ProtocolError:
                 continue
             if said is not None and said.state == "staged":
-                found.append((of_attempt, step))
+                found.append(key)
     return found
 
 

@@ -26,10 +26,11 @@ from holdfast.checkpoints.assembly import ChunkFinisher
 from holdfast.checkpoints.image_writing import Finished, Read, write_parts
 from holdfast.checkpoints.verification import verify_file
 from holdfast.crc import combine_all, crc32
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source
 from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import EntryRecord, Key, Manifest
+from holdfast.image.manifest import EntryRecord, Manifest
 from holdfast.ring.pages import direct_window
 from holdfast.store import open_store
 from holdfast.store.base import Store, Upload
@@ -181,7 +182,7 @@ class _Zeros:
         nbytes = chunks * _CHUNK_BYTES
         entry = Entry("zeros", 64, nbytes - _CHUNK_BYTES, REPLICATED, ())
         self.layout = Layout(nbytes, _CHUNK_BYTES, 2, (entry,))
-        self._finisher = ChunkFinisher(Key(1, 1), self.layout)
+        self._finisher = ChunkFinisher(CheckpointId(1, 1), self.layout)
         self._sums: dict[int, int] = {}
 
     def senders(self, chunk: int) -> tuple[int, ...]:

@@ -35,10 +35,11 @@ from holdfast.checkpoints.slice_sets import LoadedSet
 from holdfast.crc import combine, combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, StoreMissing
 from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source, patch_chunk, verify_chunk
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key, Manifest
+from holdfast.image.manifest import Manifest
 from holdfast.image.slices import SliceFrame, frames_of
 from holdfast.ring.doubts import doubt_about
 from holdfast.store import is_s3
@@ -52,7 +53,7 @@ _RECORD_BYTES_MAX = 1 << 16  # of one rank, in the manifest; it is input from ou
 
 @dataclass(frozen=True, slots=True)
 class _Verify:
-    key: Key
+    key: CheckpointId
     chunk: int
     sources: tuple[Source, ...]
     index: LayoutIndex
@@ -60,7 +61,7 @@ class _Verify:
 
 @dataclass(frozen=True, slots=True)
 class _Patch:
-    key: Key
+    key: CheckpointId
     chunk: int
     entry_crcs: tuple[int, ...]
     verified_crcs: tuple[int, ...]
@@ -75,7 +76,7 @@ class ChunkFinisher:
         layout: The image.
     """
 
-    def __init__(self, key: Key, layout: Layout) -> None:
+    def __init__(self, key: CheckpointId, layout: Layout) -> None:
         self._key, self._layout = key, layout
         self.index = LayoutIndex(layout)
         self._chunk_crcs: list[int] = []
@@ -235,7 +236,7 @@ def assemble(
 
 def publish_image(
     ours: Claimed,
-    key: Key,
+    key: CheckpointId,
     image: Image,
     read: Read,
     *,

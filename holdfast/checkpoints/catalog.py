@@ -22,7 +22,8 @@ from holdfast.checkpoints.manifest_order import ListedManifest, manifests_in, ne
 from holdfast.checkpoints.slice_doubts import read_doubts_of
 from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.image.manifest import MANIFEST_BYTES_MAX, Key, Manifest, State, manifest_name
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import MANIFEST_BYTES_MAX, Manifest, State, manifest_name
 from holdfast.ring.doubts import doubt_about
 from holdfast.store.base import ObjectInfo, Store
 
@@ -57,9 +58,9 @@ class CatalogItem:
     unopened: bool = False
 
     @property
-    def order(self) -> Key:
+    def order(self) -> CheckpointId:
         """Newer checkpoints have a higher one."""
-        return Key(self.attempt, self.step)
+        return CheckpointId(self.attempt, self.step)
 
     @property
     def is_good(self) -> bool:
@@ -165,7 +166,7 @@ class CatalogLook:
         """As `Catalog.slices`, of this listing."""
         return find_sets(self._objects)
 
-    def doubted_slices(self) -> Mapping[Key, str]:
+    def doubted_slices(self) -> Mapping[CheckpointId, str]:
         """The sets of slices that may be torn, with the reason. Raises `StoreError`."""
         doubts = read_doubts_of(self._store, self._objects)
         found = {one.order: doubt_about(doubts, one.order) for one in self.slices()} if doubts else {}

@@ -18,9 +18,9 @@ from typing import Protocol
 from holdfast.crc import combine_all
 from holdfast.errors import ProtocolError
 from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.process import available_memory_bytes
 from holdfast.ring.pages import direct_window
 from holdfast.store.lanes import Lanes, LanesUntilFailure, LaneUse
@@ -49,7 +49,7 @@ class Parts(Protocol):
 class Finished:
     """The facts of an image that a manifest states."""
 
-    key: Key
+    key: CheckpointId
     index: LayoutIndex
     image_crc32: int
     chunk_crc32s: tuple[int, ...]

@@ -11,15 +11,9 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from holdfast.errors import BusyError, DamageError, StoreError, StoreMissing
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
-from holdfast.image.manifest import (
-    EntryRecord,
-    Key,
-    Manifest,
-    State,
-    manifest_name,
-    step_file_name,
-)
+from holdfast.image.manifest import EntryRecord, Manifest, State, manifest_name, step_file_name
 from holdfast.image.replicas import drift_of
 from holdfast.image.split_record import SPLITS_MAX, SplitRecord
 from holdfast.store.base import Store
@@ -57,7 +51,7 @@ class Publishing(Protocol):
     """A checkpoint whose bytes are all in the store: what its manifest says of them."""
 
     @property
-    def key(self) -> Key: ...
+    def key(self) -> CheckpointId: ...
 
     @property
     def index(self) -> LayoutIndex: ...
@@ -72,7 +66,7 @@ class Publishing(Protocol):
     def entry_crc32s(self) -> tuple[int, ...]: ...
 
 
-def choose_name(store: Store, key: Key, taken: Collection[str]) -> str:
+def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
     """The name under which a checkpoint is published. No other attempt ever writes it, however late it wakes up.
 
     The first attempt of a run has the plain names, each later one carries its number. A name at which anything stands
@@ -99,14 +93,14 @@ def choose_name(store: Store, key: Key, taken: Collection[str]) -> str:
     )
 
 
-def names_of(key: Key) -> tuple[str, ...]:
+def names_of(key: CheckpointId) -> tuple[str, ...]:
     """The names that a checkpoint may have, in order; those behind the first are for where a stranger's file stands."""
     plain, numbered = step_file_name(key.step), step_file_name(key.step, attempt=key.attempt)
     zero = numbered.replace("-a", "-a0")
     return (plain, numbered, zero) if key.attempt == 1 else (numbered, zero)
 
 
-def _is_manifest_there(store: Store, file: str, key: Key) -> bool:
+def _is_manifest_there(store: Store, file: str, key: CheckpointId) -> bool:
     """Whether anything stands at the name of this file's manifest; raises `BusyError` if that is this checkpoint."""
     name = manifest_name(file)
     try:

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from holdfast.checkpoints.slice_doubts import attempt_of
 from holdfast.errors import DamageError, ProtocolError, StoreMissing
 from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.image.slices import SliceSeal, area_bytes
 from holdfast.store.base import ObjectInfo, Store
 
@@ -57,8 +57,8 @@ class SliceName(NamedTuple):
         return f"{self._base}.seal.json"
 
     @property
-    def order(self) -> Key:
-        return Key(self.attempt, self.step)
+    def order(self) -> CheckpointId:
+        return CheckpointId(self.attempt, self.step)
 
 
 def layout_name(attempt: int, digest: str) -> str:
@@ -106,9 +106,9 @@ class SliceSet:
     slices: dict[int, int] = field(default_factory=dict)
 
     @property
-    def order(self) -> Key:
+    def order(self) -> CheckpointId:
         """Newer checkpoints have a higher one (as `Manifest.order`)."""
-        return Key(self.attempt, self.step)
+        return CheckpointId(self.attempt, self.step)
 
     @property
     def complete(self) -> bool:

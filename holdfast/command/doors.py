@@ -11,7 +11,7 @@ from holdfast.extras import install_line
 
 if TYPE_CHECKING:
     from holdfast.checkpoints.image_writing import Image
-    from holdfast.image.manifest import Key
+    from holdfast.image.checkpoint_id import CheckpointId
 
 
 _GROUP = "holdfast.doors"
@@ -52,7 +52,7 @@ class Foreign(Protocol):
         """Size of the checkpoint file."""
         ...
 
-    def image(self, key: Key) -> Image: ...
+    def image(self, key: CheckpointId) -> Image: ...
 
 
 def door(name: str) -> Any:

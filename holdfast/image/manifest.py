@@ -4,21 +4,19 @@
 checkpoint. A manifest is written last and whole. It is written once more when the checkpoint has been read back
 (`state` becomes `verified` or `bad`, `note` and `nonfinite` are added), and when it turns out to be doubtful (`doubt`);
 nothing else in it changes then.
-
-Order is (attempt, step), never a clock: clocks jump, and step numbers repeat after a restart from an older step.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from holdfast.errors import DamageError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.split_record import SPLITS_MAX, SplitRecord
 from holdfast.price import PLAIN_FACTOR, TooDearError, check_price, json_price
 from holdfast.sealed import seal, unseal
@@ -30,42 +28,10 @@ MANIFEST_BYTES_MAX = 1 << 28  # over a million tensors; a larger one is not read
 _NAMES_TOLD = 4
 _COMPLAINTS_SHOWN = 3  # pydantic says each thing that is wrong, and all of the input with it
 _NAME = re.compile(r"step-(\d{9,19})(-a\d{3,10})?\.json")
-_LABEL = re.compile(r"(\d{1,18})-a0*([1-9]\d{0,17})", re.ASCII)
 READ_BACK = "read back and found whole"  # the note of a checkpoint that is whole, and drifted or doubtful
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 _Crc = Annotated[int, Field(ge=0, lt=2**32)]
 _Text = Annotated[str, Field(max_length=4096)]
-
-
-class Key(NamedTuple):
-    """Names one checkpoint; older ones compare lower."""
-
-    attempt: int
-    step: int
-
-    def __str__(self) -> str:
-        return f"step {self.step} (attempt {self.attempt})"
-
-    @property
-    def label(self) -> str:
-        """`STEP-aATTEMPT`, such as `1200-a3`: in settings and reports, where one word is wanted."""
-        return f"{self.step}-a{self.attempt}"
-
-    @classmethod
-    def of_label(cls, text: str) -> Self:
-        """Read what `label` wrote.
-
-        Raises:
-            ValueError: It is not one.
-        """
-        match = _LABEL.fullmatch(text)
-        if match is None:
-            raise ValueError(f"a checkpoint as STEP-aATTEMPT, such as 1200-a3, expected; got {text!r}")
-        return cls(attempt=int(match[2]), step=int(match[1]))
-
-    def is_set_aside(self, others: Iterable[Key]) -> bool:
-        """Whether it is one of `others`, or was saved after one by the same attempt."""
-        return any(other.attempt == self.attempt and other.step <= self.step for other in others)
 
 
 class State(StrEnum):
@@ -184,9 +150,8 @@ class Manifest(_ManifestRecord):
         return self
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Newer checkpoints have a higher one."""
-        return (self.attempt, self.step)
+    def order(self) -> CheckpointId:
+        return CheckpointId(self.attempt, self.step)
 
     @property
     def is_drifted(self) -> bool:

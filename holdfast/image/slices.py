@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import DamageError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Extent
 from holdfast.sealed import seal, unseal
@@ -94,9 +95,8 @@ class SliceSeal(BaseModel):
     record: dict[str, Any] = Field(default_factory=dict)
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Newer checkpoints have a higher one (as `Manifest.order`)."""
-        return (self.attempt, self.step)
+    def order(self) -> CheckpointId:
+        return CheckpointId(self.attempt, self.step)
 
     def to_bytes(self) -> bytes:
         """JSON, with the CRC-32 of all the rest in its last line."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import ConfigError, ProtocolError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.side_files import read_side_file, write_side_file
 from holdfast.sealed import seal, unseal
 from holdfast.wire.doubt import Doubt
@@ -36,7 +36,7 @@ class DoubtedSteps(NamedTuple):
     doubt: Doubt
 
 
-def doubt_about(found: Sequence[DoubtedSteps], key: Key) -> str:
+def doubt_about(found: Sequence[DoubtedSteps], key: CheckpointId) -> str:
     """Why this checkpoint is doubtful; empty where nobody doubts it."""
     for attempt, doubt in found:
         if attempt == key.attempt and doubt.covers(key.step):

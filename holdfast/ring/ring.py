@@ -33,6 +33,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ConfigError, ProtocolError, StoreError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
 from holdfast.ring.directory import (
     check_private_directory,
@@ -399,8 +400,8 @@ class Ring:
         """The record of one checkpoint, or None. Raises `ProtocolError` when its file is damaged."""
         return read_checkpoint(self.directory, attempt, step)
 
-    def checkpoint_names(self) -> list[tuple[int, int]]:
-        """`(attempt, step)` of all checkpoint files, oldest first; their contents are not looked at.
+    def checkpoint_names(self) -> list[CheckpointId]:
+        """Ids of all checkpoint files, oldest first; their contents are not looked at.
 
         None, once the flusher has removed the ring: it may have ended since this process has opened it.
         """
@@ -461,11 +462,11 @@ class Ring:
         write_side_file(self.directory / name, data)
 
 
-def checkpoint_names(directory: Path) -> list[tuple[int, int]]:
-    """`(attempt, step)` of all checkpoint files beside a ring, oldest first; none where the directory is gone."""
+def checkpoint_names(directory: Path) -> list[CheckpointId]:
+    """Ids of all checkpoint files beside a ring, oldest first; none where the directory is gone."""
     with contextlib.suppress(FileNotFoundError):
         found = (_CHECKPOINT_NAME.fullmatch(path.name) for path in directory.iterdir())
-        return sorted((int(match[1]), int(match[2])) for match in found if match)
+        return sorted(CheckpointId(int(match[1]), int(match[2])) for match in found if match)
     return []
 
 

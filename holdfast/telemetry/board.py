@@ -18,6 +18,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.telemetry.causes import OTHER, cause_in
 from holdfast.telemetry.status_document import (
     CHECKPOINTS_MAX,
@@ -58,7 +59,7 @@ class Board:
         self._lock = threading.Lock()
         self._since = clock()
         self._attempt = 0
-        self._checkpoints: OrderedDict[tuple[int, int], dict[str, Any]] = OrderedDict()
+        self._checkpoints: OrderedDict[CheckpointId, dict[str, Any]] = OrderedDict()
         self._causes: Counter[str] = Counter()
         self._declined: deque[StatusLine] = deque(maxlen=LINES_MAX)
         self._notices: deque[StatusLine] = deque(maxlen=LINES_MAX)
@@ -160,7 +161,7 @@ class Board:
         )
 
     def _note(self, attempt: int, step: int, **known: Any) -> None:
-        row = self._checkpoints.setdefault((attempt, step), {})
+        row = self._checkpoints.setdefault(CheckpointId(attempt, step), {})
         row.update({name: value for name, value in known.items() if value is not None})
         while len(self._checkpoints) > CHECKPOINTS_MAX:
             del self._checkpoints[min(self._checkpoints)]

@@ -16,11 +16,11 @@ from datetime import datetime
 from typing import Any, Literal
 
 from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest
 from holdfast.telemetry.causes import OTHER, cause_in
 from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, number, text, whole
 
-Key = tuple[int, int]
 _RANK_DIGITS_MAX = 9
 _OLD_CAUSE = re.compile(r"(?:rank \d+: )?([a-z][a-z ]{0,30}): ")
 _TIMES = (
@@ -164,8 +164,8 @@ def gather_checkpoints(events: Iterable[LoggedEvent], stored: Sequence[StoredChe
 
 class _Gathering:
     def __init__(self, stored: Sequence[StoredCheckpoint]) -> None:
-        self._rows: dict[Key, CheckpointRow] = {}
-        self._not_taken: dict[Key, NotTaken] = {}
+        self._rows: dict[CheckpointId, CheckpointRow] = {}
+        self._not_taken: dict[CheckpointId, NotTaken] = {}
         self._attempt: int | None = None
         self._stored_attempts: dict[int, int] = {}
         for one in stored:
@@ -201,7 +201,10 @@ class _Gathering:
         attempt = named if named is not None else self._attempt
         if attempt is None:
             attempt = self._stored_attempts.get(event.step, 1)
-        return self._rows.setdefault((attempt, event.step), CheckpointRow(attempt, event.step))
+        return self._of(CheckpointId(attempt, event.step))
+
+    def _of(self, key: CheckpointId) -> CheckpointRow:
+        return self._rows.setdefault(key, CheckpointRow(*key))
 
     def _staged(self, event: LoggedEvent) -> None:
         row = self._row(event, None)
@@ -235,7 +238,7 @@ class _Gathering:
 
     def _refused(self, event: LoggedEvent) -> None:
         row = self._row(event, whole(event.fields.get("attempt")))
-        key = (row.attempt, row.step)
+        key = CheckpointId(row.attempt, row.step)
         reason = text(event.fields.get("reason")) or text(event.fields.get("message"))
         stated = {name: text(event.fields.get(name)) for name in ("cause", "code")}
         cause = cause_in(stated) if any(stated.values()) else _cause_in_old_log(reason)
@@ -250,7 +253,7 @@ class _Gathering:
 
     def take(self, one: StoredCheckpoint) -> None:
         """A manifest: it knows what has become of the checkpoint."""
-        row = self._rows.setdefault((one.attempt, one.step), CheckpointRow(one.attempt, one.step))
+        row = self._of(CheckpointId(one.attempt, one.step))
         row.in_store, row.state, row.image_bytes = True, one.state, one.image_bytes
         row.hear_record(one.record)
         saved = number(one.saved_at_unix, TIME_MAX)

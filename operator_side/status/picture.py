@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import (
     CheckpointSaid,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     pass
 
 
-Key = tuple[int, int]
 LEVELS = ("staged", "durable", "verified")
 _HISTORY = 32  # values of each timing
 
@@ -267,9 +267,9 @@ def _rows(
     stager: StatusDocument | None,
     ring: RingLook | None,
     stored: Iterable[StoredCheckpoint],
-) -> dict[Key, CheckpointSaid]:
+) -> dict[CheckpointId, CheckpointSaid]:
     """Each checkpoint, with the facts from flusher, stager, ring and store together."""
-    rows: dict[Key, CheckpointSaid] = {}
+    rows: dict[CheckpointId, CheckpointSaid] = {}
     for one in stored:
         _merge(rows, _row_of_stored(one))
     for said in (flusher, stager):
@@ -280,8 +280,8 @@ def _rows(
     return rows
 
 
-def _merge(rows: dict[Key, CheckpointSaid], row: CheckpointSaid) -> None:
-    key = (row.attempt, row.step)
+def _merge(rows: dict[CheckpointId, CheckpointSaid], row: CheckpointSaid) -> None:
+    key = CheckpointId(row.attempt, row.step)
     before = rows.get(key)
     if before is None:
         rows[key] = row
@@ -326,7 +326,7 @@ def _row_of_ring(here: RingCheckpoint) -> CheckpointSaid:
     )
 
 
-def _newest(rows: Mapping[Key, CheckpointSaid], level: str) -> Level | None:
+def _newest(rows: Mapping[CheckpointId, CheckpointSaid], level: str) -> Level | None:
     """The newest good checkpoint that has reached the level; a durable one counts as staged, too."""
     for key, row in sorted(rows.items(), reverse=True):
         at = {
@@ -342,15 +342,15 @@ def _newest(rows: Mapping[Key, CheckpointSaid], level: str) -> Level | None:
     return None
 
 
-def _point(rows: Mapping[Key, CheckpointSaid], level: Level | None) -> SavedPoint | None:
+def _point(rows: Mapping[CheckpointId, CheckpointSaid], level: Level | None) -> SavedPoint | None:
     if level is None:
         return None
-    row = rows[level.attempt, level.step]
+    row = rows[CheckpointId(level.attempt, level.step)]
     saved = row.saved_at_unix if row.saved_at_unix is not None else level.at_unix
     return SavedPoint(level.attempt, level.step, saved or 0.0)
 
 
-def interval_of(saved: Sequence[tuple[Key, float]]) -> Interval | None:
+def interval_of(saved: Sequence[tuple[CheckpointId, float]]) -> Interval | None:
     """The distance between the last two saves, which come in order, if both are of one job."""
     if len(saved) < 2:
         return None
@@ -360,14 +360,14 @@ def interval_of(saved: Sequence[tuple[Key, float]]) -> Interval | None:
     return Interval(last[1] - before[1], last_at - before_at)
 
 
-def _timings(rows: Mapping[Key, CheckpointSaid], name: str) -> Timings:
+def _timings(rows: Mapping[CheckpointId, CheckpointSaid], name: str) -> Timings:
     values = [getattr(row, name) for _, row in sorted(rows.items())]
     return Timings(tuple(value for value in values if value is not None)[-_HISTORY:])
 
 
-def _flights(ring: RingLook | None, rows: Mapping[Key, CheckpointSaid]) -> Iterable[UnderWay]:
+def _flights(ring: RingLook | None, rows: Mapping[CheckpointId, CheckpointSaid]) -> Iterable[UnderWay]:
     for here in ring.checkpoints if ring else ():
-        row = rows[here.attempt, here.step]
+        row = rows[CheckpointId(here.attempt, here.step)]
         if row.durable_at_unix is None:
             yield UnderWay(
                 here.attempt,

@@ -24,8 +24,9 @@ from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import DamageError, HoldfastError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
-from holdfast.image.manifest import Key, State, manifest_name
+from holdfast.image.manifest import State, manifest_name
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from holdfast.store.lanes import Lanes
@@ -42,23 +43,23 @@ IMAGE = made_up(11, entries=7, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max
 
 class _Heard:
     def __init__(self) -> None:
-        self.durables: dict[Key, DurableStep] = {}
+        self.durables: dict[CheckpointId, DurableStep] = {}
         self.read_backs: list[ReadBack] = []
-        self.failures: dict[Key, HoldfastError] = {}
+        self.failures: dict[CheckpointId, HoldfastError] = {}
 
-    def began(self, key: Key, part_chunks: int) -> None: ...
+    def began(self, key: CheckpointId, part_chunks: int) -> None: ...
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
 
     def grown(self, note: str) -> None: ...
 
-    def durable(self, key: Key, durable: DurableStep) -> None:
+    def durable(self, key: CheckpointId, durable: DurableStep) -> None:
         self.durables[key] = durable
 
     def read_back(self, result: ReadBack) -> None:
         self.read_backs.append(result)
 
-    def failed(self, key: Key, error: HoldfastError) -> None:
+    def failed(self, key: CheckpointId, error: HoldfastError) -> None:
         self.failures[key] = error
 
 
@@ -95,7 +96,7 @@ class _Rig:
         if flip is not None:
             chunk, offset = divmod(flip.offset, CHUNK_BYTES)
             Flip(offset, flip.mask).apply(self.ring.slot_memory(slots[chunk]))
-        key = Key(1, step)
+        key = CheckpointId(1, step)
         self.engine.begin(key, image.layout)
         for slot in slots.values():
             self.engine.chunk(self.ring.record(slot))
@@ -135,7 +136,7 @@ def test_no_flip_before_verify_is_ever_published(rig: _Rig, tmp_path: Path) -> N
     harmless = 0
     for step, flip in enumerate(flips("ring", len(IMAGE.sent)), start=1):
         rig.save(IMAGE, step, flip)
-        key, name = Key(1, step), f"step-{step:09d}.pt"
+        key, name = CheckpointId(1, step), f"step-{step:09d}.pt"
         chunk, offset = divmod(flip.offset, CHUNK_BYTES)
         if any(first <= offset < first + nbytes for first, nbytes in index.fields[chunk].extents()):
             # The four bytes of a CRC field: zeroed before anything is summed, and written by the flusher itself.

@@ -13,11 +13,11 @@ import pytest
 from flusher.flight import Flight, chunk_complaint
 from flusher.steps import ChunkFull, Verify
 from holdfast.errors import DamageError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import verify_chunk
 from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.image.regions import Region
 from holdfast.ring.journal import SOURCES_INSIDE_MAX, SlotState
 from holdfast.ring.remains import held_in, read_held, tell_held
@@ -31,7 +31,7 @@ from tests.unit.stager.session.sessions import Stager
 RANKS = 1100
 CHUNK_BYTES = 8192
 WIDTH = 3
-KEY = Key(1, 5)
+KEY = CheckpointId(1, 5)
 """Of each of two tensors a rank holds one row, or one column: three bytes, in one chunk with those of all others."""
 
 

@@ -33,7 +33,8 @@ from holdfast.checkpoints.identity import Identity
 from holdfast.checkpoints.publish import choose_name, writer_id
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import HoldfastError
-from holdfast.image.manifest import Key, manifest_name
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import manifest_name
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
@@ -838,7 +839,7 @@ class World:
         at = chance.randrange(record.nbytes)
         ring.slot_memory(slot)[at] ^= 1 << chance.randrange(8)
         self.scheduler.note(f"! a bit flips in slot {slot}: step {record.step}, chunk {record.chunk}")
-        self.checks.tainted.add((record.attempt, record.step))
+        self.checks.tainted.add(CheckpointId(record.attempt, record.step))
 
     def before_act(self, process: Process, what: str, name: str) -> None:
         """A flusher has looked at its claim, and is about to do something in the store: here it may stand still."""
@@ -879,7 +880,7 @@ class World:
         )
         sim.note(f"! another host takes the run over, as attempt {claim.attempt}")
         for step in sorted({offer.step for offer in self.offered}):
-            file = choose_name(pristine(state), Key(claim.attempt, step), ())
+            file = choose_name(pristine(state), CheckpointId(claim.attempt, step), ())
             manifest = manifest_of(_WINNERS, step=step, attempt=claim.attempt, file=file)
             state.objects[file], state.objects[manifest_name(file)] = _WINNERS, manifest.to_bytes()
             for name in (file, manifest_name(file)):
@@ -939,7 +940,7 @@ class World:
             record = ring.record(slot)
             memory[pieces[0].offset] ^= 4
             self.scheduler.note(f"! a bit flips on the wire: step {record.step}, chunk {record.chunk}")
-            self.checks.tainted.add((record.attempt, record.step))
+            self.checks.tainted.add(CheckpointId(record.attempt, record.step))
 
     def store_act(self, process: Process, what: str, name: str) -> None:
         self.checks.store_act(process, what, name)

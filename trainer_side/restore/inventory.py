@@ -20,8 +20,9 @@ from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
 from holdfast.checkpoints.claim import newest_attempt as newest_of_store
 from holdfast.checkpoints.manifest_order import ListedManifest
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError, StoreMissing
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key, Manifest
+from holdfast.image.manifest import Manifest
 from holdfast.image.replicas import DIGEST_FIELD
 from holdfast.store.base import Store
 from holdfast.wire.frames import peer_error
@@ -179,8 +180,8 @@ class Shelf:
 
     def __init__(self, store: Store | None, seconds_max: float) -> None:
         self.stored: list[StoreCandidate] = []
-        self.unread: Key | None = None
-        self.newest: Key | None = None
+        self.unread: CheckpointId | None = None
+        self.newest: CheckpointId | None = None
         self._store, self._seconds_max = store, seconds_max
         self._look: CatalogLook | None = None  # on rank 0
         self._names: list[tuple[int, ListedManifest]] = []  # numbered, of those that were not read
@@ -194,7 +195,7 @@ class Shelf:
         peers: Peers,
         *,
         step: int | None = None,
-        also: Collection[Key] = (),
+        also: Collection[CheckpointId] = (),
         seconds_max: float = _SECONDS_MAX,
     ) -> tuple[Shelf, HoldfastError | None]:
         """List the store, on rank 0, and read the newest manifest. Collective.
@@ -292,7 +293,7 @@ class Shelf:
         if isinstance(answer, dict):
             return silent or peer_error(answer["code"], f"rank 0: {answer['text']}")
         rows, unread, newest = answer
-        self.unread, self.newest = (None if one is None else Key(*one) for one in (unread, newest))
+        self.unread, self.newest = (None if one is None else CheckpointId(*one) for one in (unread, newest))
         self.stored = sorted([*self.stored, *(StoreCandidate(*row) for row in rows)])
         return None
 

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.image.regions import Extent
 from holdfast.image.slices import SliceFrame, SliceSeal, frames_of
 from holdfast.ring.near_ring import NearRing, near_ring
@@ -58,9 +58,9 @@ class RingContents:
         self._fetch, self._held, self._place = fetch, held, place
 
     @property
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[CheckpointId]:
         """The checkpoints of which the ring may have something."""
-        return [Key(held.attempt, held.step) for held in self._held]
+        return [CheckpointId(held.attempt, held.step) for held in self._held]
 
     def known(self, stored: Sequence[StoreCandidate], peers: Peers) -> RingSlices:
         """Those that were staged: as the ring says, or the store. Collective.

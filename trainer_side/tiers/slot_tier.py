@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import ConfigError, DamageError, StoreError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import read_whole
@@ -155,7 +155,7 @@ class SlotTier:
         doubts, scanned = self._place.doubts(), scan(self._place, self._layouts)
         self._damage = scanned.damage
         for superblock, kept in scanned.files:
-            found += [replace(one, doubt=doubt_about(doubts, Key(*one.seal.order))) for one in kept]
+            found += [replace(one, doubt=doubt_about(doubts, CheckpointId(*one.seal.order))) for one in kept]
             for one in kept:
                 self._superblocks[one.place] = superblock
         return sorted(found, key=lambda one: (one.seal.order, -one.seal.rank), reverse=True)

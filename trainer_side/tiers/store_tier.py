@@ -28,8 +28,8 @@ from holdfast.checkpoints.slice_sets import (
     read_seal,
 )
 from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.image.slices import SliceSeal, area_bytes
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store import parts_at_once
@@ -125,10 +125,10 @@ class StoreTier:
         )
 
     def complete(self, attempt: int, step: int) -> None:
-        self._shelf.complete(Key(attempt, step))
+        self._shelf.complete(CheckpointId(attempt, step))
 
     def void(self, attempt: int, step: int) -> None:
-        self._shelf.void(Key(attempt, step))
+        self._shelf.void(CheckpointId(attempt, step))
 
     def doubt(self, steps: DoubtedSteps) -> None:
         write_doubt(self._store, steps)
@@ -164,7 +164,7 @@ class StoreTier:
         with ThreadPoolExecutor(_READERS, thread_name_prefix="kept") as readers:
             looked = list(readers.map(lambda pair: look(*pair), names))
         return [
-            replace(kept, doubt=doubt_about(doubts, Key(*kept.seal.order)))
+            replace(kept, doubt=doubt_about(doubts, CheckpointId(*kept.seal.order)))
             for kept in looked
             if kept is not None
         ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from flusher.held import Later
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 
-ONE, OTHER = Key(1, 1), Key(1, 2)
+ONE, OTHER = CheckpointId(1, 1), CheckpointId(1, 2)
 
 
 class Clock:

@@ -11,7 +11,8 @@ from flusher.tenure import Tenure
 from holdfast.checkpoints.claim import Claim
 from holdfast.checkpoints.slice_sets import SliceName, find_sets
 from holdfast.errors import FencedError, StoreError
-from holdfast.image.manifest import Key, Manifest
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import Manifest
 from holdfast.store.base import ObjectInfo
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
@@ -32,7 +33,7 @@ class Rig:
     def write(self, attempt: int, step: int, ranks: list[int] | None = None) -> None:
         write_slices(self.store, IMAGE, attempt=attempt, step=step, ranks=ranks)
 
-    def make(self, *under_way: Key) -> Manifest | None:
+    def make(self, *under_way: CheckpointId) -> Manifest | None:
         return self.slices.assemble_newest(lambda: under_way)
 
     def orders(self) -> list[tuple[int, int]]:
@@ -59,7 +60,7 @@ def test_the_newest_complete_set_becomes_a_file_once(rig: Rig) -> None:
 
 def test_what_is_under_way_from_the_ring_is_not_made_twice(rig: Rig) -> None:
     rig.write(1, 5)
-    assert rig.make(Key(1, 5)) is None
+    assert rig.make(CheckpointId(1, 5)) is None
     assert not any(name.startswith("step-") for name in rig.store.objects)
 
 

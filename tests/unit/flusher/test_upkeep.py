@@ -18,7 +18,8 @@ from flusher.upkeep import Pruned, ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import StoreError
-from holdfast.image.manifest import READ_BACK, Key, Manifest, State, is_manifest_name, manifest_name
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import READ_BACK, Manifest, State, is_manifest_name, manifest_name
 from holdfast.ring.doubts import DoubtedSteps
 from holdfast.store.posix import PosixStore
 from holdfast.telemetry.events import EventLog
@@ -48,7 +49,7 @@ class Rig:
         *,
         verify: bool,
         waits_seconds_max: float = SECONDS_MAX,
-        set_aside: Sequence[Key] = (),
+        set_aside: Sequence[CheckpointId] = (),
         keep: int = 1,
     ) -> None:
         self.root = root
@@ -67,7 +68,7 @@ class Rig:
 
     def published(self, *manifests: Manifest) -> None:
         for manifest in manifests:
-            self.upkeep.published(Key(manifest.attempt, manifest.step), manifest)
+            self.upkeep.published(CheckpointId(manifest.attempt, manifest.step), manifest)
 
     def wait(self) -> None:
         deadline = time.monotonic() + SECONDS_MAX
@@ -201,7 +202,7 @@ def test_a_mark_that_the_store_refuses_as_a_checkpoint_is_published_is_tried_aga
 def test_retention_leaves_alone_what_is_being_published(tmp_path: Path, held: contextlib.ExitStack) -> None:
     """Its manifest may be in the store, and is written once more when that was not acknowledged."""
     rig = Rig(tmp_path / "run", held, verify=False)
-    rig.upkeep.under_way(Key(rig.old.attempt, rig.old.step))
+    rig.upkeep.under_way(CheckpointId(rig.old.attempt, rig.old.step))
     rig.published(rig.new)
     rig.wait()
     assert rig.is_listed(rig.old)
@@ -221,7 +222,7 @@ def test_retention_does_not_take_a_step_for_the_one_that_had_its_name(
     assert not rig.is_listed(rig.old)
     again = publish(rig.root, rig.old.step, {"x": torch.zeros(9)}, attempt=2, plain=True)
     assert again.file == rig.old.file
-    rig.upkeep.under_way(Key(2, again.step))
+    rig.upkeep.under_way(CheckpointId(2, again.step))
     newest = publish(rig.root, 3, {"x": torch.zeros(9)}, attempt=2)
     rig.published(newest)
     rig.wait()
@@ -333,7 +334,7 @@ class _Diverged:
     def look_after_all(self) -> list[ReadBack]:
         for step in self.steps:
             manifest = self._unread(step)
-            self.upkeep.published(Key(manifest.attempt, manifest.step), manifest)
+            self.upkeep.published(CheckpointId(manifest.attempt, manifest.step), manifest)
             deadline = time.monotonic() + SECONDS_MAX
             while not self.upkeep.idle and time.monotonic() < deadline:
                 time.sleep(0.005)
@@ -404,7 +405,7 @@ def test_a_store_without_room_loses_the_rungs_of_the_ladder_and_nothing_else(
         return sorted(int(path.name[5:14]) for path in root.glob("step-*.json"))
 
     newest = publish(root, 6, {"x": torch.zeros(9)})
-    upkeep.published(Key(newest.attempt, newest.step), newest)
+    upkeep.published(CheckpointId(newest.attempt, newest.step), newest)
     assert wait() == [1, 2, 3, 4, 5, 6]
     upkeep.make_room()
     assert wait() == [5, 6]
@@ -414,7 +415,7 @@ def test_a_store_without_room_loses_the_rungs_of_the_ladder_and_nothing_else(
 def test_what_the_supervisor_has_set_aside_is_not_removed(
     tmp_path: Path, held: contextlib.ExitStack, verify: bool
 ) -> None:
-    rig = Rig(tmp_path, held, verify=verify, set_aside=[Key(1, 1)])
+    rig = Rig(tmp_path, held, verify=verify, set_aside=[CheckpointId(1, 1)])
     rig.published(rig.old, rig.new)
     rig.wait()
     assert rig.is_listed(rig.old)

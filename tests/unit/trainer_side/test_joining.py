@@ -18,7 +18,7 @@ from holdfast.checkpoints.slice_sets import SliceName, find_sets, slice_write_id
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -97,7 +97,7 @@ def test_a_rank_that_is_set_otherwise_is_refused_on_every_rank(
 
 def test_what_one_rank_alone_sets_aside_is_refused_without_any_tiers() -> None:
     def work(peers: ThreadPeers) -> bool:
-        config = TrainerConfig(restore_set_aside=(Key(1, 5),) if peers.rank == 1 else ())
+        config = TrainerConfig(restore_set_aside=(CheckpointId(1, 5),) if peers.rank == 1 else ())
         with pytest.raises(ConfigError, match="restore_set_aside: rank 1 has"):
             compare(config, peers, alone=False)
         return True

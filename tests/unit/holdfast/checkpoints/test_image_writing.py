@@ -12,10 +12,10 @@ from holdfast.checkpoints.assembly import ChunkFinisher
 from holdfast.checkpoints.image_writing import Finished, Read, write_parts
 from holdfast.crc import crc32
 from holdfast.errors import StoreError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source
 from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.ring.pages import direct_window
 from holdfast.store.lane_width import LaneWidth
 from holdfast.store.lanes import Lanes
@@ -31,7 +31,7 @@ class _Numbered:
     def __init__(self) -> None:
         nbytes = _CHUNKS * _CHUNK
         self.layout = Layout(nbytes, _CHUNK, 2, (Entry("all", 64, nbytes - _CHUNK, REPLICATED, ()),))
-        self._finisher = ChunkFinisher(Key(1, 1), self.layout)
+        self._finisher = ChunkFinisher(CheckpointId(1, 1), self.layout)
 
     def senders(self, chunk: int) -> tuple[int, ...]:
         return self.layout.senders(chunk)

@@ -12,9 +12,9 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.claim import Claim, _ClaimRecord, _name, names_tell, note_attempt
 from holdfast.checkpoints.claim import newest_attempt as newest_of_store
 from holdfast.checkpoints.identity import Identity
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import (
     EntryRecord,
-    Key,
     Manifest,
     State,
     TensorRecord,
@@ -229,7 +229,7 @@ def test_what_comes_in_turn_is_what_all_of_them_would_give(seed: int) -> None:
         for rank in range(2)
         for _ in range(dice.randrange(3))
     ]
-    set_aside = [Key(dice.randint(1, 3), dice.randrange(9))] if seed % 3 == 0 else []
+    set_aside = [CheckpointId(dice.randint(1, 3), dice.randrange(9))] if seed % 3 == 0 else []
     shelf, _ = Shelf.look(store, LonePeers())
     in_turn = [*InTurn(holders, shelf, LonePeers(), set_aside)]
     assert in_turn == [*pass_over(candidates(holders, stored), set_aside)]
