@@ -72,7 +72,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         events = EventLog(config.events, role="flusher")
         held.callback(events.close)
         store = open_store(config.store)
-        held.callback(_close_store, store)
+        held.callback(store.close)
         # Before all that others wait for: it may take seconds to end, and claim and ring are given back by then.
         held.enter_context(export_spans("flusher", store.url, events))
         directory = runtime_directory(config.store, config.runtime_dir)
@@ -179,12 +179,6 @@ def _total_bytes(directory: Path) -> int:
     """The size of the file system: a ring there can never become larger."""
     found = os.statvfs(directory)
     return found.f_blocks * found.f_frsize
-
-
-def _close_store(store: Store) -> None:
-    close = getattr(store, "close", None)
-    if close is not None:
-        close()
 
 
 def _find_ring(directory: Path, events: EventLog) -> Ring | None:

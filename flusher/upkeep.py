@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from flusher.flusher_context import FlusherContext
 from flusher.read_pace import ReadPace
@@ -28,7 +28,7 @@ from holdfast.faultpoint import Point, reach
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import READ_BACK, Manifest, State, is_manifest_name, manifest_name
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
-from holdfast.store.base import Store
+from holdfast.store.wrapper import PatientStore
 
 _log = logging.getLogger("holdfast.flusher")
 _MARK_AGAIN_SECONDS = 1.0
@@ -124,9 +124,7 @@ class Upkeep:
         self._marks_refused: tuple[float, HoldfastError] | None = None  # since when, and why at last
         self._waiting: set[str] = set()  # write-ids whose turn comes, or has come; each is looked after once
         self._removed: set[str] = set()  # those of them that retention was faster with
-        self._slices = Slices(
-            store, cast(Store, _PatientStore(store, self._wait)), context.tenure, context.events
-        )
+        self._slices = Slices(store, PatientStore(store, self._wait), context.tenure, context.events)
         self._workers = Workers("upkeep", 1)
 
     @property
@@ -379,7 +377,7 @@ class Upkeep:
         """Verify one file; the manifest as it now stands in the store."""
         begun = time.monotonic()
         try:
-            report = verify_file(cast(Store, _ReadBackStore(self._store, self._wait)), manifest)
+            report = verify_file(PatientStore(self._store, self._wait), manifest)
         except StoreError as error:
             self._inbox.put(ReadBack(key, State.DURABLE, str(error), time.monotonic() - begun))
             return manifest
@@ -495,25 +493,3 @@ class Upkeep:
             raise StoreError(
                 "the flusher ends, so the rest of the checkpoint was not read back from the store"
             )
-
-
-class _PatientStore:
-    """The store, for long reads: `read_into` waits until nothing more important wants it."""
-
-    def __init__(self, store: Store, wait: Callable[[int], None]) -> None:
-        self._store, self._wait = store, wait
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._store, name)
-
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        self._wait(len(buffer))
-        self._store.read_into(name, offset, buffer)
-
-
-class _ReadBackStore(_PatientStore):
-    """The part of a store that reading back needs."""
-
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        super().read_into(name, offset, buffer)
-        reach(Point.VERIFYING)

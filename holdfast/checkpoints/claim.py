@@ -28,7 +28,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, NamedTuple, cast
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -39,6 +39,7 @@ from holdfast.errors import DamageError, FencedError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest
 from holdfast.sealed import seal, unseal
 from holdfast.store.base import ObjectInfo, Store
+from holdfast.store.retrying import Retrying
 
 _PUBLISHED = re.compile(r"-a(\d{3,10})[.-]")  # in names of files, manifests and slices
 # old claims are removed, so the first that is left may have any number up to it
@@ -108,7 +109,7 @@ class Claim:
     def __init__(self, store: Store, record: _ClaimRecord) -> None:
         self.unanswered: set[str] = set()
         self._store = store
-        self._at_once = cast(Store, getattr(store, "inner", store))  # without retries
+        self._at_once = store.inner if isinstance(store, Retrying) else store  # without retries
         self._record = record
         self._lock = threading.Lock()  # a beat must not undo a release
 

@@ -125,6 +125,9 @@ class Store(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Give back what the store holds open; it is not used afterwards."""
+
     def check(self, *, write: bool) -> None:
         """See that the store answers, and with `write` that it takes, returns and deletes a small object.
 

@@ -47,6 +47,9 @@ class GenericStore:
     def request_bytes(self) -> int:
         return _REQUEST_BYTES
 
+    def close(self) -> None:
+        """Nothing is held open."""
+
     def check(self, *, write: bool) -> None:
         self._folder.check()
         if not write:

@@ -138,3 +138,31 @@ class PartLedger:
         """Wait until no part is on its way; False if one still is after `seconds_max`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._active == 0, timeout=seconds_max)
+
+
+class PartedUpload:
+    """The half of an upload that is the same in every backend: its parts, and whether the file is in place.
+
+    Args:
+        what: Full name of the file, for messages.
+        nbytes: Size of the whole file; at least 1.
+        part_bytes: Size of every part but the last.
+
+    Raises:
+        StoreError: A size is not positive.
+    """
+
+    def __init__(self, what: str, *, nbytes: int, part_bytes: int) -> None:
+        self._ledger = PartLedger(what, nbytes=nbytes, part_bytes=part_bytes)
+        self._published = False
+
+    @property
+    def part_bytes(self) -> int:
+        return self._ledger.part_bytes
+
+    @property
+    def published(self) -> bool:
+        return self._published
+
+    def written(self) -> frozenset[int]:
+        return self._ledger.present()

@@ -181,9 +181,8 @@ class StoreTier:
         self._store.read_into(SliceName(seal.attempt, seal.step, seal.rank, seal.ranks).slice, offset, view)
 
     def close(self) -> None:
-        close = getattr(self._store, "close", None)
-        if self._closes and close is not None:
-            close()
+        if self._closes:
+            self._store.close()
 
     def _kept(self, found: SliceSet, name: SliceName, layout_of: Any) -> Kept:
         seal = read_seal(self._store, name)
