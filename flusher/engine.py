@@ -46,6 +46,7 @@ from holdfast.faultpoint import Point, reach
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import StepRecord
 from holdfast.ring.doubts import read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
@@ -157,9 +158,8 @@ class Engine:
             self._ring.remove_checkpoint(*key)  # it was given up, and the stager did not know yet
             return
         said = self._ring.checkpoint(*key)
-        stager = said.record.get("stager") if said else None
-        at = stager.get("staged_at_unix") if isinstance(stager, dict) else None
-        self._jobs.staged_at_unix[key] = float(at) if isinstance(at, int | float) else time.time()
+        at = StepRecord.from_json(said.record).staged_at_unix if said else None
+        self._jobs.staged_at_unix[key] = time.time() if at is None else float(at)
         if not self._pipeline.any_staged():
             self._stands_since = time.monotonic()
         self._tell(Staged(key))

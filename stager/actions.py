@@ -16,6 +16,7 @@ from collections.abc import Callable
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import StepRecord
 from holdfast.notices.sparing import warning_of
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
@@ -182,29 +183,19 @@ class Actions:
     def _staged(self, action: MarkStaged) -> None:
         ring, attempt = self._line.flusher.ring, self._line.flusher.attempt
         staged_at_unix = time.time()
-        saved = [record.get("saved_at_unix") for record in action.records.values()]
-        known = [float(at) for at in saved if isinstance(at, (int, float))]
-        pgt1_seconds = max(0.0, staged_at_unix - min(known)) if known else 0.0
+        record = StepRecord(dict(action.records), staged_at_unix, drift=action.drift)
+        saved_at_unix = record.saved_at_unix
+        pgt1_seconds = 0.0 if saved_at_unix is None else max(0.0, staged_at_unix - saved_at_unix)
         now = self._clock()
         begun_at = self._begun_at.get(action.step, now)
         offered_at = self._offered_at.get(action.step, begun_at)
-        stager = {
-            "staged_at_unix": staged_at_unix,
-            "pgt1_seconds": pgt1_seconds,
-            "offers_seconds": begun_at - offered_at,
-            "receive_seconds": now - begun_at,
-        }
+        record.pgt1_seconds, record.offers_seconds = pgt1_seconds, begun_at - offered_at
+        record.receive_seconds = now - begun_at
         for times in (self._offered_at, self._begun_at):
             for step in [step for step in times if step <= action.step]:
                 del times[step]
-        record = {
-            "ranks": {str(rank): dict(said) for rank, said in sorted(action.records.items())},
-            "stager": stager,
-        }
-        if action.drift:
-            record["divergence"] = {"message": action.drift}
         reach(Point.SEALED)
-        ring.write_checkpoint(attempt, action.step, "staged", action.layout.digest, record)
+        ring.write_checkpoint(attempt, action.step, "staged", action.layout.digest, record.to_json())
         reach(Point.STAGED)
         self._line.send("staged", attempt=attempt, step=action.step)
         self._events.emit(

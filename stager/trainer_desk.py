@@ -18,6 +18,8 @@ from collections.abc import Callable
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.layout import Layout
+from holdfast.image.replicas import FIELD
+from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.agreement import OneSided, Round
@@ -165,7 +167,9 @@ class TrainerDesk:
                 self._actions.offered(frame.step)
                 self._trainers.spoke(rank, frame.step)
                 self._notices.offered(frame.step)
-                self._take(rank, Offer(rank, frame.step, body.pop("layout_digest"), body))
+                self._take(
+                    rank, Offer(rank, frame.step, body.pop("layout_digest"), SaveRecord.from_json(body))
+                )
                 self._answer(self._round.fits(rank, frame.step))
             case Kind.FITS:
                 self._answer(self._round.fits(rank, frame.step))
@@ -180,7 +184,9 @@ class TrainerDesk:
             case Kind.RETURN:
                 self._take(rank, Returned(rank, frame.step, frame.chunk))
             case Kind.DONE:
-                self._take(rank, Done(rank, frame.step, wire.json_body(frame)))
+                body = wire.json_body(frame)
+                fingerprints = body.pop(FIELD, None)
+                self._take(rank, Done(rank, frame.step, SaveRecord.from_json(body), fingerprints))
             case Kind.BYE:
                 self._leave(rank, f"rank {rank} has left", loud=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import uuid
 from collections.abc import Collection, Mapping
@@ -15,11 +14,9 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.manifest import EntryRecord, Manifest, State, manifest_name, step_file_name
 from holdfast.image.replicas import drift_of
+from holdfast.image.save_record import StepRecord
 from holdfast.image.split_record import SPLITS_MAX, SplitRecord
 from holdfast.store.base import Store
-
-_STALL_SECONDS_MAX = 1e9  # in a record from outside; longer is no stall of anything
-_RANK_DIGITS_MAX = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,31 +163,6 @@ def writer_attempt(write_id: str) -> int:
     return int(match[1]) if match else 0
 
 
-def saved_at_unix(record: Mapping[str, Any]) -> float | None:
-    """The earliest `saved_at_unix` of the ranks; None if none says so. The record is input from outside."""
-    ranks = record.get("ranks")
-    found: list[float] = []
-    for said in ranks.values() if isinstance(ranks, dict) else []:
-        value = said.get("saved_at_unix") if isinstance(said, dict) else None
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            found.append(float(value))
-    return min(found, default=None)
-
-
-def stall_seconds_of(record: Any) -> dict[int, float]:
-    """Seconds that a checkpoint cost the training thread of each rank (CST). The record is input from outside."""
-    ranks = record.get("ranks") if isinstance(record, Mapping) else None
-    found: dict[int, float] = {}
-    for rank, said in ranks.items() if isinstance(ranks, Mapping) else []:
-        value = said.get("cst_seconds") if isinstance(said, Mapping) else None
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            continue
-        is_rank = len(str(rank)) <= _RANK_DIGITS_MAX and str(rank).isdecimal()
-        if is_rank and 0 <= value < _STALL_SECONDS_MAX:
-            found[int(rank)] = float(value)
-    return found
-
-
 def build_manifest(
     job: Publishing,
     *,
@@ -202,8 +174,8 @@ def build_manifest(
 ) -> Manifest:
     """The commit record of a checkpoint whose bytes are all in the store."""
     layout = job.index.layout
-    times, record = facts.times, facts.record
-    saved = saved_at_unix(record)
+    times, record = facts.times, StepRecord.from_json(facts.record)
+    saved = record.saved_at_unix
     began = times.staged_at_unix if saved is None else saved
     return Manifest(
         run=run,
@@ -229,5 +201,5 @@ def build_manifest(
         ),
         tensors=job.index.tensor_records,
         splits=tuple(map(SplitRecord.of, layout.patterns[:SPLITS_MAX])),
-        record={**record, facts.writer: dict(writer_record)},
+        record={**facts.record, facts.writer: dict(writer_record)},
     )

@@ -17,6 +17,7 @@ from pydantic_core import from_json
 
 from holdfast.errors import DamageError
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.save_record import StepRecord
 from holdfast.image.split_record import SPLITS_MAX, SplitRecord
 from holdfast.price import PLAIN_FACTOR, TooDearError, check_price, json_price
 from holdfast.sealed import seal, unseal
@@ -178,9 +179,7 @@ class Manifest(_ManifestRecord):
     @property
     def is_proven(self) -> bool:
         """Whether each rank has finished its copy inside `save()`. So it is where a record does not say otherwise."""
-        ranks = self.record.get("ranks")
-        said = ranks.values() if isinstance(ranks, dict) else ()
-        return not any(isinstance(one, dict) and one.get("copied_inside") is False for one in said)
+        return StepRecord.from_json(self.record).is_copied_inside
 
     def doubted(self, doubt: str) -> Self:
         """The same checkpoint, now doubtful. What read-back has found stays true of its bytes."""

@@ -39,6 +39,7 @@ import numpy as np
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import REPLICATED
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import StepRecord
 
 OnDivergence = Literal["warn", "refuse", "off"]
 
@@ -50,7 +51,6 @@ _NAMED_MAX = 5
 _LAYOUTS_KEPT = 4
 _GROUPS_MAX = 4
 _RANKS_MAX = 8
-_RANK_DIGITS_MAX = 10
 _DRIFT_CHARACTERS_MAX = 4000
 _WHOLE_BYTES_MAX = ROW_BYTES * _ROWS_MAX  # of an entry of which every row is looked at, each time
 _U64 = 2**64 - 1
@@ -151,24 +151,16 @@ def groups_of(digests: Mapping[int, str]) -> list[list[int]]:
     return [*groups.values()]
 
 
-def drift_of(record: Mapping[str, Any], step: int) -> str:
+def drift_of(record: StepRecord, step: int) -> str:
     """Why the replicas of a checkpoint are not the same; empty as far as is known.
 
     Args:
-        record: What was said of it (docs/format.md): the stager's word in `divergence`, else the ranks' digests. It is
-            input from outside.
+        record: Its record: what the stager found, else the ranks' digests.
         step: Its step.
     """
-    said = record.get("divergence")
-    message = said.get("message") if isinstance(said, Mapping) else None
-    if isinstance(message, str) and message:
-        return message[:_DRIFT_CHARACTERS_MAX]
-    ranks = record.get("ranks")
-    digests = {
-        int(rank): str(of_rank.get(DIGEST_FIELD, ""))
-        for rank, of_rank in (ranks.items() if isinstance(ranks, Mapping) else ())
-        if isinstance(of_rank, Mapping) and str(rank).isdecimal() and len(str(rank)) < _RANK_DIGITS_MAX
-    }
+    if record.drift:
+        return record.drift[:_DRIFT_CHARACTERS_MAX]
+    digests = {rank: one.replicas_digest or "" for rank, one in record.ranks.items()}
     return drifted_groups(groups_of(digests), step)
 
 

@@ -23,6 +23,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source
 from holdfast.image.layout import Layout
 from holdfast.image.replicas import drift_of
+from holdfast.image.save_record import StepRecord
 from holdfast.ring.doubts import doubt_about, read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
@@ -91,7 +92,9 @@ def _held(ring: Ring, key: CheckpointId, chunks: dict[int, SlotRecord]) -> HeldC
         said = None
     if said is None or said.state != "staged":
         return HeldCheckpoint(*key, "", chunks)
-    caveat = drift_of(said.record, key.step) or doubt_about(read_doubts(ring.directory), key)
+    caveat = drift_of(StepRecord.from_json(said.record), key.step) or doubt_about(
+        read_doubts(ring.directory), key
+    )
     return HeldCheckpoint(*key, said.layout_digest, chunks, caveat)
 
 

@@ -8,7 +8,6 @@ All of it is bounded: lists keep the newest, texts are cut. `hear` is called fro
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -17,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
-from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.save_record import StepRecord
 from holdfast.telemetry.causes import OTHER, cause_in
 from holdfast.telemetry.status_document import (
     CHECKPOINTS_MAX,
@@ -133,20 +132,17 @@ class Board:
                     )
 
     def _durable(self, attempt: int, step: int, fields: Mapping[str, Any], now: float) -> None:
-        record = fields.get("record")
-        record = record if isinstance(record, Mapping) else {}
-        stager = record.get("stager")
-        stager = stager if isinstance(stager, Mapping) else {}
-        stalls = stall_seconds_of(record)
+        record = StepRecord.from_json(fields.get("record"))
+        stalls = record.stall_seconds
         self._note(
             attempt,
             step,
             image_bytes=fields["image_bytes"],
             durable_at_unix=now,
             pgt2_seconds=fields["pgt2_seconds"],
-            saved_at_unix=saved_at_unix(record) or now - fields["pgt2_seconds"],
-            staged_at_unix=_number(stager.get("staged_at_unix")),
-            pgt1_seconds=_number(stager.get("pgt1_seconds")),
+            saved_at_unix=record.saved_at_unix or now - fields["pgt2_seconds"],
+            staged_at_unix=record.staged_at_unix,
+            pgt1_seconds=record.pgt1_seconds,
             stall_seconds=max(stalls.values(), default=None),
             held="",
         )
@@ -208,8 +204,3 @@ def _worst_first(said: RankSaid) -> tuple[int, int, float, int]:
     """Lost, then silent; of those that are here who is behind in steps, then who was held up most."""
     step = -1 if said.step is None else said.step
     return (_STATE_ORDER.index(said.state), step, -(said.stall_seconds or 0.0), said.rank)
-
-
-def _number(value: Any) -> float | None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if good else None

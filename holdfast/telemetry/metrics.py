@@ -28,9 +28,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from holdfast import __version__
-from holdfast.checkpoints.publish import stall_seconds_of
 from holdfast.errors import ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.save_record import StepRecord
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from holdfast.telemetry.causes import cause_in
@@ -176,7 +176,7 @@ class Metrics:
         self._reaches(event, fields.get("attempt", 0), step, now, saved_at_unix=now - seconds)
         if event == "durable":
             self._held.discard(step)
-            stalls = stall_seconds_of(fields.get("record"))
+            stalls = StepRecord.from_json(fields.get("record")).stall_seconds
             if stalls:
                 self._stall.observe(max(stalls.values()))
 

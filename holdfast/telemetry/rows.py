@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest
+from holdfast.image.save_record import StepRecord
 from holdfast.telemetry.causes import OTHER, cause_in
 from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, number, text, whole
 
-_RANK_DIGITS_MAX = 9
 _OLD_CAUSE = re.compile(r"(?:rank \d+: )?([a-z][a-z ]{0,30}): ")
 _TIMES = (
     *("wait_seconds", "gate_seconds", "copy_seconds", "save_seconds", "cst_seconds"),
@@ -99,19 +98,15 @@ class CheckpointRow:
 
     def hear_record(self, record: Any) -> None:
         """Take the record of a manifest, or of the flusher's event."""
-        record = record if isinstance(record, Mapping) else {}
-        self.record_stalls |= stall_seconds_of(record)
-        saved = number(saved_at_unix(record), TIME_MAX)
+        known = StepRecord.from_json(record)
+        self.record_stalls |= known.stall_seconds
+        saved = number(known.saved_at_unix, TIME_MAX)
         if saved is not None:
             self.save_at(saved)
-        stager = record.get("stager")
-        if isinstance(stager, Mapping):
-            self.staged_at_unix = self.staged_at_unix or number(stager.get("staged_at_unix"), TIME_MAX)
-            self.pgt1_seconds = self.pgt1_seconds or number(stager.get("pgt1_seconds"))
-        ranks = record.get("ranks")
-        for name, said in ranks.items() if isinstance(ranks, Mapping) else []:
-            if isinstance(said, Mapping) and len(str(name)) <= _RANK_DIGITS_MAX and str(name).isdecimal():
-                self.ranks.setdefault(int(name), RankTimes()).hear(said)
+        self.staged_at_unix = self.staged_at_unix or number(known.staged_at_unix, TIME_MAX)
+        self.pgt1_seconds = self.pgt1_seconds or number(known.pgt1_seconds)
+        for rank, said in known.ranks.items():
+            self.ranks.setdefault(rank, RankTimes()).hear(said.to_json())
 
     def save_at(self, at: float) -> None:
         """A rank has called `save()` then."""

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.save_record import StepRecord
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import (
     CheckpointSaid,
@@ -302,17 +302,15 @@ def _row_of_stored(one: StoredCheckpoint) -> CheckpointSaid:
         durable_at_unix=one.durable_at_unix,
         pgt1_seconds=one.pgt1_seconds,
         pgt2_seconds=one.pgt2_seconds,
-        stall_seconds=max(stall_seconds_of(one.record).values(), default=None),
+        stall_seconds=max(StepRecord.from_json(one.record).stall_seconds.values(), default=None),
         read_back="" if one.state == "durable" else one.state,
         nonfinite=one.nonfinite,
     )
 
 
 def _row_of_ring(here: RingCheckpoint) -> CheckpointSaid:
-    saved = saved_at_unix(here.record)
-    stager = here.record.get("stager")
-    stager = stager if isinstance(stager, dict) else {}
-    staged, pgt1 = stager.get("staged_at_unix"), stager.get("pgt1_seconds")
+    record = StepRecord.from_json(here.record)
+    saved, staged, pgt1 = record.saved_at_unix, record.staged_at_unix, record.pgt1_seconds
     is_staged = here.state == "staged"
     return checkpoint_said(
         here.attempt,
@@ -320,9 +318,9 @@ def _row_of_ring(here: RingCheckpoint) -> CheckpointSaid:
         image_bytes=here.image_bytes,
         saved_at_unix=saved,
         # Without its time it is staged all the same.
-        staged_at_unix=(staged if isinstance(staged, float) else saved or 0.0) if is_staged else None,
-        pgt1_seconds=pgt1 if isinstance(pgt1, float) and pgt1 >= 0 else None,
-        stall_seconds=max(stall_seconds_of(here.record).values(), default=None),
+        staged_at_unix=(saved or 0.0 if staged is None else staged) if is_staged else None,
+        pgt1_seconds=pgt1 if pgt1 is not None and pgt1 >= 0 else None,
+        stall_seconds=max(record.stall_seconds.values(), default=None),
     )
 
 
@@ -389,7 +387,7 @@ def _ranks(
     """The stager's ranks, with the cost of each one's newest checkpoint; without a stager, from the steps."""
     stalls = {rank.rank: rank.stall_seconds for rank in (flusher.ranks if flusher else ())}
     for here in ring.checkpoints if ring else ():  # newest last
-        stalls.update(stall_seconds_of(here.record))
+        stalls.update(StepRecord.from_json(here.record).stall_seconds)
     if stager is None:
         return (), 0
     with_stalls = tuple(

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from stager.session.chunk_queue import ChunkQueue
 
 
@@ -59,7 +59,7 @@ class Checkpoint:
     progress_at: float
     phase: Phase = Phase.OFFERING
     digests: dict[int, str] = field(default_factory=dict)
-    records: dict[int, dict[str, Any]] = field(default_factory=dict)
+    records: dict[int, SaveRecord] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     fingerprints: dict[int, tuple[int, ...]] = field(default_factory=dict)
     layout: Layout | None = None

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, KeysView
 from typing import Any
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
-from holdfast.image.replicas import FIELD, OnDivergence, Replicas
+from holdfast.image.replicas import OnDivergence, Replicas
+from holdfast.image.save_record import SaveRecord
 from holdfast.notices.worth import InFlight
 from holdfast.wire.agreement import pickle_reserve_bytes
 from holdfast.wire.frames import Kind
@@ -246,7 +247,7 @@ class Session:
         if checkpoint is None:
             return
         checkpoint.digests[event.rank] = event.layout_digest
-        checkpoint.records[event.rank] = dict(event.record)
+        checkpoint.records[event.rank] = event.record
         if len(checkpoint.digests) < self.ranks:
             return
         layout = self._admission.layout_of(checkpoint)
@@ -290,11 +291,10 @@ class Session:
         checkpoint = self._open.get(event.step)
         if checkpoint is None or not checkpoint.under_way:
             return  # it has ended meanwhile; the record is of no use
-        record = dict(event.record)
-        fingerprints = record.pop(FIELD, None)
+        fingerprints = event.fingerprints
         if fingerprints is not None and self._on_divergence != "off" and checkpoint.layout is not None:
             checkpoint.fingerprints[event.rank] = self._replicas.read(checkpoint.layout, fingerprints)
-        checkpoint.records.setdefault(event.rank, {}).update(record)
+        checkpoint.records.setdefault(event.rank, SaveRecord()).update(event.record)
         checkpoint.done.add(event.rank)
         self._check_staged(checkpoint)
 

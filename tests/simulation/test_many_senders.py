@@ -85,7 +85,7 @@ class Staging:
 
     def done(self) -> None:
         for rank in range(RANKS):
-            self.stager.take(Done(rank, KEY.step, {}))
+            self.stager.take(Done(rank, KEY.step))
         self._carry_out()
 
     def _carry_out(self) -> None:

@@ -35,6 +35,7 @@ from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import manifest_name
+from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
@@ -577,7 +578,7 @@ class World:
                 source.copy = self._area(job, source, step)
             elif sim.chance.random() < 0.3:
                 self._copy_slowly(source)
-            record = {"saved_at_unix": 1.0, "save_seconds": 0.0}
+            record = SaveRecord(saved_at_unix=1.0, save_seconds=0.0)
             transfer = sending[source] = link.offer(step, source, record)
             if copier is not None and source.copy is not None:
                 begin_copy(copier, transfer, source.copy)

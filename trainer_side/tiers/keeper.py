@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from holdfast.ring.doubts import DoubtedSteps
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.wire.doubt import Doubt
@@ -158,7 +158,7 @@ class Keeper:
         return self.tiers[0].memories() if self.is_direct else ()
 
     def begin(
-        self, step: int, record: Mapping[str, Any], *, stager_lives: bool = False, wait_until: float = 0.0
+        self, step: int, record: SaveRecord, *, stager_lives: bool = False, wait_until: float = 0.0
     ) -> Keeping | None:
         """Take a slot in each tier; None if none has one. Follow it by `keep` or `drop`.
 

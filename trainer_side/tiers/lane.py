@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from holdfast.errors import HoldfastError
@@ -266,11 +267,7 @@ class Lane:
                 with self.calls.noted(f"giving up step {keeping.step}"):
                     part.writer.abandon()
             else:
-                record = {
-                    **{k: v for k, v in dict(keeping.record).items() if isinstance(v, (str, int, float))},
-                    "tier_seconds": seconds,
-                    "job": keeping.job,
-                }
+                record = replace(keeping.record, tier_seconds=seconds, job=keeping.job).to_json()
                 with self.calls.noted(f"the seal of step {keeping.step}"):
                     sealed = part.writer.seal(record)
                 if not sealed:

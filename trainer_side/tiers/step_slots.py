@@ -6,11 +6,12 @@ A tier without a free slot skips the step and tells the council: the step is the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast.errors import HoldfastError
+from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.outcomes import Outcomes
@@ -60,7 +61,7 @@ class StepSlots:
         self._newest_step = -1
 
     def begin(
-        self, step: int, record: Mapping[str, Any], *, stager_lives: bool, wait_until: float
+        self, step: int, record: SaveRecord, *, stager_lives: bool, wait_until: float
     ) -> Keeping | None:
         """Take a slot in each tier; None if none has one. See `Keeper.begin`."""
         layout = self._room.layout

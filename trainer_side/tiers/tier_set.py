@@ -5,11 +5,12 @@ A save asks for the same things in both cases; without tiers there are no slots,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from holdfast.notices.notice import Notice
 from holdfast.telemetry.causes import Reason
 from holdfast.wire.doubt import Doubt
@@ -143,7 +144,7 @@ class TierSet(Protocol):
         ...
 
     def begin(
-        self, step: int, record: Mapping[str, Any], *, stager_lives: bool = False, wait_until: float = 0.0
+        self, step: int, record: SaveRecord, *, stager_lives: bool = False, wait_until: float = 0.0
     ) -> Keeping | None:
         """Take a slot in each tier; None if none has one. Follow it by `keep` or `drop`. See `Keeper.begin`."""
         ...
@@ -242,7 +243,7 @@ class NoTiers:
         return ()
 
     def begin(
-        self, step: int, record: Mapping[str, Any], *, stager_lives: bool = False, wait_until: float = 0.0
+        self, step: int, record: SaveRecord, *, stager_lives: bool = False, wait_until: float = 0.0
     ) -> Keeping | None:
         """There is no slot."""
 

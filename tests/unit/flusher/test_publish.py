@@ -15,7 +15,6 @@ from holdfast.checkpoints.publish import (
     choose_name,
     list_file,
     names_of,
-    saved_at_unix,
     writer_attempt,
     writer_id,
 )
@@ -26,6 +25,7 @@ from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest, State, is_manifest_name, manifest_name
 from holdfast.image.regions import Region, unite
+from holdfast.image.save_record import StepRecord
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 
@@ -148,4 +148,4 @@ def test_a_sweep_knows_whose_an_upload_is() -> None:
     ],
 )
 def test_earliest_save_is_found_in_any_record(record: dict[str, Any], expected: float | None) -> None:
-    assert saved_at_unix(record) == expected
+    assert StepRecord.from_json(record).saved_at_unix == expected

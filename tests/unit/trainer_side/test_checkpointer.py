@@ -17,6 +17,7 @@ import torch
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import area_bytes
 from holdfast.notices.messages import Announcement, StepWord
 from holdfast.notices.notice import Notice, NoticeKind, Terms
@@ -114,7 +115,7 @@ class FakeLink:
     def announce(self, layout: Layout) -> None:
         self.layouts.append(layout)
 
-    def offer(self, step: int, source: Staging, record: dict[str, Any]) -> Transfer:
+    def offer(self, step: int, source: Staging, record: SaveRecord) -> Transfer:
         transfer = Transfer(step, record)
         self.offers[step] = transfer, source
         return transfer

@@ -19,6 +19,7 @@ from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.save_record import SaveRecord
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -256,7 +257,7 @@ def test_without_tiers_the_ranks_agree_through_the_stager_and_no_step_is_kept() 
     tiers.council.concur(None)
     with pytest.raises(ConfigError, match="of the test"):
         tiers.council.concur(ConfigError("of the test"))
-    assert tiers.begin(1, {}) is None
+    assert tiers.begin(1, SaveRecord()) is None
     assert (tiers.takes_steps, tiers.is_prepared, tiers.is_idle, tiers.complete_step) == (
         False,
         True,
