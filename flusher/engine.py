@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 
 from flusher.flusher_context import FlusherContext
-from flusher.held import Later, RetryCounts
 from flusher.jobs import Jobs
 from flusher.listener import DurableStep, EndedCheckpoints, FlushListener, LookedUp
 from flusher.pipeline import Pipeline
+from flusher.retry_queue import RetryCounts, RetryQueue
 from flusher.ring_room import RingGrown
 from flusher.steps import (
     Aborted,
@@ -39,7 +39,7 @@ from flusher.steps import (
     Staged,
     WritePart,
 )
-from flusher.upkeep import Pruned, ReadBack, Upkeep
+from flusher.verify_and_prune import Maintenance, Pruned, ReadBack
 from flusher.workers import Workers
 from holdfast.errors import BusyError, FencedError, HoldfastError, ProtocolError, StoreError
 from holdfast.faultpoint import Point, reach
@@ -50,7 +50,7 @@ from holdfast.image.save_record import StepRecord
 from holdfast.ring.doubts import read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
-from holdfast.store.lanes import Lanes
+from holdfast.store.concurrency import ConcurrencyLimit
 
 _log = logging.getLogger("holdfast.flusher")
 _CHECKERS = 2  # one computes CRCs faster than most networks bring chunks
@@ -66,7 +66,7 @@ class Engine:
     Args:
         ring: The ring.
         context: The run that they go to, and where the threads answer.
-        upkeep: Gets what was published.
+        maintenance: Gets what was published.
         writers: How many parts are written at once.
         listener: Who is told.
         want_room: Told of each new image's chunks. True: it will answer, and its last `RingGrown` has a note.
@@ -76,23 +76,23 @@ class Engine:
         self,
         ring: Ring,
         context: FlusherContext,
-        upkeep: Upkeep,
+        maintenance: Maintenance,
         *,
-        writers: Lanes,
+        writers: ConcurrencyLimit,
         listener: FlushListener,
         want_room: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self._ring, self._upkeep, self._want_room = ring, upkeep, want_room
+        self._ring, self._maintenance, self._want_room = ring, maintenance, want_room
         self._inbox, self._events = context.inbox, context.events
         self._listener = listener
         self._pipeline = Pipeline(ring.ring_chunks)
-        self._jobs = Jobs(ring, context.store, context.tenure)
+        self._jobs = Jobs(ring, context.store, context.lease)
         # Apart from the writers: a chunk that waits to be checked behind parts on their way leaves the store idle.
         self._checkers = Workers("checker", _CHECKERS)
         self._writers = Workers("writer", writers.most, writers)
         self._publishers = Workers("publisher", 1)
         self._indexes: dict[str, LayoutIndex] = {}
-        self._later = Later()
+        self._later = RetryQueue()
         self._held = RetryCounts(context.events)
         self._ends = EndedCheckpoints(self._jobs, self._publishers, context.inbox, listener)
         self._opened: dict[CheckpointId, int] = {}  # how many chunks must be in the ring together
@@ -172,7 +172,7 @@ class Engine:
 
     def doubt(self) -> None:
         """The file beside the ring says which steps may be torn."""
-        self._upkeep.doubt(read_doubts(self._ring.directory))
+        self._maintenance.doubt(read_doubts(self._ring.directory))
 
     def give_up(self, key: CheckpointId, error: HoldfastError) -> None:
         """Give up a checkpoint in the ring, whether or not it was begun here: its upload is taken back."""
@@ -261,7 +261,7 @@ class Engine:
                 self._take(item)
         self._later.do_due()
         self._make_room()
-        self._upkeep.give_way(self._running > 0)
+        self._maintenance.give_way(self._running > 0)
 
     def stop(self) -> None:
         """End the threads; what runs is waited for, what waits is dropped."""
@@ -281,7 +281,7 @@ class Engine:
                 self._given_up.discard(key)
                 self._ring.remove_checkpoint(*key)
                 self._end(key, error)
-                self._upkeep.given_up(key)
+                self._maintenance.given_up(key)
                 told = {"attempt": key.attempt, "code": error.code, "message": str(error)}
                 self._events.emit("flush_failed", told, step=key.step)
                 self._listener.failed(key, error)
@@ -308,7 +308,7 @@ class Engine:
                 self._running -= 1
                 if isinstance(item, PartWritten):
                     self._progressed(item.key)
-                    self._upkeep.wrote(self._opened.get(item.key, 1) * self._ring.chunk_bytes)
+                    self._maintenance.wrote(self._opened.get(item.key, 1) * self._ring.chunk_bytes)
                 self._tell(item)  # type: ignore[arg-type]
 
     def _upload_opened(self, event: Opened) -> None:
@@ -355,7 +355,7 @@ class Engine:
             step=key.step,
         )
         self._listener.durable(key, durable)
-        self._upkeep.published(key, manifest)
+        self._maintenance.published(key, manifest)
 
     def _read_back(self, item: ReadBack) -> None:
         key = item.key
@@ -444,7 +444,7 @@ class Engine:
 
     def _submit(self, job: Job, round_number: int) -> None:
         self._running += 1
-        self._upkeep.under_way(job.key)
+        self._maintenance.under_way(job.key)
         workers = self._writers if isinstance(job, WritePart) else self._checkers
         if _is_store_only(job):
             workers = self._publishers
@@ -486,7 +486,7 @@ class Engine:
                 self._submit(job, round_number + 1)
 
         if error.no_room:
-            self._upkeep.make_room()
+            self._maintenance.make_room()
         self._later.put(job.key, self._held.held(job.key, error), again)
 
     def _discard(self, key: CheckpointId, error: HoldfastError) -> None:

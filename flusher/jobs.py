@@ -54,7 +54,7 @@ from holdfast.ring.ring import Ring
 from holdfast.store.base import BegunUpload, Store, Upload
 
 if TYPE_CHECKING:
-    from flusher.tenure import Tenure
+    from flusher.writer_lease import WriterLease
 
 
 _log = logging.getLogger("holdfast.flusher")
@@ -91,14 +91,14 @@ class Jobs:
     """Args:
     ring: Where the chunks lie.
     store: Where they go.
-    tenure: The claim; its attempt is in the write-ids.
+    lease: The claim; its attempt is in the write-ids.
     clock: Unix seconds, for the manifest.
     """
 
     def __init__(
-        self, ring: Ring, store: Store, tenure: Tenure, clock: Callable[[], float] = time.time
+        self, ring: Ring, store: Store, lease: WriterLease, clock: Callable[[], float] = time.time
     ) -> None:
-        self._ring, self._store, self._tenure, self._clock = ring, store, tenure, clock
+        self._ring, self._store, self._lease, self._clock = ring, store, lease, clock
         self._run = store.url.rstrip("/").rpartition("/")[2]
         self._naming = threading.Lock()
         self._targets: dict[CheckpointId, _Target] = {}
@@ -191,7 +191,7 @@ class Jobs:
             with self._naming:
                 taken = {name for key, name in self._names.items() if key != job.key}
                 file = self._names[job.key] = choose_name(self._store, job.key, taken)
-            write_id = writer_id(self._tenure.attempt)
+            write_id = writer_id(self._lease.attempt)
             sizes = {"nbytes": layout.image_bytes, "chunk_bytes": layout.chunk_bytes}
             upload = self._store.begin(file, **sizes, write_id=write_id)
             target = self._targets[job.key] = _Target(upload, file, write_id, None)
@@ -291,7 +291,7 @@ class Jobs:
         )
         self.manifests[job.key] = list_file(self._store, manifest)
         reach(Point.MANIFEST_WRITTEN)
-        self._tenure.keep_whole(self.manifests[job.key])
+        self._lease.keep_whole(self.manifests[job.key])
         return Published(job.key)
 
     def _timed(self, key: CheckpointId, name: str) -> _Timed:

@@ -1,4 +1,4 @@
-"""Listeners that are told how checkpoints end: the stager's desk, or none while there is no stager."""
+"""Listeners that are told how checkpoints end: the stager's handler, or none while there is no stager."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flusher.jobs import Jobs
-from flusher.upkeep import ReadBack
+from flusher.verify_and_prune import ReadBack
 from flusher.workers import Inbox, Workers
 from holdfast.errors import HoldfastError, PeerLost
 from holdfast.image.checkpoint_id import CheckpointId

@@ -5,7 +5,7 @@
     published  ─► sets of jobs before that of a checkpoint that is good          end ─► sets that became files here
 
 What a job may still restore from stays until that job has a checkpoint of its own: its ranks may be reading the slices
-at this very moment. Everything here runs in the upkeep's thread, and gives way to what the training waits for.
+at this very moment. Everything here runs in the maintenance's thread, and gives way to what the training waits for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from flusher.tenure import Tenure
+from flusher.writer_lease import WriterLease
 from holdfast.checkpoints.assembly import assemble
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.slice_sets import (
@@ -35,17 +35,17 @@ _log = logging.getLogger("holdfast.flusher")
 
 
 class Slices:
-    """The slices of one run. For one thread, the upkeep's.
+    """The slices of one run. For one thread, the maintenance's.
 
     Args:
         store: The run.
         patient: The same, for long reads: it waits while anything waits to be written.
-        tenure: The claim, checked before anything changes.
+        lease: The claim, checked before anything changes.
         events: The event log.
     """
 
-    def __init__(self, store: Store, patient: Store, tenure: Tenure, events: EventLog | None) -> None:
-        self._store, self._patient, self._tenure, self._events = store, patient, tenure, events
+    def __init__(self, store: Store, patient: Store, lease: WriterLease, events: EventLog | None) -> None:
+        self._store, self._patient, self._lease, self._events = store, patient, lease, events
         self._made: list[SliceSet] = []  # files by now, their slices still there
         self._cleared_attempt = 0  # of the jobs before it nothing is left
 
@@ -68,8 +68,8 @@ class Slices:
                 manifest = assemble(
                     self._patient,
                     load_set(self._store, found),
-                    attempt=self._tenure.attempt,
-                    check=self._tenure.check,
+                    attempt=self._lease.attempt,
+                    check=self._lease.check,
                 )
             except (DamageError, BusyError) as error:
                 # Damaged, or gone while it was read: a living job removes a set when a newer one is complete.
@@ -88,7 +88,7 @@ class Slices:
         Raises:
             FencedError, StoreError: As `assemble_newest`.
         """
-        self._tenure.check()
+        self._lease.check()
         removed = sweep_uploads(self._store, attempt)
         removed += remove_stale(self._store, attempt)
         for what in removed:
@@ -127,7 +127,7 @@ class Slices:
     def _remove(self, sets: Collection[SliceSet]) -> None:
         if not sets:
             return
-        self._tenure.check()
+        self._lease.check()
         for found in sets:
             names = remove_set(self._store, found)
             self._emit("swept", {"what": f"{len(names)} objects of the slices of {found.order}"})

@@ -15,7 +15,7 @@ policy/        the arithmetic of `every="auto"` and `holdfast tune`: cost, inter
 command/       the frame of the `holdfast` command: entry point, output, help, places of files
 
 errors, config         the public errors and settings       crc, sealed     checksums, and JSON documents with one
-price                  what parsing a document would cost
+parse_cost             what parsing a document would cost
 supervised, mpirun     lines from a job to its supervisor, and the mpirun command line
 process, faultpoint    CPU priority, and the named points at which tests kill a process
 """

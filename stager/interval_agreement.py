@@ -126,7 +126,7 @@ class IntervalAgreement:
         return [loose, EventLine("interval_loose", text, {"reason": why})]
 
 
-class IntervalDesk:
+class IntervalHandler:
     """WISH and HERE of the ranks, losses and ticks to the agreement; its effects to the ranks, log and events.
 
     The loop's thread.

@@ -1,7 +1,7 @@
 """The stager's loop: messages of the trainers, payloads, and the flusher in; the session's actions out.
 
-    TrainerDesk ── messages, payloads, who is silent or dead ─┐               ┌─► Trainers     credits, verdicts
-    FlusherDesk ── began, freed, durable, failed ─────────────┼─► Session ────┼─► Payloads     receives
+    RankHandler ── messages, payloads, who is silent or dead ─┐               ┌─► Trainers     credits, verdicts
+    FlusherHandler ── began, freed, durable, failed ─────────────┼─► Session ────┼─► Payloads     receives
     the clock ── ticks ───────────────────────────────────────┘   (Actions)   ├─► Ring         FILLING, FULL, FREE
                                                                               └─► FlusherLine  doorbell
 One thread. It never blocks on a peer; when nothing happens it sleeps on the flusher's socket, longer each time. A
@@ -19,20 +19,20 @@ from collections.abc import Callable
 
 from holdfast.config import StagerConfig
 from holdfast.errors import PeerLost
-from holdfast.ring.wanted import is_kept
+from holdfast.ring.ring_keeper import is_kept
 from holdfast.telemetry.events import EventLog
-from holdfast.telemetry.status_document import RankSaid
+from holdfast.telemetry.status_document import RankStatus
 from stager.actions import Actions
-from stager.doubt_desk import DoubtDesk
-from stager.flusher_desk import FlusherDesk, slot_owners
+from stager.doubt_handler import DoubtHandler
+from stager.flusher_handler import FlusherHandler, slot_owners
 from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher, reap
 from stager.notices import Notices
 from stager.payloads import Payloads
+from stager.rank_handler import RankHandler
 from stager.session.session import Session
 from stager.session.session_messages import FlusherGone, Tick
 from stager.stager_context import StagerContext
-from stager.trainer_desk import TrainerDesk
 from stager.trainers import Trainers
 from stager.trainers_port import TrainersPort
 
@@ -93,11 +93,13 @@ class StagerService:
             attempt=lambda: self._line.flusher.attempt,
             clock=clock,
         )
-        doubts = DoubtDesk(self._line, self._trainers, events)
+        doubts = DoubtHandler(self._line, self._trainers, events)
         context = StagerContext(self._line, self._trainers, self._payloads, notices, doubts, events)
         self._actions = Actions(self._session, context, clock=clock)
-        self._trainer_desk = TrainerDesk(config, port, context, self._actions, clock=clock)
-        self._flusher_desk = FlusherDesk(self._line, self._session, self._payloads, self._actions, doubts)
+        self._rank_handler = RankHandler(config, port, context, self._actions, clock=clock)
+        self._flusher_handler = FlusherHandler(
+            self._line, self._session, self._payloads, self._actions, doubts
+        )
         self._tick_at = 0.0
         self._active_at = 0.0
         self._pause_seconds = _PAUSE_SECONDS_MIN
@@ -107,7 +109,7 @@ class StagerService:
         """Trainers that died, were dropped, or were left alone by a stager that stops, rather than left."""
         return self._trainers.lost
 
-    def ranks_said(self) -> list[RankSaid]:
+    def ranks_said(self) -> list[RankStatus]:
         """What is known of each rank, for `holdfast status`. From any thread."""
         return self._trainers.said()
 
@@ -130,7 +132,7 @@ class StagerService:
     def close(self) -> None:
         """Leave ring and flusher, which goes on by itself."""
         self._payloads.close()
-        self._flusher_desk.close()
+        self._flusher_handler.close()
 
     def _is_over(self) -> bool:
         if not self._trainers.present:
@@ -144,9 +146,9 @@ class StagerService:
 
     def _turn(self) -> bool:
         """Look at everything once; whether anything had happened."""
-        happened = self._trainer_desk.turn()
-        happened |= self._flusher_desk.hear()
-        self._flusher_desk.mend()
+        happened = self._rank_handler.turn()
+        happened |= self._flusher_handler.hear()
+        self._flusher_handler.mend()
         now = self._clock()
         if now >= self._tick_at:
             self._tick_at = now + _TICK_SECONDS
@@ -158,7 +160,7 @@ class StagerService:
         if self._line.cut:
             self._actions.take(FlusherGone(self._line.cut))  # again: by now more may be known of why
         self._actions.take(Tick())
-        self._trainer_desk.tick(now)
+        self._rank_handler.tick(now)
 
     def _rest(self) -> None:
         """Give the core away; wake at once when the flusher says something, or a rank over TCP."""
@@ -166,7 +168,7 @@ class StagerService:
         if wakes is not None:
             self._line.wait(_TICK_SECONDS, wakes)
             return
-        waited_seconds, streaming = self._clock() - self._active_at, self._trainer_desk.streaming
+        waited_seconds, streaming = self._clock() - self._active_at, self._rank_handler.streaming
         if streaming and waited_seconds < _STREAMING_SECONDS:
             time.sleep(0)
             return
@@ -186,7 +188,7 @@ class StagerService:
         told: Flusher | None = None
         deadline = self._clock() + _DRAIN_SECONDS_MAX
         said = ""
-        while told is None or not self._flusher_desk.drained:
+        while told is None or not self._flusher_handler.drained:
             is_settled = not (self._line.cut or self._session.may_stage)
             if self.lost_ranks and is_settled and is_kept(self._line.flusher.ring.directory):
                 return
@@ -212,8 +214,8 @@ class StagerService:
             if self._trainers.present:
                 self._turn()
                 continue
-            self._flusher_desk.hear()
-            self._flusher_desk.mend()
+            self._flusher_handler.hear()
+            self._flusher_handler.mend()
             self._actions.take(Tick())
             reap()
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError
 from holdfast.process import yield_to_training
-from holdfast.telemetry.board import Board
 from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.metrics_page import serve_metrics
 from holdfast.telemetry.status_document import Transport
 from holdfast.telemetry.status_socket import serve_status
+from holdfast.telemetry.status_state import StatusState
 from holdfast.telemetry.tracing import export_spans
 from stager.flusher_process import Flusher, FlusherAhead, attach
 from stager.refusal import refuse_start
@@ -79,9 +79,9 @@ def serve(
     service = StagerService(config, port, flusher, events=events, is_stopping=is_stopping)
     with export_spans("stager", flusher.store_url, events):  # around all else: it may take seconds to end
         try:
-            board = Board("stager", flusher.store_url, ranks=service.ranks_said)
-            events.listen(board.hear)
-            with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", board.said):
+            state = StatusState("stager", flusher.store_url, ranks=service.ranks_said)
+            events.listen(state.hear)
+            with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", state.said):
                 events.emit(
                     "stager_ready",
                     {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.telemetry.events import EventLog
-from stager.doubt_desk import DoubtDesk
+from stager.doubt_handler import DoubtHandler
 from stager.flusher_line import FlusherLine
 from stager.notices import Notices
 from stager.payloads import Payloads
@@ -29,5 +29,5 @@ class StagerContext:
     trainers: Trainers
     payloads: Payloads
     notices: Notices
-    doubts: DoubtDesk
+    doubts: DoubtHandler
     events: EventLog

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.checkpoints.claim import Claimed
 from holdfast.checkpoints.image_writing import Finished, Image, Parts, Read, write_parts
 from holdfast.checkpoints.intents import Intent, forget_intent, take_back
+from holdfast.checkpoints.lease import LeasedRun
 from holdfast.checkpoints.publish import (
     ASSEMBLY,
     ManifestFacts,
@@ -44,7 +44,7 @@ from holdfast.image.slices import SliceFrame, frames_of
 from holdfast.ring.doubts import doubt_about
 from holdfast.store import is_s3
 from holdfast.store.base import Store
-from holdfast.store.lanes import Lanes, reading, writing
+from holdfast.store.concurrency import ConcurrencyLimit, reading, writing
 
 _log = logging.getLogger("holdfast.assembly")
 _READERS = 4
@@ -218,7 +218,7 @@ def assemble(
     """
     assembler, read = _assembler_of(store, loaded)
     manifest = publish_image(
-        Claimed(store, attempt, check),
+        LeasedRun(store, attempt, check),
         loaded.found.order,
         assembler,
         read,
@@ -235,7 +235,7 @@ def assemble(
 
 
 def publish_image(
-    ours: Claimed,
+    ours: LeasedRun,
     key: CheckpointId,
     image: Image,
     read: Read,
@@ -269,8 +269,12 @@ def publish_image(
     upload = store.begin(file, **sizes, write_id=write_id)
     try:
         Intent.to_publish(file, upload, **sizes, write_id=write_id).write(store)
-        lanes = (reading(store.url), writing(store.url)) if is_s3(store.url) else (Lanes(_READERS), Lanes(1))
-        with contextlib.closing(write_parts(upload, image, read, *lanes)) as parts:
+        limits = (
+            (reading(store.url), writing(store.url))
+            if is_s3(store.url)
+            else (ConcurrencyLimit(_READERS), ConcurrencyLimit(1))
+        )
+        with contextlib.closing(write_parts(upload, image, read, *limits)) as parts:
             for nbytes in parts:
                 check()
                 if progress is not None:
@@ -315,7 +319,7 @@ def copy_out(
     assembler, read = _assembler_of(store, loaded)
     # A file takes its parts in their order, so one at a time.
     with contextlib.closing(
-        write_parts(parts, assembler, read, reading(store.url, _READERS), Lanes(1))
+        write_parts(parts, assembler, read, reading(store.url, _READERS), ConcurrencyLimit(1))
     ) as written:
         for nbytes in written:
             if progress is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from holdfast.checkpoints.claim import names_tell
+from holdfast.checkpoints.lease import names_tell
 from holdfast.checkpoints.manifest_order import ListedManifest, manifests_in, newest_first, step_of
 from holdfast.checkpoints.slice_doubts import read_doubts_of
 from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets

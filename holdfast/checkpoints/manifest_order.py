@@ -55,7 +55,7 @@ def newest_first(
     Args:
         store: The run, of which the beginnings of manifests are read where names do not tell the attempt.
         objects: Its listing.
-        names_tell: Whether a plain name means attempt 1 (`holdfast.checkpoints.claim.names_tell`).
+        names_tell: Whether a plain name means attempt 1 (`holdfast.checkpoints.lease.names_tell`).
 
     Raises:
         StoreError: The store failed.

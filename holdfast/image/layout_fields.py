@@ -14,7 +14,7 @@ from typing import Any, Self
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import SPLIT, TEXT_MAX, Entry, TensorInfo
 from holdfast.image.regions import Pattern
-from holdfast.price import inflate_json
+from holdfast.parse_cost import inflate_json
 
 ALIGNMENT_BYTES = 4096
 _FORMAT = 1

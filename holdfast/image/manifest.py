@@ -19,7 +19,7 @@ from holdfast.errors import DamageError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import StepRecord
 from holdfast.image.split_record import SPLITS_MAX, SplitRecord
-from holdfast.price import PLAIN_FACTOR, TooDearError, check_price, json_price
+from holdfast.parse_cost import PLAIN_FACTOR, InputTooLarge, check_cost, json_cost
 from holdfast.sealed import seal, unseal
 
 _CRC_FIELD = "manifest_crc32"
@@ -207,7 +207,7 @@ class Manifest(_ManifestRecord):
         """
         body = _unsealed(data, source)
         try:
-            check_price(json_price(body), len(data), PLAIN_FACTOR)
+            check_cost(json_cost(body), len(data), PLAIN_FACTOR)
             # First: pydantic keeps a copy of all the input with each field that is missing.
             document = from_json(body)
             missing = [
@@ -221,7 +221,7 @@ class Manifest(_ManifestRecord):
                     f"{source}: this version cannot read the manifest: it has no {', '.join(missing)}"
                 )
             return cls.model_validate_json(body)
-        except TooDearError as error:
+        except InputTooLarge as error:
             raise DamageError(f"{source}: not read: {error}; find out who wrote it") from error
         except (ValidationError, ValueError, TypeError, RecursionError) as error:
             raise DamageError(

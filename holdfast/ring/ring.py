@@ -8,7 +8,7 @@
         layout-<digest>            Layout.to_bytes()
         stager-<attempt>           locked by the stager of that attempt, with its token
         sources-<slot>             senders of a chunk for whom its record has no room
-        flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/tenure.py)
+        flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/writer_lease.py)
 
 The flusher makes and removes a ring, and may add slots; a stager or a tool attaches. Nothing here locks: each slot
 state has one writer.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS_MAX = 10
 _READ_SECONDS_MAX = 120
-_CONNECTIONS_MAX = 288  # the most lanes each way (lanes.py), and some for what is small
+_CONNECTIONS_MAX = 288  # the most requests each way (concurrency.py), and some for small objects
 _AWS = (".amazonaws.com", ".amazonaws.com.cn")
 
 

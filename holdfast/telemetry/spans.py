@@ -41,8 +41,8 @@ from opentelemetry.trace import (
 from holdfast import __version__
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.telemetry.causes import cause_in
+from holdfast.telemetry.event_text import event_text
 from holdfast.telemetry.rows import CheckpointRow
-from holdfast.telemetry.told import told
 
 _log = logging.getLogger("holdfast.tracing")
 
@@ -150,16 +150,16 @@ class Spans:
                 )
             case "flush_held" | "flush_resumed":
                 if key in self._flushes:
-                    self._flushes[key].add_event(event, {"message": told(fields)}, timestamp=_ns(now))
+                    self._flushes[key].add_event(event, {"message": event_text(fields)}, timestamp=_ns(now))
             case "flush_failed":
-                self._end_flush(key, now, told(fields))
+                self._end_flush(key, now, event_text(fields))
                 if not self._attached:
                     self._ends_badly("failed", key, now, fields)
             case "durable":
                 self._end_flush(key, now, "")
                 self._is_durable(key, now, fields)
             case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
-                problem = "" if event == "verified" else told(fields) or event
+                problem = "" if event == "verified" else event_text(fields) or event
                 self._phase("read_back", key, now - fields["seconds"], now, {"outcome": event}, problem)
 
     def _is_durable(self, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
@@ -191,7 +191,7 @@ class Spans:
 
     def _ends_badly(self, outcome: str, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
         began = self._began.get(key, now - fields.get("seconds", 0.0))
-        self._end_root(key, began, now, {"outcome": outcome, "cause": cause_in(fields)}, told(fields))
+        self._end_root(key, began, now, {"outcome": outcome, "cause": cause_in(fields)}, event_text(fields))
 
     def _end_flush(self, key: CheckpointId, now: float, problem: str) -> None:
         span = self._flushes.pop(key, None)

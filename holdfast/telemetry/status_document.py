@@ -34,7 +34,7 @@ class _Words(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class CheckpointSaid(_Words):
+class CheckpointStatus(_Words):
     """One checkpoint, as far as this process knows.
 
     Attributes:
@@ -62,7 +62,7 @@ class CheckpointSaid(_Words):
     failed: _Text = ""
 
 
-class RankSaid(_Words):
+class RankStatus(_Words):
     """One training rank.
 
     Attributes:
@@ -115,8 +115,8 @@ class StatusDocument(_Words):
     since_unix: _Number
     now_unix: _Number
     ranks_total: _Whole = 0
-    ranks: Annotated[tuple[RankSaid, ...], Field(max_length=RANKS_MAX)] = ()
-    checkpoints: Annotated[tuple[CheckpointSaid, ...], Field(max_length=CHECKPOINTS_MAX)] = ()
+    ranks: Annotated[tuple[RankStatus, ...], Field(max_length=RANKS_MAX)] = ()
+    checkpoints: Annotated[tuple[CheckpointStatus, ...], Field(max_length=CHECKPOINTS_MAX)] = ()
     not_taken: Annotated[dict[str, _Whole], Field(max_length=_CAUSES_MAX)] = Field(default_factory=dict)
     declined: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
     notices: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
@@ -128,18 +128,18 @@ class StatusDocument(_Words):
     waits_at: _Text = ""
 
 
-def checkpoint_said(attempt: int, step: int, **known: Any) -> CheckpointSaid:
+def checkpoint_status(attempt: int, step: int, **known: Any) -> CheckpointStatus:
     """One checkpoint; of what is known of it from outside, what can be true."""
     try:
-        return CheckpointSaid(attempt=attempt, step=step, **known)
+        return CheckpointStatus(attempt=attempt, step=step, **known)
     except ValidationError as error:
         wrong = {detail["loc"][0] for detail in error.errors(include_url=False, include_input=False)}
-        return CheckpointSaid(
+        return CheckpointStatus(
             attempt=attempt, step=step, **{name: value for name, value in known.items() if name not in wrong}
         )
 
 
-def read_said(document: Any, source: str) -> StatusDocument:
+def read_status(document: Any, source: str) -> StatusDocument:
     """Check what came over the socket.
 
     Raises:

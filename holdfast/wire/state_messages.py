@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Pattern
-from holdfast.price import inflate_json
+from holdfast.parse_cost import inflate_json
 from holdfast.wire.frames import WHOLE_MAX, Frame, Kind, encode, error_fields, json_body, to_json, wholes
 from holdfast.wire.held_regions import HeldRegions, held_rows
 from holdfast.wire.proof import decode_sums, encode_sums

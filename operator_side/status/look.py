@@ -174,7 +174,7 @@ class RunWatch:
 
     def _read_store(self, store: Store) -> None:
         from holdfast.checkpoints.catalog import Catalog
-        from holdfast.checkpoints.claim import may_live
+        from holdfast.checkpoints.lease import may_live
 
         look = Catalog(store).look()
         if look.is_empty:

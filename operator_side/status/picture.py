@@ -16,12 +16,12 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import StepRecord
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import (
-    CheckpointSaid,
-    RankSaid,
+    CheckpointStatus,
+    RankStatus,
     StatusDocument,
     StatusLine,
     Transport,
-    checkpoint_said,
+    checkpoint_status,
 )
 from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_node, lost_with_trainers
 from operator_side.status.ring_files import RingCheckpoint, RingLook
@@ -121,7 +121,7 @@ class Picture:
     stager: Peer
     transport: Transport | None
     waits_at: str
-    ranks: tuple[RankSaid, ...]
+    ranks: tuple[RankStatus, ...]
     ranks_total: int
     levels: Mapping[str, Level]
     loss_trainers: Lost
@@ -267,9 +267,9 @@ def _rows(
     stager: StatusDocument | None,
     ring: RingLook | None,
     stored: Iterable[StoredCheckpoint],
-) -> dict[CheckpointId, CheckpointSaid]:
+) -> dict[CheckpointId, CheckpointStatus]:
     """Each checkpoint, with the facts from flusher, stager, ring and store together."""
-    rows: dict[CheckpointId, CheckpointSaid] = {}
+    rows: dict[CheckpointId, CheckpointStatus] = {}
     for one in stored:
         _merge(rows, _row_of_stored(one))
     for said in (flusher, stager):
@@ -280,7 +280,7 @@ def _rows(
     return rows
 
 
-def _merge(rows: dict[CheckpointId, CheckpointSaid], row: CheckpointSaid) -> None:
+def _merge(rows: dict[CheckpointId, CheckpointStatus], row: CheckpointStatus) -> None:
     key = CheckpointId(row.attempt, row.step)
     before = rows.get(key)
     if before is None:
@@ -292,8 +292,8 @@ def _merge(rows: dict[CheckpointId, CheckpointSaid], row: CheckpointSaid) -> Non
     rows[key] = before.model_copy(update=more)
 
 
-def _row_of_stored(one: StoredCheckpoint) -> CheckpointSaid:
-    return checkpoint_said(
+def _row_of_stored(one: StoredCheckpoint) -> CheckpointStatus:
+    return checkpoint_status(
         one.attempt,
         one.step,
         image_bytes=one.image_bytes,
@@ -308,11 +308,11 @@ def _row_of_stored(one: StoredCheckpoint) -> CheckpointSaid:
     )
 
 
-def _row_of_ring(here: RingCheckpoint) -> CheckpointSaid:
+def _row_of_ring(here: RingCheckpoint) -> CheckpointStatus:
     record = StepRecord.from_json(here.record)
     saved, staged, pgt1 = record.saved_at_unix, record.staged_at_unix, record.pgt1_seconds
     is_staged = here.state == "staged"
-    return checkpoint_said(
+    return checkpoint_status(
         here.attempt,
         here.step,
         image_bytes=here.image_bytes,
@@ -324,7 +324,7 @@ def _row_of_ring(here: RingCheckpoint) -> CheckpointSaid:
     )
 
 
-def _newest(rows: Mapping[CheckpointId, CheckpointSaid], level: str) -> Level | None:
+def _newest(rows: Mapping[CheckpointId, CheckpointStatus], level: str) -> Level | None:
     """The newest good checkpoint that has reached the level; a durable one counts as staged, too."""
     for key, row in sorted(rows.items(), reverse=True):
         at = {
@@ -340,7 +340,7 @@ def _newest(rows: Mapping[CheckpointId, CheckpointSaid], level: str) -> Level | 
     return None
 
 
-def _point(rows: Mapping[CheckpointId, CheckpointSaid], level: Level | None) -> SavedPoint | None:
+def _point(rows: Mapping[CheckpointId, CheckpointStatus], level: Level | None) -> SavedPoint | None:
     if level is None:
         return None
     row = rows[CheckpointId(level.attempt, level.step)]
@@ -358,12 +358,12 @@ def interval_of(saved: Sequence[tuple[CheckpointId, float]]) -> Interval | None:
     return Interval(last[1] - before[1], last_at - before_at)
 
 
-def _timings(rows: Mapping[CheckpointId, CheckpointSaid], name: str) -> Timings:
+def _timings(rows: Mapping[CheckpointId, CheckpointStatus], name: str) -> Timings:
     values = [getattr(row, name) for _, row in sorted(rows.items())]
     return Timings(tuple(value for value in values if value is not None)[-_HISTORY:])
 
 
-def _flights(ring: RingLook | None, rows: Mapping[CheckpointId, CheckpointSaid]) -> Iterable[UnderWay]:
+def _flights(ring: RingLook | None, rows: Mapping[CheckpointId, CheckpointStatus]) -> Iterable[UnderWay]:
     for here in ring.checkpoints if ring else ():
         row = rows[CheckpointId(here.attempt, here.step)]
         if row.durable_at_unix is None:
@@ -383,7 +383,7 @@ def _flights(ring: RingLook | None, rows: Mapping[CheckpointId, CheckpointSaid])
 
 def _ranks(
     flusher: StatusDocument | None, stager: StatusDocument | None, ring: RingLook | None
-) -> tuple[tuple[RankSaid, ...], int]:
+) -> tuple[tuple[RankStatus, ...], int]:
     """The stager's ranks, with the cost of each one's newest checkpoint; without a stager, from the steps."""
     stalls = {rank.rank: rank.stall_seconds for rank in (flusher.ranks if flusher else ())}
     for here in ring.checkpoints if ring else ():  # newest last

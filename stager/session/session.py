@@ -25,8 +25,8 @@ from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.replicas import OnDivergence, Replicas
 from holdfast.image.save_record import SaveRecord
 from holdfast.notices.worth import InFlight
-from holdfast.wire.agreement import pickle_reserve_bytes
 from holdfast.wire.frames import Kind
+from holdfast.wire.layout_agreement import pickle_reserve_bytes
 from stager.session.admission import Admission
 from stager.session.checkpoint import Checkpoint, Phase
 from stager.session.ring_slots import RingSlots

@@ -19,9 +19,9 @@ from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
 from flusher.retention import Keep
-from flusher.tenure import Tenure
-from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
+from flusher.verify_and_prune import Maintenance, MaintenanceRules, ReadBack
 from flusher.workers import Inbox
+from flusher.writer_lease import WriterLease
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import DamageError, HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
@@ -29,7 +29,7 @@ from holdfast.image.index import LayoutIndex
 from holdfast.image.manifest import State, manifest_name
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
-from holdfast.store.lanes import Lanes
+from holdfast.store.concurrency import ConcurrencyLimit
 from holdfast.telemetry.events import EventLog
 from tests.rot.flips import COUNT, Flip, flips
 from tests.support.images import Image, from_torch_file, made_up
@@ -70,15 +70,15 @@ class _Rig:
         self.store = MemoryStore()
         self.ring = Ring.create(directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=SLOTS, attempt=1)
         self.inbox, self.heard = Inbox(), _Heard()
-        self.tenure = Tenure(self.store, 5.0)
+        self.lease = WriterLease(self.store, 5.0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")
-        self.context = FlusherContext(self.store, self.tenure, self.inbox, self.events)
-        self.upkeep = Upkeep(self.context, UpkeepRules(verify=True, keep=Keep(0)))
+        self.context = FlusherContext(self.store, self.lease, self.inbox, self.events)
+        self.maintenance = Maintenance(self.context, MaintenanceRules(verify=True, keep=Keep(0)))
         self.engine = Engine(
             self.ring,
             self.context,
-            self.upkeep,
-            writers=Lanes(2),
+            self.maintenance,
+            writers=ConcurrencyLimit(2),
             listener=self.heard,
         )
 
@@ -106,9 +106,9 @@ class _Rig:
     def drain(self) -> None:
         until = time.monotonic() + DEADLINE_SECONDS
         while True:
-            upkeep_was_idle = self.upkeep.idle
+            maintenance_was_idle = self.maintenance.idle
             self.engine.turn()
-            if upkeep_was_idle and self.engine.idle and self.upkeep.idle:
+            if maintenance_was_idle and self.engine.idle and self.maintenance.idle:
                 return
             assert time.monotonic() < until
             waits = self.engine.wait_seconds()
@@ -116,8 +116,8 @@ class _Rig:
 
     def end(self) -> None:
         self.engine.stop()
-        self.upkeep.stop()
-        self.tenure.end()
+        self.maintenance.stop()
+        self.lease.end()
         self.inbox.close()
         self.events.close()
         self.ring.close()

@@ -572,7 +572,7 @@ def watch_ring(world_of: Any) -> None:
         world_of().scheduler.check_alive()
         write_checkpoint(self, attempt, step, state, layout_digest, record)
         if state == "staged":
-            world_of().checks.staged((attempt, step), layout_digest)
+            world_of().checks.staged(CheckpointId(attempt, step), layout_digest)
 
     def freed(self: Ring, slot: int) -> None:
         world_of().scheduler.check_alive()
@@ -581,7 +581,7 @@ def watch_ring(world_of: Any) -> None:
 
     def forget(self: Ring, attempt: int, step: int) -> None:
         world_of().scheduler.check_alive()
-        world_of().checks.forgotten(self, (attempt, step))
+        world_of().checks.forgotten(self, CheckpointId(attempt, step))
         remove(self, attempt, step)
 
     Ring.write_checkpoint, Ring.free, Ring.remove_checkpoint = write, freed, forget  # type: ignore[method-assign]

@@ -60,7 +60,7 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     import stager.flusher_line
     import stager.flusher_process
     from flusher.progress import Progress
-    from flusher.tenure import Instance
+    from flusher.writer_lease import InstanceLease
     from holdfast.checkpoints import identity
     from holdfast.ring import doorbell as ipc
     from holdfast.ring.ring import Ring
@@ -131,15 +131,15 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
 
     ipc.Channel.__init__, ipc.Channel.close = init_channel, close_channel  # type: ignore[method-assign]
     ipc.Listener.__init__, ipc.Listener.close = init_listener, close_listener  # type: ignore[method-assign]
-    instance_release = Instance.release
+    instance_release = InstanceLease.release
 
-    def release(self: Instance, *, keep_directory: bool) -> None:
+    def release(self: InstanceLease, *, keep_directory: bool) -> None:
         if SIM.now.unwinding is None:
             instance_release(self, keep_directory=keep_directory)
         else:
             os.close(self._fd)
 
-    Instance.release = release  # type: ignore[method-assign]
+    InstanceLease.release = release  # type: ignore[method-assign]
     ring_hold = Ring.hold
 
     def hold(self: Ring, attempt: int) -> None:
@@ -195,7 +195,7 @@ def prepare_tcp() -> None:
     _tcp_is_prepared = True
     import stager.serving
     import stager.standing
-    from holdfast.ring.wanted import RingKeeper
+    from holdfast.ring.ring_keeper import RingKeeper
     from tests.simulation import tcp_checks, tcp_network, tcp_world
 
     assert tcp_world is not None

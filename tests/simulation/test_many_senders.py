@@ -22,7 +22,7 @@ from holdfast.image.regions import Region
 from holdfast.ring.journal import SOURCES_INSIDE_MAX, SlotState
 from holdfast.ring.remains import held_in, read_held, tell_held
 from holdfast.ring.ring import Ring
-from stager.inheritance import Inheritance
+from stager.previous_jobs import PreviousJobs
 from stager.session.session_messages import Action, Done, FillSlot, MarkFull, MarkStaged, Received, Sent
 from tests.support.images import Image
 from tests.support.split_images import SplitImage, split
@@ -161,4 +161,4 @@ def test_the_stager_after_a_dead_one_finds_it_whole_in_the_ring(image: SplitImag
     with Ring.attach(staged) as ring:
         (held,) = read_held(tell_held(held_in(ring)))
         assert held.fitting(image.layout) == {0, 1}
-        assert Inheritance(10, clock=lambda: 0.0).settled(ring, KEY.attempt + 1), "nothing to wait for"
+        assert PreviousJobs(10, clock=lambda: 0.0).settled(ring, KEY.attempt + 1), "nothing to wait for"

@@ -3,7 +3,7 @@
     launcher ─► job 0, job 1, …    each: ranks (real Link, a script of our own) + stager (real Service)
                       │ stager starts the flusher, as in life
                       ▼
-               flusher (real `live`: claim, adoption, engine, pipeline, publish, upkeep)
+               flusher (real `live`: claim, adoption, engine, pipeline, publish, maintenance)
 
     faults: kill any process at an event or at a named point of its work; stop it for a while; take the node away;
             flip a bit on the wire or in the ring; tear a copy; the store fails, loses answers, is slow or full;
@@ -28,8 +28,8 @@ from typing import Any
 
 from flusher.lifetime import live
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.claim import Claim
 from holdfast.checkpoints.identity import Identity
+from holdfast.checkpoints.lease import Lease
 from holdfast.checkpoints.publish import choose_name, writer_id
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import HoldfastError
@@ -371,7 +371,7 @@ class World:
         self.over = False
         self.calm = False  # no more faults
         self.flip_next_payload = False
-        self.intruder: Claim | None = None
+        self.intruder: Lease | None = None
         self.acts = {"any": 0, "visible": 0}  # of flushers on the store
         self.node_lost = 0
         self._ring: tuple[int, Ring] | None = None
@@ -816,7 +816,7 @@ class World:
                 sim.note("! another host takes the run over")
                 other = Identity("other host", "b", "n", 7, 1)
                 self.checks.intruded()
-                self.intruder = Claim.take(pristine_writer(self.store), takeover=True, identity=other)
+                self.intruder = Lease.take(pristine_writer(self.store), takeover=True, identity=other)
 
     def _kill_job(self, why: str) -> None:
         job = self.jobs[-1]
@@ -876,7 +876,7 @@ class World:
             return
         sim, state = self.scheduler, self.store
         self.checks.intruded()
-        claim = self.intruder = Claim.take(
+        claim = self.intruder = Lease.take(
             pristine_writer(state), takeover=True, identity=Identity("other host", "b", "n", 7, 1)
         )
         sim.note(f"! another host takes the run over, as attempt {claim.attempt}")

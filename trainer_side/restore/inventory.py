@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
-from holdfast.checkpoints.claim import newest_attempt as newest_of_store
+from holdfast.checkpoints.lease import newest_attempt as newest_of_store
 from holdfast.checkpoints.manifest_order import ListedManifest
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId

@@ -2,7 +2,7 @@
 
 SEALED, SKIPPED ─► Tally  ─► COMPLETE, VOID
 DONE            ─► ReplicaWatch ─► VOID, where replicas differ and such steps are refused
-PROPOSE, FITS   ─► Round  ─► RESERVED, or REFUSED
+PROPOSE, FITS   ─► LayoutRound  ─► RESERVED, or REFUSED
 READY           ─► Muster ─► GO, or REFUSED
 NOTICE, AT      ─► Chair  ─► SAVE_AT
 ROOM            ───────────► ROOM
@@ -17,9 +17,9 @@ from typing import NamedTuple
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
-from holdfast.wire.agreement import OneSided, Round
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind
+from holdfast.wire.layout_agreement import LayoutRound, OneSided
 from holdfast.wire.state_messages import Agreement
 from trainer_side.tiers.chair import Chair
 from trainer_side.tiers.replica_watch import ReplicaWatch
@@ -58,7 +58,7 @@ class Coordinator:
     ) -> None:
         self._ranks, self._chair, self._watch = ranks, chair, watch
         self._tally = Tally(ranks, seconds_max=limits.seal_seconds_max)
-        self._round = Round(ranks, limits.agree_seconds_max, who="rank 0")
+        self._round = LayoutRound(ranks, limits.agree_seconds_max, who="rank 0")
         self._muster = Muster(ranks, limits.agree_seconds_max)
         self._left: set[int] = set()
 

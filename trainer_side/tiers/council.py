@@ -20,9 +20,9 @@ from holdfast.errors import HoldfastError, PeerLost
 from holdfast.notices.notice import Notice
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
-from holdfast.wire.agreement import pickle_reserve_bytes
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Kind
+from holdfast.wire.layout_agreement import pickle_reserve_bytes
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.ports import CouncilPort

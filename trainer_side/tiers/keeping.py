@@ -3,7 +3,7 @@
     area (being filled) ── is_ready(frame) ─► sum, once for all tiers ─► each lane writes it ─► … ─► seal
                                                                               └── or gives it up
 
-Lanes read the area until `released` is set: then every lane has sealed its slice, or given it up.
+ConcurrencyLimit read the area until `released` is set: then every lane has sealed its slice, or given it up.
 """
 
 from __future__ import annotations

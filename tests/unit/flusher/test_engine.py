@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from flusher import held as held_module
+from flusher import retry_queue
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
 from flusher.recovery import settle, take_up
 from flusher.retention import Keep
 from flusher.ring_room import RingGrown
-from flusher.tenure import Tenure
-from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
+from flusher.verify_and_prune import Maintenance, MaintenanceRules, ReadBack
 from flusher.workers import Inbox
+from flusher.writer_lease import WriterLease
 from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest, State, manifest_name
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
+from holdfast.store.concurrency import ConcurrencyLimit
 from holdfast.store.guarded import guarded
-from holdfast.store.lanes import Lanes
 from holdfast.telemetry.events import EventLog
 from tests.support.images import Image, from_torch_file, made_up
 from tests.support.memory_store import MemoryStore
@@ -74,19 +74,19 @@ class Rig:
             directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=32, attempt=1, room_chunks=512
         )
         self.inbox, self.heard = Inbox(), Heard()
-        self.tenure = Tenure(self.store, 5.0)
+        self.lease = WriterLease(self.store, 5.0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")
-        guard = guarded(self.store, self.tenure.check_once)
-        self.context = FlusherContext(guard, self.tenure, self.inbox, self.events)
-        self.upkeep = Upkeep(self.context, UpkeepRules(verify=verify, keep=Keep(0)))
+        guard = guarded(self.store, self.lease.check_once)
+        self.context = FlusherContext(guard, self.lease, self.inbox, self.events)
+        self.maintenance = Maintenance(self.context, MaintenanceRules(verify=verify, keep=Keep(0)))
         self.engine = self.new_engine()
 
     def new_engine(self, want_room: Callable[[int], bool] = lambda _: False) -> Engine:
         return Engine(
             self.ring,
             self.context,
-            self.upkeep,
-            writers=Lanes(2),
+            self.maintenance,
+            writers=ConcurrencyLimit(2),
             listener=self.heard,
             want_room=want_room,
         )
@@ -111,9 +111,9 @@ class Rig:
     def drain(self) -> None:
         until = time.monotonic() + DEADLINE_SECONDS
         while True:
-            upkeep_was_idle = self.upkeep.idle
+            maintenance_was_idle = self.maintenance.idle
             self.engine.turn()
-            if upkeep_was_idle and self.engine.idle and self.upkeep.idle:
+            if maintenance_was_idle and self.engine.idle and self.maintenance.idle:
                 return
             assert time.monotonic() < until
             waits = self.engine.wait_seconds()
@@ -132,13 +132,13 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_FIRST", 0.001)
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_MAX", 0.002)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_FIRST", 0.001)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_MAX", 0.002)
     made = Rig(tmp_path, verify=True)
     yield made
     made.engine.stop()
-    made.upkeep.stop()
-    made.tenure.end()
+    made.maintenance.stop()
+    made.lease.end()
     made.inbox.close()
     made.events.close()
     made.ring.close()
@@ -218,8 +218,8 @@ def test_what_waiting_does_not_mend_holds_the_checkpoint_until_a_person_does(
 
 
 def test_an_aborted_checkpoint_does_not_wait_for_the_store(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_FIRST", 3600.0)
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_MAX", 3600.0)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_FIRST", 3600.0)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_MAX", 3600.0)
     failing = rig.store.before = Failing("write_part", 10_000, retriable=False)
     rig.fill(IMAGE, 5)
     until = time.monotonic() + DEADLINE_SECONDS

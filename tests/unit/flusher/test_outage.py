@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import flusher.engine as engine_module
-from flusher import held as held_module
+from flusher import retry_queue
 from flusher.recovery import settle, take_up
 from holdfast.errors import BusyError, DamageError, StoreError
 from holdfast.faultpoint import Point
@@ -36,15 +36,15 @@ class Refusing:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_FIRST", 0.001)
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_MAX", 0.002)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_FIRST", 0.001)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_MAX", 0.002)
     monkeypatch.setattr(engine_module, "_STANDS_SECONDS", 0.05)
     made = Rig(tmp_path)
     made.store.before = Refusing()
     yield made
     made.engine.stop()
-    made.upkeep.stop()
-    made.tenure.end()
+    made.maintenance.stop()
+    made.lease.end()
     made.inbox.close()
     made.events.close()
     made.ring.close()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from flusher.stored_slices import Slices
-from flusher.tenure import Tenure
-from holdfast.checkpoints.claim import Claim
+from flusher.writer_lease import WriterLease
+from holdfast.checkpoints.lease import Lease
 from holdfast.checkpoints.slice_sets import SliceName, find_sets
 from holdfast.errors import FencedError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
@@ -27,8 +27,8 @@ class Rig:
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.write(1, 1)
-        self.tenure = Tenure(self.store, 30.0)  # attempt 2
-        self.slices = Slices(self.store, self.store, self.tenure, None)
+        self.lease = WriterLease(self.store, 30.0)  # attempt 2
+        self.slices = Slices(self.store, self.store, self.lease, None)
 
     def write(self, attempt: int, step: int, ranks: list[int] | None = None) -> None:
         write_slices(self.store, IMAGE, attempt=attempt, step=step, ranks=ranks)
@@ -44,7 +44,7 @@ class Rig:
 def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
-    made.tenure.end()
+    made.lease.end()
 
 
 def test_the_newest_complete_set_becomes_a_file_once(rig: Rig) -> None:
@@ -158,7 +158,7 @@ def test_a_run_that_is_anothers_is_not_touched(rig: Rig) -> None:
     rig.write(1, 5)
     made = rig.make()
     assert made is not None
-    other = Claim.take(rig.store, takeover=True)
+    other = Lease.take(rig.store, takeover=True)
     before = dict(rig.store.objects)
     acts: list[Callable[[], None]] = [
         lambda: rig.slices.attached(3),

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.checkpoints.claim import Claim, newest_attempt
 from holdfast.checkpoints.identity import Identity, start_ticks
+from holdfast.checkpoints.lease import Lease, newest_attempt
 from holdfast.checkpoints.slice_sets import SliceName, find_sets, slice_write_id
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
@@ -164,7 +164,7 @@ def test_without_a_stager_the_attempt_is_above_tiers_and_store_and_the_store_is_
     assert _alone(config, store_url, [tier], LonePeers()) == 9
     store = open_store(store_url)
     assert newest_attempt(store) == 9
-    assert Claim.take(store).attempt == 10, "and a stager is not held up by it"
+    assert Lease.take(store).attempt == 10, "and a stager is not held up by it"
 
 
 def _half_sent(store: Store, attempt: int) -> None:
@@ -195,7 +195,7 @@ def test_what_older_attempts_left_half_sent_is_removed_unless_one_may_live(
     )
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         identity = replace(Identity.of_this_process(), pid=process.pid, started=start_ticks(process.pid) or 0)
-        assert Claim.take(store, identity=identity).attempt == 3
+        assert Lease.take(store, identity=identity).attempt == 3
         if not lives:
             process.kill()
             process.wait()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError, StateError
-from holdfast.wire.agreement import Round
 from holdfast.wire.frames import decode
+from holdfast.wire.layout_agreement import LayoutRound
 from holdfast.wire.proof import Proven, decode_sums, encode_sums, prove, ranks_named
 from holdfast.wire.state_messages import Agreement, Proposal
 
@@ -184,7 +184,7 @@ def proposal(sums: list[int]) -> Proposal:
 
 
 def answer(*proposals: Proposal) -> object:
-    round_ = Round(len(proposals), 60)
+    round_ = LayoutRound(len(proposals), 60)
     *before, last = (round_.propose(rank, one, 0.0) for rank, one in enumerate(proposals))
     assert before == [None] * len(before)
     return last
@@ -209,7 +209,7 @@ def test_a_rank_that_trains_alone_proves_nothing() -> None:
 
 def test_a_refusal_of_one_rank_is_everybodys_when_all_have_come() -> None:
     refused = Proposal.from_frame(decode(Proposal.refused(StateError("model/w is odd")).to_frame(1)))
-    round_ = Round(3, 60)
+    round_ = LayoutRound(3, 60)
     assert round_.propose(1, refused, 0.0) is None
     assert round_.propose(0, proposal(SAME), 0.0) is None
     said = round_.propose(2, proposal(SAME), 0.0)

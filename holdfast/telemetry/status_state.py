@@ -1,7 +1,7 @@
 """The facts that stager and flusher remember for `holdfast status`, made of the events that they emit.
 
-    EventLog.emit ──► Board.hear ──► the newest checkpoints, what was declined, notices, troubles, ──► Board.said
-                                     why the interval is what it is
+    EventLog.emit ─► StatusState.hear ─► newest checkpoints, declined steps, notices, problems, reason of the interval
+                                     └─► StatusState.said ─► `holdfast status`
 
 All of it is bounded: lists keep the newest, texts are cut. `hear` is called from any thread, `said` from another.
 """
@@ -19,24 +19,24 @@ from typing import Any, Literal
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import StepRecord
 from holdfast.telemetry.causes import OTHER, cause_in
+from holdfast.telemetry.event_text import NOTICES, TROUBLES, cut, event_text
 from holdfast.telemetry.status_document import (
     CHECKPOINTS_MAX,
     LINES_MAX,
     RANKS_MAX,
     TEXT_CHARACTERS_MAX,
-    RankSaid,
+    RankStatus,
     StatusDocument,
     StatusLine,
     Transport,
-    checkpoint_said,
+    checkpoint_status,
 )
-from holdfast.telemetry.told import NOTICES, TROUBLES, cut, told
 
 _CAUSES_MAX = 16
 _STATE_ORDER = ("lost", "silent", "coming", "here", "left")
 
 
-class Board:
+class StatusState:
     """See the module.
 
     Args:
@@ -51,7 +51,7 @@ class Board:
         role: Literal["stager", "flusher"],
         run: str,
         *,
-        ranks: Callable[[], Sequence[RankSaid]] | None = None,
+        ranks: Callable[[], Sequence[RankStatus]] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._role, self._run, self._ranks, self._clock = role, run, ranks, clock
@@ -163,7 +163,7 @@ class Board:
             del self._checkpoints[min(self._checkpoints)]
 
     def _line(self, event: str, fields: Mapping[str, Any], step: int | None) -> StatusLine:
-        return StatusLine(at_unix=self._clock(), event=event, step=step, text=told(fields))
+        return StatusLine(at_unix=self._clock(), event=event, step=step, text=event_text(fields))
 
     # -- what is said ----------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Board:
         with self._lock:
             if self._ranks is None:
                 ranks = [
-                    RankSaid(rank=rank, step=step, stall_seconds=seconds)
+                    RankStatus(rank=rank, step=step, stall_seconds=seconds)
                     for rank, (step, seconds) in self._stalls.items()
                 ]
             return StatusDocument(
@@ -186,7 +186,7 @@ class Board:
                 ranks_total=len(ranks),
                 ranks=tuple(sorted(ranks, key=_worst_first)[:RANKS_MAX]),
                 checkpoints=tuple(
-                    checkpoint_said(attempt, step, **row)
+                    checkpoint_status(attempt, step, **row)
                     for (attempt, step), row in sorted(self._checkpoints.items())
                 ),
                 not_taken=dict(self._causes),
@@ -200,7 +200,7 @@ class Board:
             )
 
 
-def _worst_first(said: RankSaid) -> tuple[int, int, float, int]:
+def _worst_first(said: RankStatus) -> tuple[int, int, float, int]:
     """Lost, then silent; of those that are here who is behind in steps, then who was held up most."""
     step = -1 if said.step is None else said.step
     return (_STATE_ORDER.index(said.state), step, -(said.stall_seconds or 0.0), said.rank)

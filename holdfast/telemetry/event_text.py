@@ -41,7 +41,7 @@ _TOLD = (
 )
 
 
-def told(fields: Mapping[str, Any]) -> str:
+def event_text(fields: Mapping[str, Any]) -> str:
     """What an event's fields say, in one line that is not too long."""
     return cut("; ".join(_told(name, fields[name]) for name in _TOLD if fields.get(name) not in (None, "")))
 

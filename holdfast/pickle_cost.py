@@ -1,7 +1,7 @@
 """What a pickle costs to unpickle, and how deep its tuples are nested, known before anything is made of it.
 
     opcode by opcode, on a stack of stand-ins:  bytes of the object, a length or a place in the memo that is claimed,
-                                                a copy that a call makes of its arguments  ─► price, refused above
+                                                a copy that a call makes of its arguments  ─► cost, refused above
 
 Three kinds of pickle end a process that reads them. One claims sizes: a length of 2^60, or a place far out in the memo,
 for which the unpickler makes room at once. One is short and makes much: a list for each byte, or calls that copy their
@@ -18,7 +18,7 @@ import pickletools
 from collections.abc import Callable
 from typing import NoReturn
 
-from holdfast.price import TooDearError, allowed_price
+from holdfast.parse_cost import InputTooLarge, allowed_cost
 
 PICKLE_FACTOR = 256  # of each byte of the pickle
 _PLACE_BYTES = 16  # on a stack, in a list
@@ -102,17 +102,17 @@ def check_pickle(pickled: bytes | memoryview, tuples_max: int | None = None) -> 
         How deep tuples are nested in it; just above `tuples_max` where they are deeper.
 
     Raises:
-        TooDearError: It does; says which opcode asks for it.
+        InputTooLarge: It does; says which opcode asks for it.
     """
     return _Walk(bytes(pickled), tuples_max).run()
 
 
-def pickle_price(pickled: bytes) -> int:
+def pickle_cost(pickled: bytes) -> int:
     """About how many bytes the objects take that are made of it."""
     walk = _Walk(pickled, None)
     walk.allowed_bytes = 1 << 62
     walk.run()
-    return walk.price
+    return walk.cost
 
 
 class _Walk:
@@ -120,8 +120,8 @@ class _Walk:
 
     def __init__(self, pickled: bytes, tuples_max: int | None) -> None:
         self._pickled, self._tuples_max = pickled, tuples_max
-        self.allowed_bytes = allowed_price(len(pickled), PICKLE_FACTOR)
-        self.price = 0
+        self.allowed_bytes = allowed_cost(len(pickled), PICKLE_FACTOR)
+        self.cost = 0
         self._deepest = 0
         self._position = self._begin = 0
         self._stack: list[_Value] = []
@@ -134,7 +134,7 @@ class _Walk:
             self._run()
         except (IndexError, KeyError, ValueError) as error:
             # It ends early, or takes what is not there: the unpickler finds the same.
-            if isinstance(error, TooDearError):
+            if isinstance(error, InputTooLarge):
                 raise
         return self._deepest
 
@@ -154,7 +154,7 @@ class _Walk:
             else:
                 begin, end = self._operand(code, size)
             act(self, begin, end)
-            if self.price > self.allowed_bytes:
+            if self.cost > self.allowed_bytes:
                 self._refuse()
             if self._tuples_max is not None and self._deepest > self._tuples_max:
                 return
@@ -173,10 +173,10 @@ class _Walk:
             width = _LENGTHS[size]
             size = int.from_bytes(self._pickled[begin : begin + width], "little")
             begin += width
-            self.price += size
+            self.cost += size
         end = self._position = begin + size
         if end > len(self._pickled):
-            if self.price > self.allowed_bytes:
+            if self.cost > self.allowed_bytes:
                 self._refuse(f"claims {size} bytes, of which {max(0, len(self._pickled) - begin)} are there")
             raise IndexError
         return begin, end
@@ -184,16 +184,16 @@ class _Walk:
     def _refuse(self, why: str = "") -> NoReturn:
         place = f"{_NAMES[self._pickled[self._begin]]} at byte {self._begin}"
         if why:
-            raise TooDearError(f"{place} {why}; expected at most {self.allowed_bytes} bytes in all")
-        raise TooDearError(
-            f"{len(self._pickled)} bytes of pickle would take {self.price} bytes or more to unpickle, expected at most "
+            raise InputTooLarge(f"{place} {why}; expected at most {self.allowed_bytes} bytes in all")
+        raise InputTooLarge(
+            f"{len(self._pickled)} bytes of pickle would take {self.cost} bytes or more to unpickle, expected at most "
             f"{self.allowed_bytes}, which {place} passes"
         )
 
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _push(self, value: _Value, nbytes: int = 0) -> None:
-        self.price += _PLACE_BYTES + nbytes
+        self.cost += _PLACE_BYTES + nbytes
         self._stack.append(value)
 
     def plain(self, _begin: int, _end: int) -> None:
@@ -288,14 +288,14 @@ class _Walk:
         target = self._stack[-1]
         if isinstance(target, _Shared):
             raise ValueError  # nothing can be put into it
-        self.price += nbytes * len(items)
+        self.cost += nbytes * len(items)
         for item in items:
             target.weight += item.weight
 
     # -- stack and memo ----------------------------------------------------------------------------------------------
 
     def mark(self, _begin: int, _end: int) -> None:
-        self.price += _CONTAINER_BYTES
+        self.cost += _CONTAINER_BYTES
         self._below.append(self._stack)
         self._stack = []
 
@@ -331,9 +331,9 @@ class _Walk:
     def _note(self, index: int) -> None:
         """The memo is an array, so a place far out takes all the room before it, twice while it grows."""
         if index >= self._memo_end:
-            self.price += _MEMO_BYTES + _PLACE_BYTES * (index - self._memo_end)
+            self.cost += _MEMO_BYTES + _PLACE_BYTES * (index - self._memo_end)
             self._memo_end = index + 1
-            if self.price > self.allowed_bytes:
+            if self.cost > self.allowed_bytes:
                 self._refuse(f"claims place {index} of the memo, of which {len(self._memo)} are taken")
         self._memo[index] = self._stack[-1]
 
@@ -356,7 +356,7 @@ class _Walk:
 
     def call_with_names(self, _begin: int, _end: int) -> None:
         named, arguments, function = self._stack.pop(), self._stack.pop(), self._stack.pop()
-        self.price += named.weight
+        self.cost += named.weight
         self._call(function, arguments)
 
     def call_marked(self, begin: int, end: int) -> None:
@@ -378,12 +378,12 @@ class _Walk:
         self._push(_PLAIN, _CALL_BYTES)
 
     def build(self, _begin: int, _end: int) -> None:
-        self.price += self._stack.pop().weight
+        self.cost += self._stack.pop().weight
 
     def frame(self, begin: int, end: int) -> None:
         size = int.from_bytes(self._pickled[begin:end], "little")
-        self.price += size
-        if self.price > self.allowed_bytes:
+        self.cost += size
+        if self.cost > self.allowed_bytes:
             self._refuse(f"claims {size} bytes, of which {len(self._pickled) - end} are there")
 
     def nothing(self, _begin: int, _end: int) -> None:

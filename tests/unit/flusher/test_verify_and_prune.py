@@ -13,9 +13,9 @@ import torch
 from flusher.flusher_context import FlusherContext
 from flusher.read_pace import ReadPace
 from flusher.retention import Keep
-from flusher.tenure import Tenure
-from flusher.upkeep import Pruned, ReadBack, Upkeep, UpkeepRules
+from flusher.verify_and_prune import Maintenance, MaintenanceRules, Pruned, ReadBack
 from flusher.workers import Inbox
+from flusher.writer_lease import WriterLease
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import StoreError
 from holdfast.image.checkpoint_id import CheckpointId
@@ -40,7 +40,7 @@ def unread(root: Path, step: int) -> Manifest:
 
 
 class Rig:
-    """Upkeep of a run that keeps one checkpoint, with two of them in it."""
+    """Maintenance of a run that keeps one checkpoint, with two of them in it."""
 
     def __init__(
         self,
@@ -56,25 +56,25 @@ class Rig:
         self.old, self.new = (unread(root, step) for step in (1, 2))
         self.store, self.inbox = PosixStore(root), Inbox()
         held.callback(self.inbox.close)
-        tenure = Tenure(self.store, 30.0)
-        held.callback(tenure.end)
-        self.upkeep = Upkeep(
-            FlusherContext(self.store, tenure, self.inbox, EventLog(None, role="flusher")),
-            UpkeepRules(verify=verify, keep=Keep(keep)),
+        lease = WriterLease(self.store, 30.0)
+        held.callback(lease.end)
+        self.maintenance = Maintenance(
+            FlusherContext(self.store, lease, self.inbox, EventLog(None, role="flusher")),
+            MaintenanceRules(verify=verify, keep=Keep(keep)),
             set_aside=lambda: set_aside,
             pace=ReadPace(waits_seconds_max),
         )
-        held.callback(self.upkeep.stop)
+        held.callback(self.maintenance.stop)
 
     def published(self, *manifests: Manifest) -> None:
         for manifest in manifests:
-            self.upkeep.published(CheckpointId(manifest.attempt, manifest.step), manifest)
+            self.maintenance.published(CheckpointId(manifest.attempt, manifest.step), manifest)
 
     def wait(self) -> None:
         deadline = time.monotonic() + SECONDS_MAX
-        while not self.upkeep.idle and time.monotonic() < deadline:
+        while not self.maintenance.idle and time.monotonic() < deadline:
             time.sleep(0.005)
-        assert self.upkeep.idle
+        assert self.maintenance.idle
 
     def listed(self) -> int:
         return sum(is_manifest_name(path.name) for path in self.root.iterdir())
@@ -99,9 +99,9 @@ def test_a_checkpoint_that_is_named_twice_is_looked_after_once(
 ) -> None:
     """As a flusher that takes over may: from the ring, and from the store."""
     rig = Rig(tmp_path / "run", held, verify=True)
-    rig.upkeep.give_way(busy=True)  # nothing is read before all are named
+    rig.maintenance.give_way(busy=True)  # nothing is read before all are named
     rig.published(rig.old, rig.old, rig.new)
-    rig.upkeep.give_way(busy=False)
+    rig.maintenance.give_way(busy=False)
     rig.wait()
     said = rig.inbox.take()
     states = [(item.key.step, item.state) for item in said if isinstance(item, ReadBack)]
@@ -122,16 +122,16 @@ def test_a_doubt_marks_what_is_published_and_read_back(
     rig = Rig(tmp_path / "run", held, verify=True, keep=0)
     rig.published(rig.old, rig.new)
     rig.wait()
-    rig.upkeep.doubt([DoubtedSteps(1, DOUBT), DoubtedSteps(7, Doubt(0, (0, 9), "of another attempt"))])
+    rig.maintenance.doubt([DoubtedSteps(1, DOUBT), DoubtedSteps(7, Doubt(0, (0, 9), "of another attempt"))])
     rig.wait()
     old, new = rig.read(rig.old), rig.read(rig.new)
     assert (old.state, old.note, old.told_state) == (State.DURABLE, READ_BACK, "doubtful")
     assert "model/w was changed after save(2)" in old.doubt
     assert (new.state, new.doubt) == (State.VERIFIED, "")
-    assert not rig.upkeep.owes_marks
+    assert not rig.maintenance.owes_marks
     assert caplog.text.count("is doubtful, and restore prefers others") == 1
     before = (rig.root / manifest_name(rig.old.file)).stat().st_mtime_ns
-    rig.upkeep.doubt([DoubtedSteps(1, DOUBT)])  # as a stager says again to the next flusher
+    rig.maintenance.doubt([DoubtedSteps(1, DOUBT)])  # as a stager says again to the next flusher
     rig.wait()
     assert (rig.root / manifest_name(rig.old.file)).stat().st_mtime_ns == before
 
@@ -142,7 +142,7 @@ def test_a_doubt_marks_what_is_published_later(
 ) -> None:
     rig = Rig(tmp_path / "run", held, verify=verify, keep=0)
     (rig.root / manifest_name(rig.old.file)).unlink()
-    rig.upkeep.doubt([DoubtedSteps(1, DOUBT)])
+    rig.maintenance.doubt([DoubtedSteps(1, DOUBT)])
     rig.wait()
     (rig.root / manifest_name(rig.old.file)).write_bytes(rig.old.to_bytes())
     rig.published(rig.old, rig.new)
@@ -163,13 +163,13 @@ def test_a_doubt_waits_for_a_store_that_takes_nothing(tmp_path: Path, held: cont
         write(name, data)
 
     rig.store.write = refusing  # type: ignore[method-assign]
-    rig.upkeep.doubt([DoubtedSteps(1, DOUBT)])
-    owes, is_idle = rig.upkeep.owes_marks, rig.upkeep.idle
+    rig.maintenance.doubt([DoubtedSteps(1, DOUBT)])
+    owes, is_idle = rig.maintenance.owes_marks, rig.maintenance.idle
     assert owes
     assert not is_idle
     rig.wait()
     assert not refusals
-    assert not rig.upkeep.owes_marks
+    assert not rig.maintenance.owes_marks
     assert rig.read(rig.old).told_state == "doubtful"
 
 
@@ -180,7 +180,7 @@ def test_a_mark_that_the_store_refuses_as_a_checkpoint_is_published_is_tried_aga
     """The doubt was there before the checkpoint: nothing else would come back to it."""
     rig = Rig(tmp_path / "run", held, verify=verify, keep=0)
     (rig.root / manifest_name(rig.old.file)).unlink()
-    rig.upkeep.doubt([DoubtedSteps(1, DOUBT)])
+    rig.maintenance.doubt([DoubtedSteps(1, DOUBT)])
     rig.wait()
     (rig.root / manifest_name(rig.old.file)).write_bytes(rig.old.to_bytes())
     refusals = [StoreError("connection reset")] * (1 + verify)  # of the mark, and of what was read back
@@ -195,14 +195,14 @@ def test_a_mark_that_the_store_refuses_as_a_checkpoint_is_published_is_tried_aga
     rig.published(rig.old)
     rig.wait()
     assert not refusals
-    assert not rig.upkeep.owes_marks
+    assert not rig.maintenance.owes_marks
     assert rig.read(rig.old).told_state == "doubtful"
 
 
 def test_retention_leaves_alone_what_is_being_published(tmp_path: Path, held: contextlib.ExitStack) -> None:
     """Its manifest may be in the store, and is written once more when that was not acknowledged."""
     rig = Rig(tmp_path / "run", held, verify=False)
-    rig.upkeep.under_way(CheckpointId(rig.old.attempt, rig.old.step))
+    rig.maintenance.under_way(CheckpointId(rig.old.attempt, rig.old.step))
     rig.published(rig.new)
     rig.wait()
     assert rig.is_listed(rig.old)
@@ -222,7 +222,7 @@ def test_retention_does_not_take_a_step_for_the_one_that_had_its_name(
     assert not rig.is_listed(rig.old)
     again = publish(rig.root, rig.old.step, {"x": torch.zeros(9)}, attempt=2, plain=True)
     assert again.file == rig.old.file
-    rig.upkeep.under_way(CheckpointId(2, again.step))
+    rig.maintenance.under_way(CheckpointId(2, again.step))
     newest = publish(rig.root, 3, {"x": torch.zeros(9)}, attempt=2)
     rig.published(newest)
     rig.wait()
@@ -238,7 +238,7 @@ def test_a_training_that_always_writes_has_its_checkpoints_verified_and_removed(
     tmp_path: Path, held: contextlib.ExitStack
 ) -> None:
     rig = Rig(tmp_path / "run", held, verify=True, waits_seconds_max=0.01)
-    rig.upkeep.give_way(busy=True)
+    rig.maintenance.give_way(busy=True)
     rig.published(rig.old, rig.new)
     rig.wait()
     assert not rig.is_listed(rig.old)
@@ -251,16 +251,16 @@ def test_a_training_that_always_writes_piles_up_no_checkpoints(
 ) -> None:
     """Each is written while the one before is read: no read waits for a pause in the writing, as there is none."""
     rig = Rig(tmp_path / "run", held, verify=True)
-    rig.upkeep.give_way(busy=True)
+    rig.maintenance.give_way(busy=True)
     rig.published(rig.old, rig.new)
     for step in range(3, 40):
         newest = unread(rig.root, step)
-        rig.upkeep.wrote(newest.image_bytes)
+        rig.maintenance.wrote(newest.image_bytes)
         rig.published(newest)
         wait_until(
             lambda: rig.listed() <= _PILE_MAX, SECONDS_MAX, f"{rig.listed()} checkpoints at step {step}"
         )
-    rig.upkeep.give_way(busy=False)
+    rig.maintenance.give_way(busy=False)
     rig.wait()
     assert rig.listed() == 1
     read_back = [item for item in rig.inbox.take() if isinstance(item, ReadBack)]
@@ -272,10 +272,10 @@ def test_what_newer_ones_have_made_needless_is_removed_unread_once_one_is_verifi
     tmp_path: Path, held: contextlib.ExitStack
 ) -> None:
     rig = Rig(tmp_path / "run", held, verify=True)
-    rig.upkeep.give_way(busy=True)  # all are named before the first is read
+    rig.maintenance.give_way(busy=True)  # all are named before the first is read
     newer = [unread(rig.root, step) for step in (3, 4, 5)]
     rig.published(rig.old, rig.new, *newer)
-    rig.upkeep.give_way(busy=False)
+    rig.maintenance.give_way(busy=False)
     rig.wait()
     states = {item.key.step: item.state for item in rig.inbox.take() if isinstance(item, ReadBack)}
     assert states == {1: State.VERIFIED, 5: State.VERIFIED}
@@ -311,19 +311,19 @@ def test_what_drifted_and_is_damaged_is_bad(tmp_path: Path, held: contextlib.Exi
 
 
 class _Diverged:
-    """Upkeep of a run whose first checkpoint is finite, and all others are not."""
+    """Maintenance of a run whose first checkpoint is finite, and all others are not."""
 
     def __init__(self, root: Path, held: contextlib.ExitStack, *, refuse: bool) -> None:
         self.root, self.steps = root, range(1, 8)
         root.mkdir()
         self.store, self.inbox = PosixStore(root), Inbox()
         held.callback(self.inbox.close)
-        tenure = Tenure(self.store, 30.0)
-        held.callback(tenure.end)
-        rules = UpkeepRules(verify=True, keep=Keep(3), refuse_nonfinite=refuse)
-        context = FlusherContext(self.store, tenure, self.inbox, EventLog(None, role="flusher"))
-        self.upkeep = Upkeep(context, rules)
-        held.callback(self.upkeep.stop)
+        lease = WriterLease(self.store, 30.0)
+        held.callback(lease.end)
+        rules = MaintenanceRules(verify=True, keep=Keep(3), refuse_nonfinite=refuse)
+        context = FlusherContext(self.store, lease, self.inbox, EventLog(None, role="flusher"))
+        self.maintenance = Maintenance(context, rules)
+        held.callback(self.maintenance.stop)
 
     def _unread(self, step: int) -> Manifest:
         state = {"x": torch.full((9,), 1.0 if step == 1 else float("nan"))}
@@ -334,9 +334,9 @@ class _Diverged:
     def look_after_all(self) -> list[ReadBack]:
         for step in self.steps:
             manifest = self._unread(step)
-            self.upkeep.published(CheckpointId(manifest.attempt, manifest.step), manifest)
+            self.maintenance.published(CheckpointId(manifest.attempt, manifest.step), manifest)
             deadline = time.monotonic() + SECONDS_MAX
-            while not self.upkeep.idle and time.monotonic() < deadline:
+            while not self.maintenance.idle and time.monotonic() < deadline:
                 time.sleep(0.005)
         return [item for item in self.inbox.take() if isinstance(item, ReadBack)]
 
@@ -392,22 +392,22 @@ def test_a_store_without_room_loses_the_rungs_of_the_ladder_and_nothing_else(
         (root / manifest_name(manifest.file)).write_bytes(manifest.to_bytes())
     store, inbox = PosixStore(root), Inbox()
     held.callback(inbox.close)
-    tenure = Tenure(store, 30.0)
-    held.callback(tenure.end)
-    context = FlusherContext(store, tenure, inbox, EventLog(None, role="flusher"))
-    upkeep = Upkeep(context, UpkeepRules(verify=False, keep=Keep(2, hourly=24)))
-    held.callback(upkeep.stop)
+    lease = WriterLease(store, 30.0)
+    held.callback(lease.end)
+    context = FlusherContext(store, lease, inbox, EventLog(None, role="flusher"))
+    maintenance = Maintenance(context, MaintenanceRules(verify=False, keep=Keep(2, hourly=24)))
+    held.callback(maintenance.stop)
 
     def wait() -> list[int]:
         deadline = time.monotonic() + SECONDS_MAX
-        while not upkeep.idle and time.monotonic() < deadline:
+        while not maintenance.idle and time.monotonic() < deadline:
             time.sleep(0.005)
         return sorted(int(path.name[5:14]) for path in root.glob("step-*.json"))
 
     newest = publish(root, 6, {"x": torch.zeros(9)})
-    upkeep.published(CheckpointId(newest.attempt, newest.step), newest)
+    maintenance.published(CheckpointId(newest.attempt, newest.step), newest)
     assert wait() == [1, 2, 3, 4, 5, 6]
-    upkeep.make_room()
+    maintenance.make_room()
     assert wait() == [5, 6]
 
 

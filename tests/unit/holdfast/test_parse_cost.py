@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
-from holdfast.price import COMPRESSED_FACTOR, PLAIN_FACTOR, json_price
+from holdfast.parse_cost import COMPRESSED_FACTOR, PLAIN_FACTOR, json_cost
 from holdfast.sealed import seal
 from tests.support.checkpoints import manifest_of, small_image
 
@@ -109,12 +109,12 @@ def test_a_real_layout_of_many_tensors_is_far_below_the_limit() -> None:
         "tensors": [[name, "bfloat16", [64, 32], n] for n, name in enumerate(names)],
     }
     raw = json.dumps(document, separators=(",", ":")).encode()
-    assert json_price(raw) < COMPRESSED_FACTOR * len(zlib.compress(raw, 1)) / 3
+    assert json_cost(raw) < COMPRESSED_FACTOR * len(zlib.compress(raw, 1)) / 3
 
 
 def test_a_real_manifest_is_far_below_the_limit() -> None:
     body = manifest_of(small_image(), step=1, tensors=dict.fromkeys(_names(2000), "data/0")).to_bytes()
-    assert json_price(body) < PLAIN_FACTOR * len(body) / 2
+    assert json_cost(body) < PLAIN_FACTOR * len(body) / 2
     Manifest.from_bytes(body, source="here")
 
 

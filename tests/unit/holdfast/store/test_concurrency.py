@@ -1,4 +1,4 @@
-"""Lanes: never more requests at once than allowed, and what a person has set is kept to."""
+"""ConcurrencyLimit: never more requests at once than allowed, and what a person has set is kept to."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from flusher.workers import Workers
-from holdfast.store.lane_width import LaneWidth
-from holdfast.store.lanes import LANES_MAX, Lanes, reading, writing
+from holdfast.store.adaptive_limit import AdaptiveLimit
+from holdfast.store.concurrency import REQUESTS_MAX, ConcurrencyLimit, reading, writing
 
 
 def test_never_more_at_once_than_there_are_lanes() -> None:
-    lanes, lock = Lanes(3), threading.Lock()
+    limit, lock = ConcurrencyLimit(3), threading.Lock()
     running, most = 0, 0
 
     def request(_: int) -> None:
         nonlocal running, most
-        with lanes.lane():
+        with limit.request():
             with lock:
                 running += 1
                 most = max(most, running)
@@ -34,27 +34,27 @@ def test_what_was_set_is_kept_to_and_only_s3_is_measured() -> None:
     for way in (writing, reading):
         assert [way(url, 7).width for url in ("/run", "s3://bucket/run")] == [7, 7]
         assert way("/run").most == way("/run").width == 2
-        assert way("s3://bucket/run").most == LANES_MAX
+        assert way("s3://bucket/run").most == REQUESTS_MAX
         assert way("gs://bucket/run").most <= 4
 
 
 def test_a_request_that_failed_counts_nothing() -> None:
-    found, time = LaneWidth(2, least=1, most=8), [0.0]
+    found, time = AdaptiveLimit(2, least=1, most=8), [0.0]
 
     def clock() -> float:
         time[0] += 1
         return time[0]
 
-    lanes = Lanes(8, found, clock)
+    limit = ConcurrencyLimit(8, found, clock)
     for _ in range(100):
-        with pytest.raises(OSError, match="lost"), lanes.lane():
+        with pytest.raises(OSError, match="lost"), limit.request():
             raise OSError("lost")
-    assert lanes.width == 2
+    assert limit.width == 2
 
 
 def test_workers_run_the_most_urgent_first_in_as_many_lanes_as_there_are() -> None:
     go, done, order = threading.Event(), threading.Event(), list[int]()
-    workers = Workers("test", 4, Lanes(1))
+    workers = Workers("test", 4, ConcurrencyLimit(1))
 
     def first() -> None:
         go.wait(10)
@@ -76,7 +76,7 @@ def test_workers_run_the_most_urgent_first_in_as_many_lanes_as_there_are() -> No
 
 def test_workers_that_wait_for_a_lane_end_when_they_are_stopped() -> None:
     begun, go = threading.Event(), threading.Event()
-    workers = Workers("test", 16, Lanes(2))
+    workers = Workers("test", 16, ConcurrencyLimit(2))
 
     def wait() -> None:
         begun.set()

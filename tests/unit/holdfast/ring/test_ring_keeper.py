@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.ring.wanted import RingKeeper, is_kept
+from holdfast.ring.ring_keeper import RingKeeper, is_kept
 
 _HOLDS = """
 import sys
 from pathlib import Path
-from holdfast.ring.wanted import RingKeeper
+from holdfast.ring.ring_keeper import RingKeeper
 keeper = RingKeeper(Path(sys.argv[1]))
 print(flush=True)
 sys.stdin.read()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flusher.held import Later
+from flusher.retry_queue import RetryQueue
 from holdfast.image.checkpoint_id import CheckpointId
 
 ONE, OTHER = CheckpointId(1, 1), CheckpointId(1, 2)
@@ -15,9 +15,9 @@ class Clock:
         return self.now
 
 
-def made() -> tuple[Later, Clock, list[str]]:
+def made() -> tuple[RetryQueue, Clock, list[str]]:
     clock, done = Clock(), list[str]()
-    later = Later(clock)
+    later = RetryQueue(clock)
     for name, key, seconds in (("c", ONE, 3.0), ("a", ONE, 1.0), ("b", OTHER, 1.0), ("d", OTHER, 4.0)):
         later.put(key, seconds, lambda name=name: done.append(name))  # type: ignore[misc]
     return later, clock, done

@@ -20,7 +20,7 @@ from stager.trainers import Trainers
 _log = logging.getLogger("holdfast.stager")
 
 
-class DoubtDesk:
+class DoubtHandler:
     """See the module. For the loop's thread."""
 
     def __init__(self, line: FlusherLine, trainers: Trainers, events: EventLog) -> None:

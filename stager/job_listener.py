@@ -51,7 +51,7 @@ from holdfast.net.tls import HANDSHAKE_RECORD, NO_TLS_HERE, AnySocket, StagerTls
 from stager.reactor import Reactor
 from stager.tcp import TcpTrainersPort, refuse
 
-_log = logging.getLogger("holdfast.stager.reception")
+_log = logging.getLogger("holdfast.stager.job_listener")
 
 _BACKLOG = 1024
 _ACCEPTED_PER_TURN_MAX = 64
@@ -122,7 +122,7 @@ def listen(address: Address) -> socket.socket:
     return sock
 
 
-class Reception:
+class JobListener:
     """See the module. One thread; nothing here waits.
 
     Args:

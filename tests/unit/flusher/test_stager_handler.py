@@ -6,7 +6,7 @@ import contextlib
 import socket
 from pathlib import Path
 
-from flusher.stager_desk import StagerDesk
+from flusher.stager_handler import StagerHandler
 from holdfast.ring.doorbell import MESSAGE_BYTES_MAX, Channel, Message
 from holdfast.ring.ring import Ring
 
@@ -21,11 +21,11 @@ def test_20000_slots_that_are_free_at_once_are_told_in_several_messages(tmp_path
         held.callback(stager.close)
         held.callback(flusher.close)
         ring = held.enter_context(Ring.create(tmp_path / "run", chunk_bytes=4096, ring_chunks=8, attempt=1))
-        desk = StagerDesk(flusher, ring, "file:///run")
-        desk.welcome(resumed=False)
+        handler = StagerHandler(flusher, ring, "file:///run")
+        handler.welcome(resumed=False)
         # The highest numbers that slots have: seven digits each.
         slots = tuple(range((1 << 20) - _SLOTS, 1 << 20))
-        desk.freed(slots)
+        handler.freed(slots)
         heard: list[Message] = []
         for _ in range(100):
             flusher.flush()

@@ -5,8 +5,8 @@
 
 The estimate counts brackets, commas and quotes, which are what objects are made of. Layouts and tables of real states
 cost about 50 bytes for each compressed byte that is received, manifests about 10 for each byte
-(tests/unit/holdfast/test_price.py measures both), so limits of five times that and a fixed allowance stand in nobody's
-way, and who wants a process to take a gigabyte has to send some of it.
+(tests/unit/holdfast/test_parse_cost.py measures both). Limits of five times that and a fixed allowance refuse no real
+input, and an attacker has to send megabytes to make a process take a gigabyte.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ _PIECE_BYTES = 1 << 20
 _CONTAINER_BYTES, _ITEM_BYTES, _TEXT_BYTES = 96, 40, 60
 
 
-class TooDearError(ValueError):
+class InputTooLarge(ValueError):
     """Parsing would cost more than such input may."""
 
 
-def json_price(raw: bytes) -> int:
+def json_cost(raw: bytes) -> int:
     """About how many bytes the text and the objects take that `json.loads` makes of it."""
     containers = raw.count(b"[") + raw.count(b"{")
     items = raw.count(b",") + raw.count(b":")
     return len(raw) + _CONTAINER_BYTES * containers + _ITEM_BYTES * items + _TEXT_BYTES * raw.count(b'"') // 2
 
 
-def allowed_price(received_bytes: int, factor: int) -> int:
+def allowed_cost(received_bytes: int, factor: int) -> int:
     """What such input may cost: `factor` for each byte received, and a fixed allowance."""
     return _ALLOWANCE_BYTES + factor * received_bytes
 
 
-def check_price(price: int, received_bytes: int, factor: int) -> None:
+def check_cost(cost: int, received_bytes: int, factor: int) -> None:
     """Refuse what costs more than `factor` for each byte received, and a fixed allowance.
 
     Raises:
-        TooDearError: It does.
+        InputTooLarge: It does.
     """
-    allowed = allowed_price(received_bytes, factor)
-    if price > allowed:
-        raise TooDearError(
-            f"{received_bytes} bytes received would take {price} bytes or more to parse, expected at most {allowed}"
+    allowed = allowed_cost(received_bytes, factor)
+    if cost > allowed:
+        raise InputTooLarge(
+            f"{received_bytes} bytes received would take {cost} bytes or more to parse, expected at most {allowed}"
         )
 
 
@@ -53,20 +53,20 @@ def inflate_json(data: bytes | bytearray | memoryview, bytes_max: int) -> bytes:
     """Unpack what `zlib.compress` made of JSON, as far as it is worth it.
 
     Raises:
-        TooDearError: It is above `bytes_max`, or costs more than what was received is worth.
+        InputTooLarge: It is above `bytes_max`, or costs more than what was received is worth.
         ValueError: It is truncated.
         zlib.error: It is no such thing.
     """
     inflater, received_bytes = zlib.decompressobj(), len(data)
-    raw, price = bytearray(), 0
+    raw, cost = bytearray(), 0
     while not inflater.eof:
         piece = inflater.decompress(data, _PIECE_BYTES)
         data = inflater.unconsumed_tail
         raw += piece
-        price += json_price(piece)
-        check_price(price, received_bytes, COMPRESSED_FACTOR)
+        cost += json_cost(piece)
+        check_cost(cost, received_bytes, COMPRESSED_FACTOR)
         if len(raw) > bytes_max:
-            raise TooDearError(f"above {bytes_max} bytes unpacked")
+            raise InputTooLarge(f"above {bytes_max} bytes unpacked")
         if not piece and not data and not inflater.eof:
             raise ValueError("truncated")
     return bytes(raw)

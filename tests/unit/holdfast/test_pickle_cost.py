@@ -1,4 +1,4 @@
-"""The price of a pickle: above what its objects take, far below the limit for what is real, and told by opcode."""
+"""The cost of a pickle: above what its objects take, far below the limit for what is real, and told by opcode."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.pickle_price import PICKLE_FACTOR, check_pickle, pickle_price
-from holdfast.price import TooDearError
+from holdfast.parse_cost import InputTooLarge
+from holdfast.pickle_cost import PICKLE_FACTOR, check_pickle, pickle_cost
 
 _REAL: dict[str, Any] = {
     "numbers": list(range(20_000)),
@@ -35,9 +35,9 @@ def test_what_is_real_costs_about_what_is_said_and_is_far_below_the_limit(name: 
     taken_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert kept == _REAL[name]
-    price = pickle_price(pickled)
-    assert taken_bytes < 2 * price
-    assert price < PICKLE_FACTOR * len(pickled) / 2
+    cost = pickle_cost(pickled)
+    assert taken_bytes < 2 * cost
+    assert cost < PICKLE_FACTOR * len(pickled) / 2
 
 
 def test_every_opcode_is_known() -> None:
@@ -66,7 +66,7 @@ _HUGE = struct.pack("<Q", 1 << 60)
     ],
 )  # fmt: skip
 def test_a_claim_is_refused_with_what_is_claimed_and_what_is_there(pickled: bytes, said: str) -> None:
-    with pytest.raises(TooDearError, match=said):
+    with pytest.raises(InputTooLarge, match=said):
         check_pickle(pickled)
 
 
@@ -74,12 +74,12 @@ def test_a_number_is_only_a_number() -> None:
     """Seeds and sizes of tensors are large, and take nothing."""
     pickled = pickle.dumps({"seed": 2**63 - 1, "shape": (2**31, 2**20), "big": 10**40})
     assert check_pickle(pickled) == 1
-    assert pickle_price(pickled) < 2000
+    assert pickle_cost(pickled) < 2000
 
 
 def test_no_pickle_changes_what_the_next_one_costs() -> None:
-    price = pickle_price(b"(NK\x07t.")
+    cost = pickle_cost(b"(NK\x07t.")
     for target in (b"N", b"K\x07"):
         check_pickle(target + b"(" + b"N" * 100 + b"e.")
         check_pickle(target + b"(" + b"N" * 100 + b"u.")
-    assert pickle_price(b"(NK\x07t.") == price
+    assert pickle_cost(b"(NK\x07t.") == cost

@@ -22,7 +22,7 @@ from holdfast.ring.ring import Ring
 _log = logging.getLogger("holdfast.stager")
 
 
-class Inheritance:
+class PreviousJobs:
     """Args:
     seconds_max: How long the trainers are kept waiting for it, from the first look on.
     clock: Seconds that only go forward.

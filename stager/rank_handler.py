@@ -1,8 +1,8 @@
 """Handles everything that the stager hears of its trainers: messages, payloads, silence, ends.
 
     HELLO ─► WELCOME, when restore would see all that earlier jobs have staged
-    OFFER, DECLINE, SENT, RETURN, DONE, payloads ─► events of the session        PROPOSE, FITS ─► Round
-    NOTICE, AT ─► Notices      WISH, HERE ─► IntervalDesk      FETCH ─► Fetches      DOUBT ─► DoubtDesk
+    OFFER, DECLINE, SENT, RETURN, DONE, payloads ─► events of the session        PROPOSE, FITS ─► LayoutRound
+    NOTICE, AT ─► Notices      WISH, HERE ─► IntervalHandler      FETCH ─► Fetches      DOUBT ─► DoubtHandler
     BEAT: it was heard
     BYE, dead, broke the protocol ─► it has left: everybody here hears of it
 
@@ -22,14 +22,14 @@ from holdfast.image.replicas import FIELD
 from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
-from holdfast.wire.agreement import OneSided, Round
 from holdfast.wire.frames import Frame, Kind
+from holdfast.wire.layout_agreement import LayoutRound, OneSided
 from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.welcome import Welcome
 from stager.actions import Actions
 from stager.fetches import Fetches
-from stager.inheritance import Inheritance
-from stager.interval_agreement import IntervalDesk
+from stager.interval_agreement import IntervalHandler
+from stager.previous_jobs import PreviousJobs
 from stager.session.session_messages import (
     Decline,
     Done,
@@ -50,7 +50,7 @@ from stager.trainers_port import TrainersPort
 _log = logging.getLogger("holdfast.stager")
 
 
-class TrainerDesk:
+class RankHandler:
     """See the module. For the loop's thread.
 
     Args:
@@ -74,11 +74,11 @@ class TrainerDesk:
         self._config, self._port, self._trainers, self._line = config, port, trainers, line
         self._payloads, self._notices, self._actions = context.payloads, context.notices, actions
         self._events, self._clock = events, clock
-        self._round = Round(port.ranks, config.offer_seconds_max)
-        self._interval = IntervalDesk(trainers, events, attempt=lambda: line.flusher.attempt, clock=clock)
+        self._round = LayoutRound(port.ranks, config.offer_seconds_max)
+        self._interval = IntervalHandler(trainers, events, attempt=lambda: line.flusher.attempt, clock=clock)
         self._doubts = context.doubts
         self._fetches = Fetches(port, line)
-        self._inheritance = Inheritance(config.start_seconds_max / 2, clock=clock)  # the ranks wait, too
+        self._previous_jobs = PreviousJobs(config.start_seconds_max / 2, clock=clock)  # the ranks wait, too
         self._unwelcomed: set[int] = set()
 
     @property
@@ -199,7 +199,7 @@ class TrainerDesk:
             return
         for rank in self._unwelcomed:
             self._trainers.heard(rank)  # it waits for us, and answers no beats before it is welcome
-        if self._inheritance.settled(flusher.ring, flusher.attempt):
+        if self._previous_jobs.settled(flusher.ring, flusher.attempt):
             for rank in self._unwelcomed & self._trainers.present:
                 self._trainers.send(rank, self._welcome().to_frame())
             self._unwelcomed.clear()

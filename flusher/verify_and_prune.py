@@ -1,4 +1,4 @@
-"""Upkeep of durable checkpoints: read them back, record the result in their manifests, and remove old ones.
+"""Maintenance of durable checkpoints: read them back, record the result in their manifests, and remove old ones.
 
 At the start, and when a job begins, it also looks after slices that ranks wrote to the store (stored_slices.py).
 
@@ -67,7 +67,7 @@ class Pruned(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UpkeepRules:
+class MaintenanceRules:
     """The settings for checkpoints that are published.
 
     Attributes:
@@ -83,7 +83,7 @@ class UpkeepRules:
     refuse_nonfinite: bool = False
 
 
-class Upkeep:
+class Maintenance:
     """Verification and retention.
 
     Args:
@@ -96,15 +96,15 @@ class Upkeep:
     def __init__(
         self,
         context: FlusherContext,
-        rules: UpkeepRules,
+        rules: MaintenanceRules,
         *,
         set_aside: Callable[[], Sequence[CheckpointId]] = tuple,
         pace: ReadPace | None = None,
     ) -> None:
         store = context.store
-        self._store, self._tenure, self._inbox, self._events = (
+        self._store, self._lease, self._inbox, self._events = (
             store,
-            context.tenure,
+            context.lease,
             context.inbox,
             context.events,
         )
@@ -124,8 +124,8 @@ class Upkeep:
         self._marks_refused: tuple[float, HoldfastError] | None = None  # since when, and why at last
         self._waiting: set[str] = set()  # write-ids whose turn comes, or has come; each is looked after once
         self._removed: set[str] = set()  # those of them that retention was faster with
-        self._slices = Slices(store, PatientStore(store, self._wait), context.tenure, context.events)
-        self._workers = Workers("upkeep", 1)
+        self._slices = Slices(store, PatientStore(store, self._wait), context.lease, context.events)
+        self._workers = Workers("maintenance", 1)
 
     @property
     def idle(self) -> bool:
@@ -406,7 +406,7 @@ class Upkeep:
     def _replace(self, manifest: Manifest) -> None:
         name = manifest_name(manifest.file)
         self._store.write(name, manifest.to_bytes())
-        self._tenure.keep_whole(manifest)
+        self._lease.keep_whole(manifest)
         if name in self._known:
             self._known[name] = StoredStep.of(manifest)
         if self._newest is not None and self._newest.write_id == manifest.write_id:

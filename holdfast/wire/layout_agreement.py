@@ -44,7 +44,7 @@ class OneSided(NamedTuple):
     error: HoldfastError
 
 
-class Round:
+class LayoutRound:
     """Collects one proposal of each rank.
 
     Args:

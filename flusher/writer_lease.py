@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.lease import Lease
 from holdfast.errors import DamageError, FencedError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest, manifest_name
 from holdfast.ring.directory import make_private_directory, open_private_file
@@ -25,7 +25,7 @@ from holdfast.store.base import Store
 _log = logging.getLogger("holdfast.flusher")
 
 
-class Tenure:
+class WriterLease:
     """Holds the claim. May be used from any thread.
 
     Args:
@@ -39,7 +39,7 @@ class Tenure:
     def __init__(self, store: Store, heartbeat_seconds: float) -> None:
         self._store, self._heartbeat_seconds = store, heartbeat_seconds
         self._lock = threading.Lock()  # a check must not meet the old claim while it is renewed
-        self._claim = Claim.take(store, heartbeat_seconds=heartbeat_seconds)
+        self._claim = Lease.take(store, heartbeat_seconds=heartbeat_seconds)
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -85,7 +85,7 @@ class Tenure:
             self._claim.check()
             # Our own claim is the one that is taken over: nobody else lost anything. Where the answers of the store are
             # lost, the next claim may be there, and this one goes on: it must not take that for another writer's.
-            self._claim = Claim.take(
+            self._claim = Lease.take(
                 self._store,
                 heartbeat_seconds=self._heartbeat_seconds,
                 takeover=True,
@@ -126,7 +126,7 @@ _LOOK_AGAIN_SECONDS = 0.05
 _MISSES_MAX = 3
 
 
-class Instance:
+class InstanceLease:
     """The right to be the flusher of one run on this machine.
 
     One that ends has closed its socket, and gives the right back a moment later: it is waited for. One that begins, or

@@ -10,9 +10,9 @@ import pytest
 from holdfast.errors import ConfigError, PeerLost, ProtocolError, StateError
 from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
-from holdfast.wire.agreement import OneSided, Round, pickle_reserve_bytes
 from holdfast.wire.frames import decode
 from holdfast.wire.held_regions import HeldRegions, held_rows
+from holdfast.wire.layout_agreement import LayoutRound, OneSided, pickle_reserve_bytes
 from holdfast.wire.state_messages import Agreement, Proposal
 
 ROWS: list[list[Any]] = [
@@ -28,7 +28,7 @@ def proposal(rows: list[list[Any]] = ROWS, *, pickle_bytes: int = 1000, **per_ra
 
 def agree(*proposals: Proposal) -> object:
     """The answer when all ranks have proposed, last rank first."""
-    round_ = Round(len(proposals), 60)
+    round_ = LayoutRound(len(proposals), 60)
     answer: object = None
     for rank in reversed(range(len(proposals))):
         assert answer is None
@@ -88,7 +88,7 @@ def test_other_per_rank_values_are_refused() -> None:
 
 
 def test_a_missing_rank_is_waited_for_only_so_long() -> None:
-    round_ = Round(3, 60)
+    round_ = LayoutRound(3, 60)
     round_.propose(1, proposal(), 100.0)
     assert round_.overdue(160.0) is None
     answer = round_.overdue(160.1)
@@ -99,7 +99,7 @@ def test_a_missing_rank_is_waited_for_only_so_long() -> None:
 
 
 def test_a_rank_that_is_late_is_named_once_before_the_round_ends() -> None:
-    round_ = Round(2, 60)
+    round_ = LayoutRound(2, 60)
     assert round_.late(50.0) == "", "nobody waits"
     for begun in (100.0, 200.0):
         round_.propose(0, proposal(), begun)
@@ -113,7 +113,7 @@ def test_a_rank_that_is_late_is_named_once_before_the_round_ends() -> None:
 
 
 def test_a_lost_rank_ends_the_round() -> None:
-    round_ = Round(2, 60)
+    round_ = LayoutRound(2, 60)
     assert round_.lost(1, "rank 1 is dead") is None, "nobody waits"
     for answer in (round_.propose(0, proposal(), 0.0), round_.propose(0, proposal(), 9.0)):
         assert isinstance(answer, PeerLost)
@@ -121,7 +121,7 @@ def test_a_lost_rank_ends_the_round() -> None:
 
 
 def test_a_rank_that_ended_without_a_save_ends_the_open_round_with_the_advice() -> None:
-    round_ = Round(3, 60)
+    round_ = LayoutRound(3, 60)
     round_.propose(0, proposal(), 0.0)
     answer = round_.lost(2, "rank 2 has left", by_itself=True)
     assert isinstance(answer, PeerLost)
@@ -130,7 +130,7 @@ def test_a_rank_that_ended_without_a_save_ends_the_open_round_with_the_advice() 
 
 
 def test_rounds_follow_each_other() -> None:
-    round_ = Round(2, 60)
+    round_ = LayoutRound(2, 60)
     for pickle_bytes in (10, 100_000):
         assert round_.propose(0, proposal(pickle_bytes=pickle_bytes), 0.0) is None
         answer = round_.propose(1, proposal(), 0.0)
@@ -145,7 +145,7 @@ CHANGED = dataclasses.replace(
 
 @pytest.mark.parametrize("proposes_first", [True, False])
 def test_a_rank_whose_state_alone_has_changed_is_named_at_once(proposes_first: bool) -> None:
-    round_ = Round(3, 60)
+    round_ = LayoutRound(3, 60)
     ended: object
     if proposes_first:
         assert round_.propose(1, CHANGED, 0.0) is None
@@ -166,7 +166,7 @@ def test_a_rank_whose_state_alone_has_changed_is_named_at_once(proposes_first: b
 
 
 def test_other_steps_and_steps_that_are_saved_twice_end_no_round() -> None:
-    round_ = Round(2, 60)
+    round_ = LayoutRound(2, 60)
     assert round_.fits(0, 20) is None
     assert round_.fits(1, 20) is None
     assert round_.propose(1, CHANGED, 0.0) is None, "its first save of that step fitted"
@@ -180,7 +180,7 @@ def test_other_steps_and_steps_that_are_saved_twice_end_no_round() -> None:
 
 
 def test_a_rank_that_alone_cannot_save_is_not_waited_for_either() -> None:
-    round_ = Round(2, 60)
+    round_ = LayoutRound(2, 60)
     round_.fits(0, 20)
     ended = round_.propose(1, Proposal.refused(ConfigError("no such thing"), 20), 0.0)
     assert isinstance(ended, OneSided)

@@ -94,7 +94,7 @@ class RetryCounts:
         self._holds.pop(key, None)
 
 
-class Later:
+class RetryQueue:
     """Acts with a time. For the loop's thread.
 
     Args:

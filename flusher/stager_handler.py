@@ -16,7 +16,7 @@ import os
 
 from flusher.engine import Engine
 from flusher.listener import DurableStep
-from flusher.upkeep import ReadBack
+from flusher.verify_and_prune import ReadBack
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.checkpoint_id import CheckpointId
@@ -31,7 +31,7 @@ _TEXT_CHARACTERS_MAX = 4000  # a message must fit its packet, whatever an error 
 _SLOTS_TOLD_MAX = 4096  # in one message; the numbers of a larger ring would not fit a packet
 
 
-class StagerDesk:
+class StagerHandler:
     """Talks to one stager. For the loop's thread.
 
     Args:

@@ -58,7 +58,7 @@ _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 _log = logging.getLogger("holdfast.claim")
 
 
-class _ClaimRecord(BaseModel):
+class _LeaseRecord(BaseModel):
     """The content of a claim file."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
@@ -84,7 +84,7 @@ class _ClaimRecord(BaseModel):
         return seal(self.model_dump_json().encode(), _CRC_FIELD)
 
 
-class Claimed(NamedTuple):
+class LeasedRun(NamedTuple):
     """A run that is ours.
 
     Attributes:
@@ -98,7 +98,7 @@ class Claimed(NamedTuple):
     check: Callable[[], None]
 
 
-class Claim:
+class Lease:
     """The right to write to a run, until a higher attempt appears. Made by `take`; may be used from any thread.
 
     Attributes:
@@ -106,7 +106,7 @@ class Claim:
             are not another writer's: `check` removes them.
     """
 
-    def __init__(self, store: Store, record: _ClaimRecord) -> None:
+    def __init__(self, store: Store, record: _LeaseRecord) -> None:
         self.unanswered: set[str] = set()
         self._store = store
         self._at_once = store.inner if isinstance(store, Retrying) else store  # without retries
@@ -123,7 +123,7 @@ class Claim:
         takeover: bool = False,
         identity: Identity | None = None,
         tried: set[str] | None = None,
-    ) -> Claim:
+    ) -> Lease:
         """Claim the run, with the next attempt.
 
         Blocks for up to two heartbeats when the last writer was on another host and did not release its claim.
@@ -146,7 +146,7 @@ class Claim:
             attempts = _attempts(store)
             if attempts and not takeover:
                 _refuse_if_alive(store, attempts[-1], identity, heartbeat_seconds, sleep)
-            record = _ClaimRecord(
+            record = _LeaseRecord(
                 attempt=(attempts[-1] if attempts else _highest_published(store, store.list())) + 1,
                 write_id=uuid.uuid4().hex,
                 host=identity.host,
@@ -238,7 +238,7 @@ class Claim:
             except (FencedError, StoreError) as error:
                 _log.warning("the claim on the run could not be released: %s", error)
 
-    def _put(self, record: _ClaimRecord) -> None:
+    def _put(self, record: _LeaseRecord) -> None:
         self._store.write(_name(record.attempt), record.to_bytes())
         self._record = record
 
@@ -316,7 +316,7 @@ def note_attempt(store: Store, attempt: int) -> bool:
     """
     identity = Identity.of_this_process()
     older = [one for one in _attempts(store) if one < attempt]
-    record = _ClaimRecord(
+    record = _LeaseRecord(
         attempt=attempt,
         write_id=uuid.uuid4().hex,
         host=identity.host,
@@ -375,13 +375,13 @@ def _highest_published(store: Store, objects: Sequence[ObjectInfo]) -> int:
     return highest
 
 
-def _read(store: Store, attempt: int) -> _ClaimRecord | None:
+def _read(store: Store, attempt: int) -> _LeaseRecord | None:
     """The claim of this attempt; None if it is gone or damaged."""
     name = _name(attempt)
     reason = "its CRC-32 does not hold"
     try:
         body = unseal(store.read(name, _CLAIM_BYTES_MAX), _CRC_FIELD)
-        record = None if body is None else _ClaimRecord.model_validate_json(body)
+        record = None if body is None else _LeaseRecord.model_validate_json(body)
     except StoreMissing:
         return None
     except DamageError as error:
@@ -406,7 +406,7 @@ def _read(store: Store, attempt: int) -> _ClaimRecord | None:
     return record
 
 
-def _is_of(record: _ClaimRecord | None, write_id: str) -> bool:
+def _is_of(record: _LeaseRecord | None, write_id: str) -> bool:
     return record is not None and record.write_id == write_id
 
 
@@ -439,7 +439,7 @@ def _refuse_if_alive(
             raise FencedError(_alive_message(store, first, "gave a sign of life just now"))
 
 
-def _alive_message(store: Store, record: _ClaimRecord, sign: str) -> str:
+def _alive_message(store: Store, record: _LeaseRecord, sign: str) -> str:
     return (
         f"{store.url}: attempt {record.attempt} owns this run: process {record.pid} on {record.host} {sign}. "
         "Wait for it or end it; each run has one writer"

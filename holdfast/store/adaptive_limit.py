@@ -30,7 +30,7 @@ class _Phase(Enum):
     KEEPING = auto()
 
 
-class LaneWidth:
+class AdaptiveLimit:
     """Finds the width. Not thread-safe.
 
     Args:

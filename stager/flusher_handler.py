@@ -18,7 +18,7 @@ from holdfast.faultpoint import Point, reach
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from stager.actions import Actions
-from stager.doubt_desk import DoubtDesk
+from stager.doubt_handler import DoubtHandler
 from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher
 from stager.payloads import Payloads
@@ -57,7 +57,7 @@ def replay(line: FlusherLine, session: Session) -> FlusherBack:
 _log = logging.getLogger("holdfast.stager")
 
 
-class FlusherDesk:
+class FlusherHandler:
     """See the module. For the loop's thread.
 
     Args:
@@ -72,7 +72,7 @@ class FlusherDesk:
     """
 
     def __init__(
-        self, line: FlusherLine, session: Session, payloads: Payloads, actions: Actions, doubts: DoubtDesk
+        self, line: FlusherLine, session: Session, payloads: Payloads, actions: Actions, doubts: DoubtHandler
     ) -> None:
         self._line, self._session, self._payloads, self._actions = line, session, payloads, actions
         self._doubts = doubts
