@@ -64,11 +64,8 @@ class Engine:
     """Flushes checkpoints from one ring.
 
     Args:
-        ring: The ring.
         context: The run that they go to, and where the threads answer.
-        maintenance: Gets what was published.
         writers: How many parts are written at once.
-        listener: Who is told.
         want_room: Told of each new image's chunks. True: it will answer, and its last `RingGrown` has a note.
     """
 

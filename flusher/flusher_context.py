@@ -15,10 +15,8 @@ class FlusherContext:
     """Made once, when the run is claimed.
 
     Attributes:
-        store: The run.
         lease: The claim on it; nothing is changed in a run that is another's.
         inbox: Where all threads of this flusher answer.
-        events: Event log.
     """
 
     store: Store

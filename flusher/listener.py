@@ -68,10 +68,7 @@ class EndedCheckpoints:
     """See the module. For the loop's thread.
 
     Args:
-        jobs: Reads manifests.
         workers: Whose threads wait for the store.
-        inbox: Where they answer.
-        listener: Who is told.
     """
 
     def __init__(self, jobs: Jobs, workers: Workers, inbox: Inbox, listener: FlushListener) -> None:

@@ -63,9 +63,7 @@ class Progress:
     """The record of one checkpoint. Get one by `begin` or `load`; parts may be added from any thread.
 
     Attributes:
-        head: Where the checkpoint goes.
         parts: Per part that the store has, the CRCs of the segments of each of its chunks.
-        published: The file has its name.
     """
 
     def __init__(self, path: Path, head: Head) -> None:

@@ -34,10 +34,6 @@ class _Hold:
 class RetryCounts:
     """Counts failures per checkpoint. For the loop's thread.
 
-    Args:
-        events: Gets `flush_held` and `flush_resumed`.
-        clock: Seconds that only go forward.
-
     Attributes:
         error: The newest error of the store.
     """
@@ -95,11 +91,7 @@ class RetryCounts:
 
 
 class RetryQueue:
-    """Acts with a time. For the loop's thread.
-
-    Args:
-        clock: Seconds that only go forward.
-    """
+    """Acts with a time. For the loop's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -49,12 +49,8 @@ class FlusherService:
     """Serves stagers.
 
     Args:
-        config: The settings.
         ring: The ring. `adopted`: it is one that a dead flusher left, and a stager may still have it mapped.
         context: The run, and where the threads answer.
-        maintenance: Verification and retention.
-        listener: Where stagers connect.
-        want_room: As of `Engine`.
 
     Attributes:
         leaves_ring: It was told to end, and the ring is still needed: by checkpoints in it, or by a stager.

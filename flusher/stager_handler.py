@@ -34,11 +34,6 @@ _SLOTS_TOLD_MAX = 4096  # in one message; the numbers of a larger ring would not
 class StagerHandler:
     """Talks to one stager. For the loop's thread.
 
-    Args:
-        channel: Its connection.
-        ring: The ring.
-        store_url: For the welcome.
-
     Attributes:
         welcomed: It said hello, and was answered.
         attempt: The attempt whose ring it still has, as its hello says; 0 for a new job.

@@ -38,10 +38,8 @@ class Slices:
     """The slices of one run. For one thread, the maintenance's.
 
     Args:
-        store: The run.
         patient: The same, for long reads: it waits while anything waits to be written.
         lease: The claim, checked before anything changes.
-        events: The event log.
     """
 
     def __init__(self, store: Store, patient: Store, lease: WriterLease, events: EventLog | None) -> None:

@@ -71,8 +71,6 @@ class MaintenanceRules:
     """The settings for checkpoints that are published.
 
     Attributes:
-        verify: Whether they are read back.
-        keep: Which of them stay.
         reuse: Whether the room of a removed one may be written over by the next checkpoint.
         refuse_nonfinite: Whether one with numbers that are not finite is marked bad.
     """
@@ -90,7 +88,6 @@ class Maintenance:
         context: The run. Its inbox gets `ReadBack` and `Pruned`, and a `FencedError` when the run was taken over.
         rules: What to read back, and what to keep.
         set_aside: Tells which checkpoints the supervisor of the run has set aside so far.
-        pace: When it may read.
     """
 
     def __init__(

@@ -58,8 +58,6 @@ class Workers:
     """Threads for one kind of job; the most urgent job first. A thread begins when a job finds all others busy.
 
     Args:
-        name: Names the threads.
-        threads: How many at most.
         limit: Lets them run; None: all at once.
     """
 

@@ -29,7 +29,6 @@ class WriterLease:
     """Holds the claim. May be used from any thread.
 
     Args:
-        store: The run.
         heartbeat_seconds: How often other hosts are shown that we live.
 
     Raises:

@@ -53,10 +53,8 @@ class _Value:
 
     Attributes:
         weight: About its bytes with all that is in it: what a copy of it would take.
-        depth: How deep it nests tuples.
         number: If it is a whole number.
         name: If it is a class or function: its name without the module.
-        parts: If it is a tuple.
         holds_list: Whether it is a list, dict or set, or a tuple that holds one.
     """
 

@@ -26,9 +26,6 @@ def stager_key_path(address: Address) -> Path:
 class StagerKey:
     """A key for the ranks of a stager that listens at `address`, until `close`.
 
-    Attributes:
-        key: It.
-
     Raises:
         ConfigError: It cannot be put where ranks would find it.
     """

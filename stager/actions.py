@@ -43,13 +43,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class Actions:
-    """The session's hands. For the loop's thread.
-
-    Args:
-        session: Decides.
-        context: Whom its actions concern.
-        clock: Seconds that only go forward.
-    """
+    """The session's hands. For the loop's thread."""
 
     def __init__(
         self,

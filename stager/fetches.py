@@ -30,12 +30,7 @@ _QUESTION_BYTES_MAX = 256
 
 
 class Fetches:
-    """The requests of ranks for bytes of the ring. All methods belong to the loop's thread.
-
-    Args:
-        port: The trainers.
-        line: Whose ring it is.
-    """
+    """The requests of ranks for bytes of the ring. All methods belong to the loop's thread."""
 
     def __init__(self, port: TrainersPort, line: FlusherLine) -> None:
         self._port, self._line = port, line

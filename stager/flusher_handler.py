@@ -61,10 +61,8 @@ class FlusherHandler:
     """See the module. For the loop's thread.
 
     Args:
-        line: The flusher, and the ring.
         session: What the next flusher must know.
         payloads: What is on its way into the ring.
-        actions: Takes the events.
         doubts: What the next flusher must hear of steps that may be torn.
 
     Attributes:

@@ -48,9 +48,6 @@ _started: dict[subprocess.Popen[bytes], int] = {}
 class FlusherAhead:
     """A flusher that has its modules and waits to be told to begin; it ends with this process. None is made where one
     answers already. Main thread.
-
-    Args:
-        config: Settings.
     """
 
     def __init__(self, config: StagerConfig) -> None:
@@ -87,11 +84,7 @@ class Flusher:
     """The flusher of this run, attached to.
 
     Attributes:
-        channel: Messages from and to it.
-        ring: The ring it owns.
         attempt: The attempt it gave this stager.
-        store_url: Where it writes.
-        pid: Its process.
         resumed: It has kept the ring, and the attempt, that the flusher before it had.
     """
 

@@ -35,7 +35,6 @@ class IntervalAgreement:
     """Events in, effects out; see the module. `now`: seconds of a clock that only goes forward.
 
     Args:
-        ranks: Training ranks.
         answer_seconds_max: How long a rank's answer is waited for.
     """
 
@@ -130,12 +129,6 @@ class IntervalHandler:
     """WISH and HERE of the ranks, losses and ticks to the agreement; its effects to the ranks, log and events.
 
     The loop's thread.
-
-    Args:
-        trainers: The ranks.
-        events: Event log.
-        attempt: Gives the job's attempt now.
-        clock: Seconds that only go forward.
     """
 
     def __init__(

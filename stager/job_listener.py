@@ -131,7 +131,6 @@ class JobListener:
         key: Of the run; empty for none.
         ranks: How many ranks a job must have; None takes what its first rank says.
         tls: Ranks must speak TLS; None: they must not.
-        clock: Seconds that only go forward.
 
     Attributes:
         turned_away: Ranks that have come since `end`, and know that the stager is stopping.

@@ -26,10 +26,7 @@ class Notices:
     """See the module. The loop's thread.
 
     Args:
-        trainers: The ranks.
         in_flight: What is on its way, oldest first.
-        attempt: The job's attempt now.
-        clock: Seconds that only go forward.
     """
 
     def __init__(

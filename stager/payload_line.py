@@ -31,9 +31,7 @@ class Place:
     """Where a payload belongs.
 
     Attributes:
-        memory: The slot.
         pieces: Parts of it, in the order of the payload's bytes.
-        nbytes: Of all pieces together.
         wanted: Nothing has filled or withdrawn it yet.
     """
 

@@ -54,11 +54,8 @@ class RankHandler:
     """See the module. For the loop's thread.
 
     Args:
-        config: Settings.
         port: The trainers, as MPI has them.
         context: Whom it deals with beside them.
-        actions: Takes the events.
-        clock: Seconds that only go forward.
     """
 
     def __init__(

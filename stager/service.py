@@ -53,12 +53,7 @@ class StagerService:
     """Serves one job.
 
     Args:
-        config: Settings.
-        port: The trainers.
-        flusher: The attached flusher.
-        events: Event log.
         is_stopping: Whether the stager was told to stop; asked at each turn.
-        clock: Seconds that only go forward; deadlines are measured with it.
     """
 
     def __init__(

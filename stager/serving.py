@@ -24,11 +24,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class StartRefused(Exception):
-    """The ranks have been told why there is no stager for them, and one of them says it.
-
-    Attributes:
-        error: Why.
-    """
+    """The ranks have been told why there is no stager for them, and one of them says it."""
 
     def __init__(self, error: HoldfastError) -> None:
         super().__init__(str(error))

@@ -83,9 +83,6 @@ def tls_of(config: StagerConfig) -> StagerTls | None:
 class StandingStager:
     """See the module. Main thread.
 
-    Args:
-        config: Settings, with `listen` among them.
-
     Attributes:
         address: Where it listens; its port is known when it was chosen by the system.
 

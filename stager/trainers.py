@@ -46,13 +46,10 @@ class Trainers:
     """Everything about the ranks but what they send.
 
     Args:
-        port: The way to them.
         rank_seconds_max: How long a rank may say nothing.
-        clock: Seconds that only go forward.
 
     Attributes:
         ranks: How many there were at start-up.
-        present: Ranks that have not left.
         lost: Ranks that died or were dropped, rather than left.
         beat_seconds: How often a beat is sent.
     """

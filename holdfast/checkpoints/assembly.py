@@ -69,12 +69,7 @@ class _Patch:
 
 
 class ChunkFinisher:
-    """Fills the CRC fields of an image's chunks, which come in order, and keeps the sums.
-
-    Args:
-        key: The checkpoint.
-        layout: The image.
-    """
+    """Fills the CRC fields of an image's chunks, which come in order, and keeps the sums."""
 
     def __init__(self, key: CheckpointId, layout: Layout) -> None:
         self._key, self._layout = key, layout
@@ -129,7 +124,6 @@ class Assembler:
     """Makes the chunks of one image, in order, from the slices of all ranks. No store, no threads of its own.
 
     Args:
-        loaded: The set.
         where: Names the place of a rank's slice, for messages.
     """
 

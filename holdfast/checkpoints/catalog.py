@@ -40,9 +40,7 @@ class CatalogItem:
     """One manifest of the run, readable or not.
 
     Attributes:
-        name: Name of the manifest's object.
         attempt: The attempt; of one that cannot be read and has it not in its name, the newest of the run.
-        step: The step, from the name.
         manifest: What it says; None when it cannot be read.
         fault: Why restore does not use it, for people; empty when it may.
         file_bytes: Size of the portable file in the store; None when there is none.
@@ -96,11 +94,9 @@ class CatalogLook:
     """One listing of a run, of which manifests are read one by one. May be used from any thread.
 
     Args:
-        store: The run.
         step: Only of this step; None: of all.
 
     Attributes:
-        names: The manifests, newest first.
         is_empty: Whether there is nothing at all at the URL.
     """
 

@@ -41,12 +41,7 @@ class Intent(BaseModel):
     """One file that is about to get its name, or to lose it.
 
     Attributes:
-        act: Which of the two.
-        file: Its name.
         write_id: Of the upload that wrote it.
-        nbytes: Its size.
-        chunk_bytes: As given to `Store.begin`.
-        part_bytes: The upload's, with `publish`.
         token: The upload's, with `publish`, where the store has one: it tells this write from any other.
     """
 

@@ -89,7 +89,6 @@ class LeasedRun(NamedTuple):
 
     Attributes:
         store: The run; it looks at the claim in each try of what others can see.
-        attempt: Ours.
         check: Sees that the run is still ours, and beats; to be called often.
     """
 
@@ -267,10 +266,6 @@ def names_tell(store: Store, objects: Sequence[ObjectInfo]) -> bool:
     """Whether a manifest without an attempt in its name is of attempt 1: no older version has ever written to this run.
 
     Each claim says so if the one before it did, or if there was nothing yet.
-
-    Args:
-        store: The run.
-        objects: Its listing.
 
     Raises:
         StoreError: The store failed.

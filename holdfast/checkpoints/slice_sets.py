@@ -137,8 +137,6 @@ class LoadedSet(NamedTuple):
     """A complete set whose seals agree.
 
     Attributes:
-        found: The set.
-        layout: Of the image.
         seals: Of each rank, in order of rank.
     """
 
@@ -165,10 +163,6 @@ def find_sets(objects: Iterable[ObjectInfo]) -> list[SliceSet]:
 
 def read_seal(store: Store, name: SliceName) -> SliceSeal:
     """The seal of one slice.
-
-    Args:
-        store: The run.
-        name: Whose.
 
     Raises:
         StoreMissing: It is gone.

@@ -73,8 +73,6 @@ class VerifyReport:
     """The outcome of reading one checkpoint back.
 
     Attributes:
-        file: Name of the file.
-        step: Its step.
         checked_bytes: How many bytes were read and checked.
         damage: What does not hold; empty when all does.
         nonfinite: Numbers that are not finite; None when they could not be counted, as of a damaged file.

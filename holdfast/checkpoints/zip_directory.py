@@ -58,11 +58,6 @@ class StatedRecord(NamedTuple):
 def plain_directory(store: Store, name: str, nbytes: int) -> dict[bytes, StatedRecord] | None:
     """The records of a zip file by name; None if its directory is not plain, or none at all.
 
-    Args:
-        store: The run.
-        name: The file.
-        nbytes: Its size.
-
     Raises:
         StoreError: The store failed.
     """

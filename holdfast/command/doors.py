@@ -21,8 +21,6 @@ class Exported(NamedTuple):
     """An export that was written.
 
     Attributes:
-        nbytes: Size of the export.
-        tensors: Number of tensors.
         tied: Tied tensors: name to the name of the tensor that it shares memory with.
     """
 

@@ -50,7 +50,6 @@ class PatchJob(Protocol):
     """A chunk to patch: the CRCs for its fields, and those so far of the segments that they lie in.
 
     Attributes:
-        entry_crcs: For each of `LayoutIndex.fields[chunk].entries`.
         verified_crcs: Of each of its `segments`, their fields zero.
     """
 

@@ -69,7 +69,6 @@ class LayoutIndex:
     """Lookups over one layout. Immutable after construction; may be read from any thread.
 
     Attributes:
-        layout: The layout.
         fields: Per chunk, the CRC fields in it.
         needs: Per chunk, the entries whose CRC must be known before it can be written.
         waiting: Per entry, the chunks that hold its CRC fields.

@@ -31,11 +31,8 @@ class LayoutFields:
     """The fields of a layout, as they travel and lie in files.
 
     Args:
-        image_bytes: Size of the final file.
         chunk_bytes: Size of a chunk; a multiple of 4096.
-        ranks: Number of training ranks.
         entries: In order of offset, not overlapping.
-        tensors: What the entries hold.
         spared: Ranks without a slice, ascending; not all of them.
         patterns: How entries are split that are.
 

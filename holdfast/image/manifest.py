@@ -71,7 +71,6 @@ class NonfiniteRecord(_ManifestRecord):
 
     Attributes:
         values: How many there are. In a storage that several tensors share they count once.
-        tensors: How many tensors have some.
         named: How many each of those has, by path: the first `NONFINITE_NAMED_MAX` in the order of the state.
     """
 

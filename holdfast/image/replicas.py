@@ -178,7 +178,6 @@ class Divergence:
     """Replicas that differ at one checkpoint.
 
     Attributes:
-        step: The checkpoint's step.
         drifted: rank → paths of tensors in which it differs from most ranks.
         undecided: Paths in which no majority agrees, so that nobody can say who drifted → the groups of equal ranks.
     """
@@ -252,11 +251,7 @@ class Replicas:
         return Divergence(step, drifted, undecided) if drifted or undecided else None
 
     def suspicion(self, step: int) -> str:
-        """What drifted at a step before, and was not shown to be equal since, as a sample may miss it; else empty.
-
-        Args:
-            step: That was compared last.
-        """
+        """What drifted at a step before, and was not shown to be equal since, as a sample may miss it; else empty."""
         if not self._open:
             return ""
         return (

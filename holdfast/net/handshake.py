@@ -234,7 +234,6 @@ class StagerAnswer:
     """The stager's last word, without its text.
 
     Attributes:
-        status: Whether, or why not.
         received: How much the stager has received on this channel before.
         text_bytes: Length of the text that follows.
     """

@@ -26,7 +26,6 @@ class PayloadHeader(NamedTuple):
     Attributes:
         number: From 1 on.
         slot: Of the ring, as its credit said.
-        nbytes: Of the payload.
     """
 
     number: int

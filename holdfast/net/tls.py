@@ -29,11 +29,7 @@ _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class TlsSocket:
-    """A TCP connection with TLS, with the methods of a socket that are used here. One thread at a time.
-
-    Args:
-        sock: Wrapped by `ssl`, connected.
-    """
+    """A TCP connection with TLS, with the methods of a socket that are used here. One thread at a time."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
@@ -139,7 +135,6 @@ class StagerTls:
 
     Args:
         cert: File with the stager's certificate, and those between it and the authority that ranks trust.
-        key: File with its private key.
 
     Raises:
         ConfigError: They cannot be read, or do not belong together.

@@ -55,7 +55,6 @@ class Advice:
     """An interval with its reasons.
 
     Attributes:
-        every: Iterations between two checkpoints.
         overhead: Share of training time that checkpoints cost without interruptions; 0.03 means 3 %.
         lost_seconds: Time whose work an interruption takes away, on average: half a cycle, and the time that a
             checkpoint needs to be safe. Restart and restore come on top, whatever the interval.

@@ -136,7 +136,6 @@ class Channel:
 
     Attributes:
         closed: The peer is gone, or `close` was called. Messages that came before are still given by `poll`.
-        peer_pid: Its process id.
     """
 
     def __init__(self, connection: socket.socket) -> None:

@@ -113,7 +113,6 @@ class Journal:
 
     Args:
         memory: The whole journal file, mapped shared; it may have room for more records than there are slots.
-        source: Its path, for messages.
         more: The files for sources that a record has no room for.
 
     Raises:

@@ -79,7 +79,6 @@ class Ring:
     one thread at a time may change a slot's state.
 
     Attributes:
-        directory: Where it lies.
         chunk_bytes: Size of a slot. `ring_chunks`: how many of them this process has mapped.
         token: Random, in the file of the stager that holds the ring, if this process is it: who finds it there sees
             this very ring.

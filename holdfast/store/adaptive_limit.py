@@ -34,7 +34,6 @@ class AdaptiveLimit:
     """Finds the width. Not thread-safe.
 
     Args:
-        start: The width to begin with.
         least: Never fewer. `most`: never more.
     """
 

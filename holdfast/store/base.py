@@ -93,10 +93,7 @@ class BegunUpload(NamedTuple):
     """What is known of an upload that a dead process began.
 
     Attributes:
-        nbytes: As given to `begin`.
         part_bytes: The upload's `part_bytes`.
-        write_id: As given to `begin`.
-        token: The upload's `token`.
         crc32s: CRC-32 of parts as the caller recorded them; a part that the store is known to hold with another one
             does not count as written.
     """

@@ -34,9 +34,7 @@ class ConcurrencyLimit:
     """Lets a number of requests through at once. May be used from any thread.
 
     Args:
-        most: How many at most.
         found: Finds how many are best; None: always `most`.
-        clock: Gives seconds.
     """
 
     def __init__(

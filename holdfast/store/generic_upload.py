@@ -26,10 +26,7 @@ class GenericUpload(PartedUpload):
     """One upload. `write_part` may be called from any thread.
 
     Args:
-        folder: The run's.
-        path: Full path of the object.
         temporary: Full path that its unfinished objects' names begin with.
-        nbytes: Size of the object.
         part_bytes: Size of every part but the last.
         token: Of an upload that another process began and that goes on here; None begins one.
         crc32s: With `token`: CRC-32 of parts as they must be.

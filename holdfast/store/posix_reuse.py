@@ -36,11 +36,7 @@ _STATFS_BYTES = 512  # more than the structure takes anywhere
 
 
 class SpareRoom:
-    """At most one old file, kept so that its blocks are reused. Safe for any thread.
-
-    Args:
-        root: The run's directory.
-    """
+    """At most one old file, kept so that its blocks are reused. Safe for any thread."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -56,11 +56,8 @@ class PosixUpload(PartedUpload):
     """Upload to a temporary file; `publish` gives it its name. `write_part` may be called from any thread.
 
     Args:
-        root: The run's directory.
         path: Where the file will stand, below `root`.
         temporary: Where it is written; on the same file system.
-        nbytes: Size of the file.
-        part_bytes: Size of a part.
         token: Of an upload that another process began and that goes on here; None begins one.
         room: Of a retired file, which a new upload may use.
 

@@ -31,7 +31,6 @@ class RetryBudget:
     """The time for which one call may be retried.
 
     Attributes:
-        attempts_max: Attempts in all.
         seconds_max: No new attempt is begun after this many seconds.
         first_wait_seconds: Upper end of the first random wait; it doubles with each attempt.
         wait_seconds_max: Upper end of any wait, also of one that the server asks for.
@@ -137,7 +136,6 @@ class Retrying(StoreWrapper):
     """A store whose calls are tried again, those of its uploads as well.
 
     Args:
-        inner: The store.
         budget: How long one call may be tried.
         sleep: Waits a number of seconds; tests hand in their own.
     """

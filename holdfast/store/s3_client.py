@@ -30,9 +30,6 @@ def crc_header(value: int) -> str:
 def make_client(url: str) -> S3Client:
     """A client for AWS, or for the endpoint that the environment names. No network.
 
-    Args:
-        url: The run, for messages.
-
     Raises:
         ConfigError: The AWS settings of this process contradict themselves or name a profile that is not there.
     """

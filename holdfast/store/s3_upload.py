@@ -66,10 +66,7 @@ class S3Upload(PartedUpload):
     """One multipart upload. `write_part` may be called from any thread.
 
     Args:
-        bucket: The run's.
-        key: Key of the object.
         record: Key of the record that names this upload for a sweep.
-        nbytes: Size of the object.
         part_bytes: Size of every part but the last; from `part_bytes_for`.
         write_id: Kept as metadata of the object; tells it from another writer's.
         begun: The upload of another process that goes on here; None begins one.

@@ -127,7 +127,6 @@ class PatientStore(StoreWrapper):
     """A store for long reads that give way to more urgent work.
 
     Args:
-        inner: The store.
         wait: Returns when this many bytes may be read; may raise, and nothing is read then.
     """
 

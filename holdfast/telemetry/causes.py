@@ -22,7 +22,6 @@ class Reason:
 
     Attributes:
         cause: A `DeclineCause`, or that of an error's code.
-        text: A sentence for people.
     """
 
     cause: str

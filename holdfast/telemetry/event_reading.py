@@ -44,7 +44,6 @@ class Log:
 
     Attributes:
         events: In the order of their times.
-        files: Where they come from.
         unreadable: Lines that are no event, such as one that a full disk has cut.
         running: Files whose last line has no end: a process was still writing, or was killed in that line.
     """

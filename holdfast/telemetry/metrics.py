@@ -53,14 +53,6 @@ class Metrics:
 
     Outcomes are named as their events, and each exists from the start: a counter that first appears with 1 has not
     increased for Prometheus.
-
-    Args:
-        role: `stager` or `flusher`.
-        run: URL of the run.
-        clock: Gives Unix seconds.
-
-    Attributes:
-        registry: What a scrape reads.
     """
 
     def __init__(self, role: str, run: str, *, clock: Callable[[], float] = time.time) -> None:

@@ -33,9 +33,7 @@ class RankTimes:
     """Times of one rank for one checkpoint: seconds since its `save()` by its own clock, or durations.
 
     Attributes:
-        host: Where it was.
         saved_at_unix: When it called `save()`.
-        slice_bytes: Of its slice.
         seconds: Name of the time as in docs/format.md → seconds.
     """
 
@@ -118,7 +116,6 @@ class NotTaken:
     """A step that was declined, or given up.
 
     Attributes:
-        kind: `declined` or `failed`.
         ranks: So many ranks have said so.
     """
 

@@ -74,10 +74,8 @@ class Spans:
     """The spans of one stager or flusher. `hear` may be called from any thread, as events are.
 
     Args:
-        role: `stager` or `flusher`.
         run: URL of the run, as the flusher says it.
         processors: Where finished spans go. None may wait for anybody.
-        clock: Gives Unix seconds.
     """
 
     def __init__(

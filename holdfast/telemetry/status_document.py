@@ -38,7 +38,6 @@ class CheckpointStatus(_Words):
     """One checkpoint, as far as this process knows.
 
     Attributes:
-        saved_at_unix: The first rank's `save()`.
         stall_seconds: The longest that a rank's training thread was held up by it.
         read_back: `verified`, `drifted`, `doubtful`, `bad`, or `verify_failed`, once it was read back.
         nonfinite: How many of its numbers are not finite (NaN or infinite); None: not counted.
@@ -67,7 +66,6 @@ class RankStatus(_Words):
 
     Attributes:
         state: `coming` until it has said hello.
-        quiet_seconds: Since it was heard last.
         step: The newest step that it has offered or declined.
         stall_seconds: What its newest known checkpoint cost its training thread.
     """
@@ -94,11 +92,8 @@ class StatusDocument(_Words):
     """All that one process says.
 
     Attributes:
-        run: URL of the run.
         attempt: 0: none yet.
-        since_unix: When it was ready.
         ranks_total: How many there are; `ranks` has the worst of them.
-        checkpoints: Newest last.
         not_taken: Causes of declined and failed steps, counted. `declined`: the last of them, newest last.
         stager_attached: Of a flusher: whether a stager is.
         work_ended_at_unix: Of a flusher without a stager: when the last one went.

@@ -40,10 +40,7 @@ class StatusState:
     """See the module.
 
     Args:
-        role: `stager` or `flusher`.
-        run: URL of the run.
         ranks: Gives the ranks as this process sees them, and how many there are; called from the thread that asks.
-        clock: Gives Unix seconds.
     """
 
     def __init__(

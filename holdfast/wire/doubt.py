@@ -16,9 +16,7 @@ class Doubt(NamedTuple):
     """One rank's doubt.
 
     Attributes:
-        rank: Whose.
         steps: The first and the last of its steps that may be torn, both included; None: none is.
-        reason: What was seen, for people.
         earlier_attempts: Attempts of the same job before it lost a stager and reached one again: the steps may be
             theirs, too.
     """

@@ -102,16 +102,13 @@ class Frame:
     """One control message. What `chunk`, `flags`, `arg` and `body` mean depends on `kind`; unused ones are 0 or empty.
 
     Attributes:
-        kind: What it says.
         attempt: Fencing epoch of the run; 0 before WELCOME.
         step: Training step of the checkpoint it is about.
-        chunk: Chunk of the image.
         flags: SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.StepWord`. FETCH and
             FETCHED: what is asked for (`holdfast.ring.remains.Asked`).
         arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of
             the proposal. FETCH: attempt of the checkpoint. FETCHED: 1 if it is there. SEALED, SKIPPED, COMPLETE, VOID:
             number of the tier. ROOM: bytes.
-        body: JSON, or what `kind` says.
     """
 
     kind: Kind

@@ -48,9 +48,7 @@ class LayoutRound:
     """Collects one proposal of each rank.
 
     Args:
-        ranks: How many there are.
         seconds_max: How long the last one is waited for after the first.
-        who: Waits, in messages.
     """
 
     def __init__(self, ranks: int, seconds_max: float, *, who: str = "the stager") -> None:

@@ -49,9 +49,7 @@ class Wish:
     """The interval that rank 0 has computed and asks for.
 
     Attributes:
-        every: Steps between two checkpoints.
         after: The step at which it was last time to save; the next one is `every` steps later, or as soon as can be.
-        why: A sentence for people.
     """
 
     every: int

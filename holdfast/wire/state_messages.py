@@ -208,7 +208,6 @@ class Agreement:
     """The room that all ranks leave, so that the layout stays the same while the pickle changes a little.
 
     Attributes:
-        pickle_reserve_bytes: Room for data.pkl.
         per_rank_reserve_bytes: Room for each `PerRank` value of each rank.
         rank0_only: Paths of tensors of which other ranks hold other bytes than rank 0, whose are saved.
         patterns: How tensors are split that are.

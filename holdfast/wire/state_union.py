@@ -124,10 +124,6 @@ def unite_trees(
 ) -> tuple[list[str], _Outline, dict[str, list[list[str]]]]:
     """Unite the trees of all ranks.
 
-    Args:
-        tables: By rank.
-        stages: By rank.
-
     Returns:
         Paths of all tensors in the order of the file, the outline with their numbers, and the groups of the optimizers.
 

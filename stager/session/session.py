@@ -65,7 +65,6 @@ class Session:
     """All checkpoints of one stager. Not for several threads; `handle` is the only way in.
 
     Args:
-        ranks: Training ranks.
         free_slots: Slots of the ring that are free now; those to be filled first, first.
         flusher_slots: Slots that still hold chunks of an earlier job; the flusher will free them.
         offer_seconds_max: How long the last rank's offer is waited for after the first.
