@@ -65,7 +65,6 @@ class Engine:
 
     Args:
         context: The run that they go to, and where the threads answer.
-        writers: How many parts are written at once.
         want_room: Told of each new image's chunks. True: it will answer, and its last `RingGrown` has a note.
     """
 

@@ -16,7 +16,6 @@ class FlusherContext:
 
     Attributes:
         lease: The claim on it; nothing is changed in a run that is another's.
-        inbox: Where all threads of this flusher answer.
     """
 
     store: Store

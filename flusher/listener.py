@@ -65,11 +65,7 @@ class LookedUp:
 
 
 class EndedCheckpoints:
-    """See the module. For the loop's thread.
-
-    Args:
-        workers: Whose threads wait for the store.
-    """
+    """See the module. For the loop's thread."""
 
     def __init__(self, jobs: Jobs, workers: Workers, inbox: Inbox, listener: FlushListener) -> None:
         self._jobs, self._workers, self._inbox, self._listener = jobs, workers, inbox, listener

@@ -32,11 +32,7 @@ class _Hold:
 
 
 class RetryCounts:
-    """Counts failures per checkpoint. For the loop's thread.
-
-    Attributes:
-        error: The newest error of the store.
-    """
+    """Counts failures per checkpoint. For the loop's thread."""
 
     def __init__(self, events: EventLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._events, self._clock = events, clock

@@ -50,7 +50,6 @@ class FlusherService:
 
     Args:
         ring: The ring. `adopted`: it is one that a dead flusher left, and a stager may still have it mapped.
-        context: The run, and where the threads answer.
 
     Attributes:
         leaves_ring: It was told to end, and the ring is still needed: by checkpoints in it, or by a stager.

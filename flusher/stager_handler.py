@@ -35,10 +35,7 @@ class StagerHandler:
     """Talks to one stager. For the loop's thread.
 
     Attributes:
-        welcomed: It said hello, and was answered.
         attempt: The attempt whose ring it still has, as its hello says; 0 for a new job.
-        resumed: It goes on with that ring.
-        finishing: It said that the training is over.
     """
 
     def __init__(self, channel: Channel, ring: Ring, store_url: str) -> None:

@@ -16,7 +16,6 @@ class Resume:
     """A checkpoint that a dead flusher has begun, and how far it came.
 
     Attributes:
-        part_chunks: Chunks to a part of its upload.
         parts: Per part that the store has, for each of its chunks the CRCs of the segments as they stand there.
     """
 

@@ -86,7 +86,6 @@ class Maintenance:
 
     Args:
         context: The run. Its inbox gets `ReadBack` and `Pruned`, and a `FencedError` when the run was taken over.
-        rules: What to read back, and what to keep.
         set_aside: Tells which checkpoints the supervisor of the run has set aside so far.
     """
 

@@ -53,7 +53,6 @@ class _Value:
 
     Attributes:
         weight: About its bytes with all that is in it: what a copy of it would take.
-        number: If it is a whole number.
         name: If it is a class or function: its name without the module.
         holds_list: Whether it is a list, dict or set, or a tuple that holds one.
     """
@@ -91,10 +90,6 @@ _TWO_LINES = {_CODES["GLOBAL"], _CODES["INST"]}
 
 def check_pickle(pickled: bytes | memoryview, tuples_max: int | None = None) -> int:
     """Refuse a pickle that costs more than it is worth.
-
-    Args:
-        pickled: The pickle.
-        tuples_max: How deep tuples may be nested.
 
     Returns:
         How deep tuples are nested in it; just above `tuples_max` where they are deeper.

@@ -61,12 +61,7 @@ class FlusherHandler:
     """See the module. For the loop's thread.
 
     Args:
-        session: What the next flusher must know.
-        payloads: What is on its way into the ring.
         doubts: What the next flusher must hear of steps that may be torn.
-
-    Attributes:
-        drained: The flusher has said that all is done.
     """
 
     def __init__(

@@ -84,7 +84,6 @@ class Flusher:
     """The flusher of this run, attached to.
 
     Attributes:
-        attempt: The attempt it gave this stager.
         resumed: It has kept the ring, and the attempt, that the flusher before it had.
     """
 

@@ -32,11 +32,7 @@ _REASON_CHARACTERS = 300
 
 
 class IntervalAgreement:
-    """Events in, effects out; see the module. `now`: seconds of a clock that only goes forward.
-
-    Args:
-        answer_seconds_max: How long a rank's answer is waited for.
-    """
+    """Events in, effects out; see the module. `now`: seconds of a clock that only goes forward."""
 
     def __init__(self, ranks: int, *, answer_seconds_max: float = 10.0) -> None:
         self._agreement = StepAgreement(

@@ -126,8 +126,6 @@ class JobListener:
     """See the module. One thread; nothing here waits.
 
     Args:
-        sock: It listens and does not block.
-        reactor: Tells which sockets can be read.
         key: Of the run; empty for none.
         ranks: How many ranks a job must have; None takes what its first rank says.
         tls: Ranks must speak TLS; None: they must not.

@@ -23,11 +23,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class Notices:
-    """See the module. The loop's thread.
-
-    Args:
-        in_flight: What is on its way, oldest first.
-    """
+    """See the module. The loop's thread."""
 
     def __init__(
         self,

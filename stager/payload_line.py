@@ -32,7 +32,6 @@ class Place:
 
     Attributes:
         pieces: Parts of it, in the order of the payload's bytes.
-        wanted: Nothing has filled or withdrawn it yet.
     """
 
     memory: memoryview
@@ -45,7 +44,6 @@ class PayloadLine:
     """See the module. One thread.
 
     Args:
-        sock: The connection; it does not block.
         open_place: Where this payload belongs; None if it is to be dropped.
         taken: Called with its header when all of a payload has been read, and with the place that was open for it when
             it began; None if that is not wanted any more.

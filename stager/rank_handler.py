@@ -51,12 +51,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class RankHandler:
-    """See the module. For the loop's thread.
-
-    Args:
-        port: The trainers, as MPI has them.
-        context: Whom it deals with beside them.
-    """
+    """See the module. For the loop's thread."""
 
     def __init__(
         self,

@@ -17,10 +17,7 @@ class StagerContext:
     """Made once by the `StagerService`.
 
     Attributes:
-        trainers: The ranks, as they are known.
-        payloads: What is on its way into the ring.
         notices: Hears what concerns a machine's end, and how checkpoints end.
-        doubts: Hears that steps may be torn.
     """
 
     line: FlusherLine

@@ -50,7 +50,6 @@ class TcpTrainersPort:
     """See the module; a `TrainersPort`.
 
     Args:
-        reactor: Tells which sockets can be read.
         hello: What the first rank of the job has said: its launch, its incarnation, the number of ranks.
         reconnect_seconds_max: How long a rank whose connection was cut may take to come again.
         start_seconds_max: How long after the first rank the others may come.

@@ -45,13 +45,8 @@ class _Heard:
 class Trainers:
     """Everything about the ranks but what they send.
 
-    Args:
-        rank_seconds_max: How long a rank may say nothing.
-
     Attributes:
-        ranks: How many there were at start-up.
         lost: Ranks that died or were dropped, rather than left.
-        beat_seconds: How often a beat is sent.
     """
 
     def __init__(

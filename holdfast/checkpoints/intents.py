@@ -41,7 +41,6 @@ class Intent(BaseModel):
     """One file that is about to get its name, or to lose it.
 
     Attributes:
-        write_id: Of the upload that wrote it.
         token: The upload's, with `publish`, where the store has one: it tells this write from any other.
     """
 

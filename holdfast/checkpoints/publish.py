@@ -32,7 +32,6 @@ class ManifestFacts:
     """Facts about a checkpoint that its manifest states beside the bytes.
 
     Attributes:
-        times: When it was staged and durable.
         record: Times and bytes of the ranks and the stager, for people.
         writer: Key in the record with the times of the process that wrote the file.
         doubt: Why the checkpoint may be torn, as far as is known; empty where nobody doubts it.

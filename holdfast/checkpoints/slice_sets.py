@@ -134,11 +134,7 @@ class SliceSet:
 
 
 class LoadedSet(NamedTuple):
-    """A complete set whose seals agree.
-
-    Attributes:
-        seals: Of each rank, in order of rank.
-    """
+    """A complete set whose seals agree."""
 
     found: SliceSet
     layout: Layout

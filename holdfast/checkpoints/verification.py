@@ -74,7 +74,6 @@ class VerifyReport:
 
     Attributes:
         checked_bytes: How many bytes were read and checked.
-        damage: What does not hold; empty when all does.
         nonfinite: Numbers that are not finite; None when they could not be counted, as of a damaged file.
     """
 

@@ -30,7 +30,6 @@ class SentPart(NamedTuple):
 
     Attributes:
         inside: Number of its first byte among those that the rank holds of the entry; of literals 0.
-        extents: Where they lie in the image, ascending.
     """
 
     entry: int | None
@@ -70,7 +69,6 @@ class TensorInfo:
 
     Attributes:
         path: Path in the state, such as `model/blocks.0.weight`.
-        dtype: Name of the dtype without `torch.`.
         entry: Index of the entry that holds its storage (tied tensors share one).
     """
 

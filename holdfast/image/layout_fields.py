@@ -32,9 +32,7 @@ class LayoutFields:
 
     Args:
         chunk_bytes: Size of a chunk; a multiple of 4096.
-        entries: In order of offset, not overlapping.
         spared: Ranks without a slice, ascending; not all of them.
-        patterns: How entries are split that are.
 
     Raises:
         ProtocolError: The parts contradict each other. A layout also comes from outside (wire, disk), so all that is

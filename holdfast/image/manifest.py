@@ -93,7 +93,6 @@ class Manifest(_ManifestRecord):
     Attributes:
         run: Name of the run (last part of the URL).
         attempt: Fencing epoch of the writer; 1 for the first start of a run, more after each restart.
-        file: Name of the portable file beside the manifest.
         drift: Why the replicas of which it was put together are not the same; empty as far as is known. Where it is not
             empty, `state` is never `verified`: it stays `durable` when the file was found whole, and `note` says so.
         doubt: Why it may be torn: a rank that copied it while training went on has later seen its state change in a way

@@ -27,7 +27,6 @@ class SaveRecord:
 
     Attributes:
         copied_inside: Whether the copy was finished inside `save()`, so that nothing could tear it.
-        in_flight: Checkpoints of this rank that were under way.
         save_seconds: In `save()`. `gate_seconds`: waited at the gate. `cst_seconds`: both, the stall.
         sending_seconds: From `save()` to this state of the transfer; so the other names of states.
         job: Of a slice's seal: the job that wrote it. `drift`: of a slice in the ring: why its replicas differ.

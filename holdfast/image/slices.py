@@ -71,10 +71,8 @@ class SliceSeal(BaseModel):
     """Written after the slice's bytes are durable; what makes them a slice.
 
     Attributes:
-        run: Name of the run, as in its URL.
         attempt: Of the job that wrote it. `step`: the step that is saved.
         rank: Whose slice. `ranks`: of how many.
-        layout_digest: Of the layout, which lies beside it.
         frame_crc32s: One for each of `frames_of(layout, rank)`, of its `nbytes` without the padding.
         sealed_at_unix: When it was sealed, for people and reports; 0 where nobody said so.
         record: Times and bytes, for people and reports; and `job`, a random name that all ranks of a job share: slices

@@ -235,7 +235,6 @@ class StagerAnswer:
 
     Attributes:
         received: How much the stager has received on this channel before.
-        text_bytes: Length of the text that follows.
     """
 
     status: Status

@@ -32,9 +32,6 @@ class MessageLine:
 
     Args:
         scratch: Where bytes arrive, `SCRATCH_BYTES` long. Lines of one thread may share it; None: one of its own.
-
-    Attributes:
-        received: How many messages have arrived, over all connections.
     """
 
     def __init__(self, scratch: bytearray | None = None) -> None:

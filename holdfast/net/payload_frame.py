@@ -25,7 +25,6 @@ class PayloadHeader(NamedTuple):
 
     Attributes:
         number: From 1 on.
-        slot: Of the ring, as its credit said.
     """
 
     number: int

@@ -28,9 +28,6 @@ _REQUEST_BYTES = 16 << 20  # behind most of these is a network
 class GenericStore:
     """An fsspec file system's folder as a store. All methods may be called from any thread.
 
-    Args:
-        url: The URL, already normalised and without secrets.
-
     Raises:
         ConfigError: No driver for the scheme is installed, or its settings are refused.
     """

@@ -13,9 +13,6 @@ from holdfast.store.base import refuse_large
 class GenericFolder:
     """A folder. Paths are full ones, as `path` gives them. All methods may be called from any thread.
 
-    Args:
-        url: The URL, already normalised and without secrets.
-
     Raises:
         ConfigError: No driver for the scheme is installed, or its settings are refused.
     """

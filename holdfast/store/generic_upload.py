@@ -27,7 +27,6 @@ class GenericUpload(PartedUpload):
 
     Args:
         temporary: Full path that its unfinished objects' names begin with.
-        part_bytes: Size of every part but the last.
         token: Of an upload that another process began and that goes on here; None begins one.
         crc32s: With `token`: CRC-32 of parts as they must be.
 

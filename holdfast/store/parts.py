@@ -28,9 +28,7 @@ class PartLedger:
     """Counts the parts of one upload. Thread-safe.
 
     Args:
-        what: Full name of the file, for messages.
         nbytes: Size of the whole file; at least 1.
-        part_bytes: Size of every part but the last.
 
     Raises:
         StoreError: A size is not positive.
@@ -144,9 +142,7 @@ class PartedUpload:
     """The half of an upload that is the same in every backend: its parts, and whether the file is in place.
 
     Args:
-        what: Full name of the file, for messages.
         nbytes: Size of the whole file; at least 1.
-        part_bytes: Size of every part but the last.
 
     Raises:
         StoreError: A size is not positive.

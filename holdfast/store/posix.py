@@ -40,11 +40,7 @@ _REQUEST_BYTES = 4 << 20
 
 
 class PosixStore:
-    """A directory as a store. All methods may be called from any thread.
-
-    Args:
-        root: The run's directory; it need not exist yet.
-    """
+    """A directory as a store. All methods may be called from any thread."""
 
     def __init__(self, root: Path) -> None:
         self._root = Path(os.path.abspath(root))  # noqa: PTH100  (Path.absolute keeps "..")

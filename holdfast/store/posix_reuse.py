@@ -75,10 +75,6 @@ class SpareRoom:
     def take(self, fresh: Path, descriptor: int) -> int:
         """Put the kept file in the place of a new, empty one.
 
-        Args:
-            fresh: The new file, under the run's directory.
-            descriptor: Open on it, for reading and writing.
-
         Returns:
             The descriptor to go on with: of the kept file under the new one's name (`descriptor` is closed then), or
             `descriptor`, if there is none or it is somebody else's, too.

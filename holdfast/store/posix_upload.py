@@ -56,7 +56,6 @@ class PosixUpload(PartedUpload):
     """Upload to a temporary file; `publish` gives it its name. `write_part` may be called from any thread.
 
     Args:
-        path: Where the file will stand, below `root`.
         temporary: Where it is written; on the same file system.
         token: Of an upload that another process began and that goes on here; None begins one.
         room: Of a retired file, which a new upload may use.

@@ -136,7 +136,6 @@ class Retrying(StoreWrapper):
     """A store whose calls are tried again, those of its uploads as well.
 
     Args:
-        budget: How long one call may be tried.
         sleep: Waits a number of seconds; tests hand in their own.
     """
 

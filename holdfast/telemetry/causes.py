@@ -18,11 +18,7 @@ STATES_DIFFER = "the ranks' states differ"
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a step is not taken.
-
-    Attributes:
-        cause: A `DeclineCause`, or that of an error's code.
-    """
+    """Why a step is not taken."""
 
     cause: str
     text: str

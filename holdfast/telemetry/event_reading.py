@@ -43,7 +43,6 @@ class Log:
     """All lines of all files.
 
     Attributes:
-        events: In the order of their times.
         unreadable: Lines that are no event, such as one that a full disk has cut.
         running: Files whose last line has no end: a process was still writing, or was killed in that line.
     """

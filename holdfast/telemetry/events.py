@@ -33,7 +33,6 @@ class EventLog:
 
     Args:
         path: The file, or None to only mirror.
-        rank: Rank within the role, if it has ranks.
         file_bytes_max: A file above this is renamed, and a new one begun.
 
     Raises:

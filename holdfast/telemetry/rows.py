@@ -61,8 +61,6 @@ class CheckpointRow:
 
     Attributes:
         state: `saving`, `staged`, `durable`, `verified`, `drifted`, `doubtful`, `bad`, or `failed`.
-        in_store: Its manifest is in the store now.
-        note: Why it is bad, or failed.
         nonfinite: How many of its numbers are not finite; None: not counted.
     """
 
@@ -113,11 +111,7 @@ class CheckpointRow:
 
 @dataclass(slots=True)
 class NotTaken:
-    """A step that was declined, or given up.
-
-    Attributes:
-        ranks: So many ranks have said so.
-    """
+    """A step that was declined, or given up."""
 
     attempt: int
     step: int

@@ -65,7 +65,6 @@ class RankStatus(_Words):
     """One training rank.
 
     Attributes:
-        state: `coming` until it has said hello.
         step: The newest step that it has offered or declined.
         stall_seconds: What its newest known checkpoint cost its training thread.
     """
@@ -95,7 +94,6 @@ class StatusDocument(_Words):
         attempt: 0: none yet.
         ranks_total: How many there are; `ranks` has the worst of them.
         not_taken: Causes of declined and failed steps, counted. `declined`: the last of them, newest last.
-        stager_attached: Of a flusher: whether a stager is.
         work_ended_at_unix: Of a flusher without a stager: when the last one went.
         transport: Of a stager with a job; None: it has none, or is of an older version.
         waits_at: Of a standing stager without a job: HOST:PORT, where it waits for one.

@@ -103,7 +103,6 @@ class Frame:
 
     Attributes:
         attempt: Fencing epoch of the run; 0 before WELCOME.
-        step: Training step of the checkpoint it is about.
         flags: SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.StepWord`. FETCH and
             FETCHED: what is asked for (`holdfast.ring.remains.Asked`).
         arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of

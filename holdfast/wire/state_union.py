@@ -32,7 +32,6 @@ class Stage:
     """What one rank says of its tree, where the ranks have other tensors.
 
     Attributes:
-        outline: Its containers, with rows of its own table.
         groups: Of each optimizer that is keyed by parameter name, per group the names, and the settings as a text.
     """
 
@@ -65,7 +64,6 @@ class StateUnion:
 
     Attributes:
         table: Rows `[path, dtype, shape, owner]` of all tensors, in the order in which the file has them.
-        staged: Rows that not every rank has.
         outline: As that of `Stage`, with rows of this table.
         groups: Optimizer → names of the parameters of each group.
     """

@@ -42,7 +42,6 @@ class Checkpoint:
 
     Attributes:
         step: Its step. `ranks`: how many must send. `begun_at`: time of its first offer.
-        progress_at: When it last came forward, for deadlines.
         digests: rank → layout digest it offered. `records`: rank → what it said. `done`: ranks that said DONE.
         fingerprints: rank → those of its replicas, of the ranks that sent them.
         part_chunks: How many chunks the flusher writes at a time.
@@ -118,11 +117,7 @@ class Checkpoint:
         return 0 if queue is None else queue.missing_below(queue.part_end(self.part_chunks))
 
     def choose(self, free: int) -> int | None:
-        """The next chunk to get a slot, None if none may have one now.
-
-        Args:
-            free: Free slots that older checkpoints do not need.
-        """
+        """The next chunk to get a slot, None if none may have one now."""
         queue = self.queue
         if queue is None or not queue.left or free <= 0:
             return None

@@ -25,7 +25,6 @@ class ChunkQueue:
 
     Attributes:
         left: How many chunks wait, those that are urgent among them.
-        urgent_left: How many urgent ones wait (`Layout.urgent_chunks`).
     """
 
     def __init__(self, layout: Layout) -> None:

@@ -69,7 +69,6 @@ class Session:
         flusher_slots: Slots that still hold chunks of an earlier job; the flusher will free them.
         offer_seconds_max: How long the last rank's offer is waited for after the first.
         chunk_seconds_max: How long a granted chunk may take; also how long a checkpoint may wait for room in the ring.
-        on_divergence: What to do when replicas differ.
     """
 
     def __init__(
@@ -114,10 +113,6 @@ class Session:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event and say what must be done, in order.
-
-        Args:
-            event: What happened.
-            now: Seconds of any clock that only goes forward.
 
         Raises:
             ProtocolError: The event's sender broke the protocol; nothing has changed. Drop the sender: a rank by
