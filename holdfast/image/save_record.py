@@ -9,11 +9,11 @@ unknown. Unknown fields, such as those of a newer version, are kept as they are.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-_NUMBER_BELOW = 1e300  # neither infinite nor NaN, nor an integer that no float holds
 _RANK_DIGITS_MAX = 9
 _STALL_SECONDS_MAX = 1e9
 _TEXTS = ("host", "replicas_digest", "job", "drift")
@@ -96,9 +96,9 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value from outside is a finite number."""
+    """Whether a value from outside is a finite number that a float holds."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and -_NUMBER_BELOW < value < _NUMBER_BELOW
+    return is_real and -sys.float_info.max <= value <= sys.float_info.max
 
 
 @dataclass(slots=True)
