@@ -27,6 +27,7 @@ from holdfast.wire.layout_agreement import LayoutRound, OneSided
 from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.welcome import Welcome
 from stager.actions import Actions
+from stager.doubt_handler import DoubtHandler
 from stager.fetches import Fetches
 from stager.interval_agreement import IntervalHandler
 from stager.previous_jobs import PreviousJobs
@@ -44,7 +45,6 @@ from stager.session.session_messages import (
     Returned,
     Sent,
 )
-from stager.stager_context import StagerContext
 from stager.trainers_port import TrainersPort
 
 _log = logging.getLogger("holdfast.stager")
@@ -57,18 +57,18 @@ class RankHandler:
         self,
         config: StagerConfig,
         port: TrainersPort,
-        context: StagerContext,
         actions: Actions,
+        doubts: DoubtHandler,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        trainers, line, events = context.trainers, context.line, context.events
+        trainers, line, events = actions.trainers, actions.line, actions.events
         self._config, self._port, self._trainers, self._line = config, port, trainers, line
-        self._payloads, self._notices, self._actions = context.payloads, context.notices, actions
+        self._payloads, self._notices, self._actions = actions.payloads, actions.notices, actions
         self._events, self._clock = events, clock
         self._round = LayoutRound(port.ranks, config.offer_seconds_max)
         self._interval = IntervalHandler(trainers, events, attempt=lambda: line.flusher.attempt, clock=clock)
-        self._doubts = context.doubts
+        self._doubts = doubts
         self._fetches = Fetches(port, line)
         self._previous_jobs = PreviousJobs(config.start_seconds_max / 2, clock=clock)  # the ranks wait, too
         self._unwelcomed: set[int] = set()

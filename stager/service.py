@@ -1,14 +1,15 @@
-"""The stager's loop: messages of the trainers, payloads, and the flusher in; the session's actions out.
+"""One job at the stager: the loop from its first rank to the last durable step, and a start that is refused.
 
-    RankHandler ── messages, payloads, who is silent or dead ─┐               ┌─► Trainers     credits, verdicts
-    FlusherHandler ── began, freed, durable, failed ─────────────┼─► Session ────┼─► Payloads     receives
-    the clock ── ticks ───────────────────────────────────────┘   (Actions)   ├─► Ring         FILLING, FULL, FREE
-                                                                              └─► FlusherLine  doorbell
+    RankHandler ── messages, payloads, silent or dead ranks ─┐               ┌─► Trainers     credits, verdicts
+    FlusherHandler ── began, freed, durable, failed ─────────┼─► Session ────┼─► Payloads     receives
+    the clock ── ticks ──────────────────────────────────────┘   (Actions)   ├─► Ring         FILLING, FULL, FREE
+                                                                             └─► FlusherLine  doorbell
+
 One thread. It never blocks on a peer; when nothing happens it sleeps on the flusher's socket, longer each time. A
-flusher that dies changes nothing for the trainers: another one is found meanwhile, and told what the session knows. The
-loop ends when every trainer has left or is dead; the flusher is then told to finish, and waited for. A stager that is
-told to stop declines what is offered from then on, and does the same once nothing more can become staged; the trainers
-that are there hear how their steps end, and are then left alone.
+flusher that dies changes nothing for the trainers: another one is found, and told what the session knows. The loop ends
+when every trainer has left or is dead; the flusher is then told to finish, and waited for. A stager that is told to
+stop declines every further offer, and ends once nothing more can become staged. The ranks that are still there hear how
+their steps end.
 """
 
 from __future__ import annotations
@@ -18,21 +19,29 @@ import time
 from collections.abc import Callable
 
 from holdfast.config import StagerConfig
-from holdfast.errors import PeerLost
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.process import yield_to_training
 from holdfast.ring.ring_keeper import is_kept
 from holdfast.telemetry.events import EventLog
-from holdfast.telemetry.status_document import RankStatus
+from holdfast.telemetry.metrics_page import serve_metrics
+from holdfast.telemetry.status_document import RankStatus, Transport
+from holdfast.telemetry.status_socket import serve_status
+from holdfast.telemetry.status_state import StatusState
+from holdfast.telemetry.tracing import export_spans
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind
+from holdfast.wire.welcome import Welcome
 from stager.actions import Actions
 from stager.doubt_handler import DoubtHandler
 from stager.flusher_handler import FlusherHandler, slot_owners
 from stager.flusher_line import FlusherLine
-from stager.flusher_process import Flusher, reap
+from stager.flusher_process import Flusher, FlusherAhead, attach, reap
 from stager.notices import Notices
 from stager.payloads import Payloads
 from stager.rank_handler import RankHandler
+from stager.segments import SegmentList
 from stager.session.session import Session
 from stager.session.session_messages import FlusherGone, Tick
-from stager.stager_context import StagerContext
 from stager.trainers import Trainers
 from stager.trainers_port import TrainersPort
 
@@ -46,6 +55,7 @@ _BUSY_PAUSE_SECONDS_MAX = 0.5e-3  # while bytes are under way: sleeping longer w
 _IDLE_PAUSE_SECONDS_MAX = 5e-3
 # A full ring waits for the store: a look at the ranks every moment finds nothing.
 _PAUSE_PER_SECOND_WAITED = 0.02
+_REFUSAL_PAUSE_SECONDS = 5e-3
 _STREAMING_SECONDS = 0.02  # scattered payloads come in fragments that move only while we poll
 
 
@@ -89,9 +99,10 @@ class StagerService:
             clock=clock,
         )
         doubts = DoubtHandler(self._line, self._trainers, events)
-        context = StagerContext(self._line, self._trainers, self._payloads, notices, doubts, events)
-        self._actions = Actions(self._session, context, clock=clock)
-        self._rank_handler = RankHandler(config, port, context, self._actions, clock=clock)
+        self._actions = Actions(
+            self._session, self._line, self._trainers, self._payloads, notices, events, clock=clock
+        )
+        self._rank_handler = RankHandler(config, port, self._actions, doubts, clock=clock)
         self._flusher_handler = FlusherHandler(
             self._line, self._session, self._payloads, self._actions, doubts
         )
@@ -231,3 +242,117 @@ class StagerService:
             f"then start the job, or `holdfast flusher --store {flusher.store_url}`: it publishes what is in "
             f"{flusher.ring.directory}"
         )
+
+
+class StartRefused(Exception):
+    """The ranks have been told why there is no stager for them, and one of them says it."""
+
+    def __init__(self, error: HoldfastError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def serve(
+    port: TrainersPort,
+    config: StagerConfig | None,
+    problem: HoldfastError | None = None,
+    attached: Flusher | None = None,
+    ahead: FlusherAhead | None = None,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> set[int]:
+    """Receive until the ranks have left, or the stager is stopping, and all that is staged is in the store.
+
+    Args:
+        port: The ranks.
+        config: Settings; None if they are wrong.
+        problem: What is wrong with them.
+        attached: The flusher, if this stager has attached to it already.
+        ahead: A flusher that waits to begin.
+        is_stopping: Whether the stager was told to stop; asked again and again.
+
+    Returns:
+        The ranks that were lost, or are left alone.
+
+    Raises:
+        StartRefused: There is no flusher, or there are no settings, and the ranks were told.
+        HoldfastError: The same, and no rank has asked; or staged checkpoints could not be written.
+    """
+    segments = None
+    try:
+        if config is None:
+            assert problem is not None
+            raise problem
+        segments = SegmentList(config.runtime_dir)
+        flusher = attached or attach(config, ahead=ahead)
+    except HoldfastError as error:
+        is_told = refuse_start(port, error, is_stopping)
+        if segments is not None:
+            segments.close()
+        if is_told:  # the lowest rank says it: once for the job
+            _log.debug("the start was refused", exc_info=error)
+            raise StartRefused(error) from None
+        raise
+    events = EventLog(config.events, role="stager")
+    service = StagerService(config, port, flusher, events=events, is_stopping=is_stopping)
+    with export_spans("stager", flusher.store_url, events):  # around all else: it may take seconds to end
+        try:
+            state = StatusState("stager", flusher.store_url, ranks=service.ranks_said)
+            events.listen(state.hear)
+            with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", state.said):
+                events.emit(
+                    "stager_ready",
+                    {
+                        "attempt": flusher.attempt,
+                        "ranks": port.ranks,
+                        "flusher_pid": flusher.pid,
+                        "transport": _transport(config),
+                    },
+                )
+                # Not before: the ranks wait for all of this, and would keep the cores from it.
+                yield_to_training(config.niceness)
+                service.run()
+                events.emit("stager_ended")
+        finally:
+            service.close()
+            events.close()
+            segments.close()
+    return service.lost_ranks
+
+
+def _transport(config: StagerConfig) -> Transport:
+    if config.listen is None:
+        return "mpi"
+    return "tcp" if config.tls_cert is None else "tls"
+
+
+def refuse_start(
+    port: TrainersPort, error: HoldfastError, is_stopping: Callable[[], bool] = lambda: False
+) -> bool:
+    """Tell every trainer why there will be no stager, and stay until each has heard it or is gone.
+
+    A script may load its model for minutes before it makes its Checkpointer, so nothing but their leaving ends this, or
+    that this stager was told to stop.
+
+    Returns:
+        Whether a trainer has asked, and so says it.
+    """
+    waiting = set(range(port.ranks))
+    message = Welcome.refusal(error)
+    is_told = False
+    while waiting and not is_stopping():
+        seen = port.poll()
+        for rank, raw in seen.messages:
+            try:
+                kind = wire.decode(raw).kind
+            except ProtocolError as broken:
+                _log.warning("rank %d: %s", rank, broken)
+                waiting.discard(rank)
+                continue
+            if kind is Kind.HELLO:
+                port.send(rank, message)
+                is_told = True
+            elif kind is Kind.BYE:
+                waiting.discard(rank)
+        waiting -= {rank for rank, _ in seen.lost}
+        time.sleep(_REFUSAL_PAUSE_SECONDS)
+    return is_told

@@ -35,7 +35,7 @@ from holdfast.telemetry.status_socket import serve_status
 from stager.flusher_process import Flusher, attach, reap
 from stager.job_listener import JobListener, listen
 from stager.reactor import Reactor
-from stager.serving import StartRefused, serve
+from stager.service import StartRefused, serve
 from stager.tcp import TcpTrainersPort
 
 _log = logging.getLogger("holdfast.stager")
@@ -164,7 +164,7 @@ class StandingStager:
     def _await_job(self) -> bool:
         directory = runtime_directory(self._config.store, self._config.runtime_dir)
         waiting = functools.partial(self._said, time.time())
-        # A job has a document of its own (serving.py); between jobs nothing is at risk, and this says who waits.
+        # A job has a document of its own (`serve`); between jobs nothing is at risk, and this says who waits.
         with serve_status(directory, "stager", waiting) if directory.is_dir() else contextlib.nullcontext():
             while not self._stopped:
                 reap()

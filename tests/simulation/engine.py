@@ -193,7 +193,7 @@ def prepare_tcp() -> None:
     if _tcp_is_prepared:
         return
     _tcp_is_prepared = True
-    import stager.serving
+    import stager.service
     import stager.standing
     from holdfast.ring.ring_keeper import RingKeeper
     from tests.simulation import tcp_checks, tcp_network, tcp_world
@@ -204,8 +204,8 @@ def prepare_tcp() -> None:
     tcp_checks.watch_ports()
     # `holdfast status`, metrics and traces have no part in what is checked, nor has MPI's shared memory.
     for name in ("serve_status", "serve_metrics", "export_spans"):
-        setattr(stager.serving, name, lambda *_, **__: contextlib.nullcontext())
-    setattr(stager.serving, "SegmentList", lambda _: io.BytesIO())  # noqa: B010
+        setattr(stager.service, name, lambda *_, **__: contextlib.nullcontext())
+    setattr(stager.service, "SegmentList", lambda _: io.BytesIO())  # noqa: B010
     keeper_hold = RingKeeper._hold
 
     def hold(self: RingKeeper) -> int:

@@ -216,9 +216,9 @@ class _NotedService(StagerService):
 
 def watch_ports() -> None:
     """Have the stager's ports tell what happens at them. Once in a process."""
-    import stager.serving
+    import stager.service
 
-    setattr(stager.serving, "StagerService", _NotedService)  # noqa: B010
+    setattr(stager.service, "StagerService", _NotedService)  # noqa: B010
     _watch_messages()
     _watch_payloads()
     _watch_listener()
