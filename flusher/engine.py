@@ -242,10 +242,8 @@ class Engine:
         return look if later is None else min(later, look)
 
     def turn(self) -> None:
-        """Take what the threads have said, and start what is due.
-
-        Raises:
-            FencedError: The run is another writer's; stop.
+        """Take what the threads have said, and start what is due. Raises `FencedError`: the run is another writer's;
+        stop.
         """
         for item in self._inbox.take():
             if isinstance(item, RingGrown):

@@ -163,9 +163,7 @@ class Jobs:
 
     def find_progress(self, key: CheckpointId) -> Progress | None:
         """How far a dead flusher came with this checkpoint; its name is taken from now on. From the loop's thread.
-
-        Raises:
-            ProtocolError: The record is not readable.
+        Raises `ProtocolError`: the record is not readable.
         """
         found = Progress.load(progress_path(self._ring.directory, key))
         if found is not None:

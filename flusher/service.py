@@ -100,10 +100,8 @@ class FlusherService:
         return self._handler
 
     def run(self) -> None:
-        """Serve until all is done.
-
-        Raises:
-            FencedError: Another writer took the run over. What was staged is its business now.
+        """Serve until all is done. Raises `FencedError`: another writer took the run over. What was staged is its
+        business now.
         """
         before = {number: signal.signal(number, self._on_signal) for number in ENDING_SIGNALS}
         self._lease.start_beating(self._inbox.put)

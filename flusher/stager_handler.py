@@ -49,10 +49,8 @@ class StagerHandler:
     # -- what the stager says ------------------------------------------------------------------------------------
 
     def hear(self, engine: Engine) -> bool:
-        """Take what the stager has said. False: it has just said hello, and wants an answer.
-
-        Raises:
-            ProtocolError: It broke the protocol.
+        """Take what the stager has said. False: it has just said hello, and wants an answer. Raises `ProtocolError`: it
+        broke the protocol.
         """
         # Until nothing comes: a complaint about the last message is only raised when those before it were taken.
         while messages := self.channel.poll():

@@ -81,10 +81,8 @@ class Slices:
             return manifest
 
     def attached(self, attempt: int) -> None:
-        """A job of this attempt has begun, so those before it are over: remove what they left half done.
-
-        Raises:
-            FencedError, StoreError: As `assemble_newest`.
+        """A job of this attempt has begun, so those before it are over: remove what they left half done. Raises
+        `FencedError` or `StoreError`: as `assemble_newest`.
         """
         self._lease.check()
         removed = sweep_uploads(self._store, attempt)
@@ -107,10 +105,8 @@ class Slices:
         self._cleared_attempt = manifest.attempt
 
     def ended(self, good: Callable[[CheckpointId], bool]) -> None:
-        """No stager is attached any more: remove the slices that this flusher has made into good files.
-
-        Raises:
-            FencedError, StoreError: As `assemble_newest`.
+        """No stager is attached any more: remove the slices that this flusher has made into good files. Raises
+        `FencedError` or `StoreError`: as `assemble_newest`.
         """
         self._remove([found for found in self._made if good(found.order)])
 

@@ -69,10 +69,8 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
 
 
 def parse_size(value: int | str) -> int:
-    """Number of bytes that `value` names: a number, or a text such as `512MiB`, `1.5GiB` or `16 MB`.
-
-    Raises:
-        ValueError: `value` is not a size, or not a whole number of bytes.
+    """Number of bytes that `value` names: a number, or a text such as `512MiB`, `1.5GiB` or `16 MB`. Raises
+    `ValueError`: `value` is not a size, or not a whole number of bytes.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value

@@ -37,11 +37,7 @@ def allowed_cost(received_bytes: int, factor: int) -> int:
 
 
 def check_cost(cost: int, received_bytes: int, factor: int) -> None:
-    """Refuse what costs more than `factor` for each byte received, and a fixed allowance.
-
-    Raises:
-        InputTooLarge: It does.
-    """
+    """Refuse what costs more than `factor` for each byte received, and a fixed allowance. Raises `InputTooLarge`."""
     allowed = allowed_cost(received_bytes, factor)
     if cost > allowed:
         raise InputTooLarge(

@@ -28,11 +28,7 @@ class DoubtHandler:
         self._known: list[DoubtedSteps] = []
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """DOUBT of a rank.
-
-        Raises:
-            ProtocolError: The message does not hold what it should.
-        """
+        """DOUBT of a rank. Raises `ProtocolError`."""
         doubt = Doubt.from_frame(frame)
         if doubt.rank != rank:
             raise ProtocolError(f"rank {rank} sent DOUBT in the name of rank {doubt.rank}")

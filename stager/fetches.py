@@ -45,11 +45,7 @@ class Fetches:
         return bool(self._waiting)
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """A rank asks.
-
-        Raises:
-            ProtocolError: The question makes no sense.
-        """
+        """A rank asks. Raises `ProtocolError`: the question makes no sense."""
         if frame.flags not in set(Asked):
             raise ProtocolError(
                 f"FETCH from rank {rank}: flags {frame.flags}, expected 0 to {len(Asked) - 1}"

@@ -204,11 +204,7 @@ def _greet(
 
 
 def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any] | None:
-    """Its answer; None: it hung up.
-
-    Raises:
-        HoldfastError: It refuses, by its own error; or it says nothing in time.
-    """
+    """Its answer; None: it hung up. Raises `HoldfastError`: it refuses, or it says nothing in time."""
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
         while (left_seconds := deadline - time.monotonic()) > 0:

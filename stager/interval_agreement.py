@@ -139,11 +139,7 @@ class IntervalHandler:
         self._agreement = IntervalAgreement(trainers.ranks)
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """WISH or HERE of a rank.
-
-        Raises:
-            ProtocolError: The message does not hold what it should.
-        """
+        """WISH or HERE of a rank. Raises `ProtocolError`."""
         if frame.kind is Kind.WISH:
             body = wire.json_body(frame)
             if rank != 0:

@@ -99,11 +99,7 @@ class _Past(NamedTuple):
 
 
 def listen(address: Address) -> socket.socket:
-    """A socket that listens there.
-
-    Raises:
-        ConfigError: There is no such address on this machine, or it is taken.
-    """
+    """A socket that listens there. Raises `ConfigError`: there is no such address on this machine, or it is taken."""
     try:
         found = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

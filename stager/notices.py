@@ -44,11 +44,7 @@ class Notices:
         )
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """NOTICE or AT of a rank.
-
-        Raises:
-            ProtocolError: The message does not hold what it should.
-        """
+        """NOTICE or AT of a rank. Raises `ProtocolError`."""
         name, machine = self._trainers.name(rank), self._trainers.on_machine_of(rank)
         self._do(self._emergency.hear(rank, name, frame, self._clock(), machine))
 

@@ -137,11 +137,7 @@ class PayloadLine:
             )
 
     def write(self) -> None:
-        """Send the receipts that are due, as far as there is room.
-
-        Raises:
-            OSError: The connection is broken.
-        """
+        """Send the receipts that are due, as far as there is room. Raises `OSError`: the connection is broken."""
         if self._receipts:
             with contextlib.suppress(BlockingIOError):
                 del self._receipts[: self._sock.send(self._receipts)]

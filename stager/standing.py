@@ -47,10 +47,8 @@ _ANY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - no address to connec
 
 
 def key_of(config: StagerConfig) -> bytes:
-    """The key with which ranks are to prove themselves; empty: one is to be made for ranks of this machine.
-
-    Raises:
-        ConfigError: There is none, and the address can be reached from other machines.
+    """The key with which ranks are to prove themselves; empty: one is to be made for ranks of this machine. Raises
+    `ConfigError`: there is none, and the address can be reached from other machines.
     """
     key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
     address = parse_address(config.listen or "")
@@ -65,10 +63,8 @@ def key_of(config: StagerConfig) -> bytes:
 
 
 def tls_of(config: StagerConfig) -> StagerTls | None:
-    """The certificate that is shown to ranks; None where connections have no TLS.
-
-    Raises:
-        ConfigError: Only one of certificate and private key is given, or they cannot be used.
+    """The certificate that is shown to ranks; None where connections have no TLS. Raises `ConfigError`: only one of
+    certificate and private key is given, or they cannot be used.
     """
     if config.tls_cert is None and config.tls_key is None:
         return None

@@ -239,10 +239,8 @@ class Catalog:
         return list(self.newest_first())
 
     def newest_good(self) -> CatalogItem | None:
-        """The newest that restore may use, with a caveat or not. Reads no manifest of an older one.
-
-        Raises:
-            StoreError: The store failed.
+        """The newest that restore may use, with a caveat or not. Reads no manifest of an older one. Raises
+        `StoreError`.
         """
         return next((item for item in self.newest_first() if item.is_good), None)
 
@@ -312,10 +310,8 @@ class Catalog:
         raise DamageError(f"{self._store.url}: step {step}: {items[0].fault}")
 
     def slices(self) -> Sequence[SliceSet]:
-        """What ranks wrote to the store themselves and is no file yet, newest first; by name, nothing is read.
-
-        Raises:
-            StoreError: The store failed.
+        """What ranks wrote to the store themselves and is no file yet, newest first; by name, nothing is read. Raises
+        `StoreError`.
         """
         return find_sets(self._store.list())
 

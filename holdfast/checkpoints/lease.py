@@ -210,11 +210,8 @@ class Lease:
             )
 
     def beat(self) -> None:
-        """Show other hosts that this writer lives. Call every `heartbeat_seconds`; after `release` it does
-        nothing.
-
-        Raises:
-            FencedError, StoreError: as `check`.
+        """Show other hosts that this writer lives. Call every `heartbeat_seconds`; after `release` it does nothing.
+        Raises `FencedError` or `StoreError`: as `check`.
         """
         with self._lock:
             if self._record.released:
@@ -250,11 +247,7 @@ class Lease:
 
 
 def newest_attempt(store: Store) -> int:
-    """The highest attempt that anybody has claimed or published in this run; 0 on a new one.
-
-    Raises:
-        StoreError: The store failed.
-    """
+    """The highest attempt that anybody has claimed or published in this run; 0 on a new one. Raises `StoreError`."""
     objects = store.list()
     attempts = _attempts(store, objects)
     if _says_named(store, attempts):  # then whoever published a file had a claim

@@ -54,10 +54,8 @@ class Foreign(Protocol):
 
 
 def door(name: str) -> Any:
-    """Load the exporter or importer that is registered under this name.
-
-    Raises:
-        ConfigError: It cannot be loaded here; the message says what to install.
+    """Load the exporter or importer that is registered under this name. Raises `ConfigError`: it cannot be loaded here;
+    the message says what to install.
     """
     point = next(iter(entry_points(group=_GROUP, name=name)), None)
     if point is None:

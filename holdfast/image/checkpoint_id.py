@@ -28,11 +28,7 @@ class CheckpointId(NamedTuple):
 
     @classmethod
     def of_label(cls, text: str) -> Self:
-        """Read what `label` wrote.
-
-        Raises:
-            ValueError: The text is not a label.
-        """
+        """Read what `label` wrote. Raises `ValueError`: the text is not a label."""
         match = _LABEL.fullmatch(text)
         if match is None:
             raise ValueError(f"a checkpoint as STEP-aATTEMPT, such as 1200-a3, expected; got {text!r}")

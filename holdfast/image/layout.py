@@ -40,10 +40,8 @@ _CHUNKS_KEPT = 64  # of a layout with patterns: whose pieces need not be found a
 
 @dataclass(frozen=True)
 class Layout(LayoutFields):
-    """The layout of one image for a given number of ranks. Immutable, the same on each rank.
-
-    Raises:
-        ProtocolError: As for `LayoutFields`, or too many ranks send into one chunk.
+    """The layout of one image for a given number of ranks. Immutable, the same on each rank. Raises `ProtocolError`: as
+    for `LayoutFields`, or too many ranks send into one chunk.
     """
 
     def __post_init__(self) -> None:
@@ -69,10 +67,8 @@ class Layout(LayoutFields):
         return Extent(offset, min(self.chunk_bytes, self.image_bytes - offset))
 
     def sparing(self, ranks: Sequence[int]) -> Layout:
-        """The same image, with `ranks` spared.
-
-        Raises:
-            ProtocolError: Those are all ranks, or too many would then send into one chunk.
+        """The same image, with `ranks` spared. Raises `ProtocolError`: those are all ranks, or too many would then send
+        into one chunk.
         """
         return replace(self, spared=tuple(sorted(ranks)))
 

@@ -289,11 +289,7 @@ class Pattern:
 
     @classmethod
     def from_json(cls, document: Any) -> Self:
-        """Read what `to_json` made; it is input from outside.
-
-        Raises:
-            ProtocolError: It is not that.
-        """
+        """Read what `to_json` made; it is input from outside. Raises `ProtocolError`."""
         try:
             shape, item_bytes, regions = document
             return cls(

@@ -119,11 +119,7 @@ def encode(crcs: Sequence[int]) -> str:
 
 
 def decode(text: Any, count: int) -> tuple[int, ...]:
-    """Read what `encode` made of `count` fingerprints.
-
-    Raises:
-        ProtocolError: It is not that.
-    """
+    """Read what `encode` made of `count` fingerprints. Raises `ProtocolError`."""
     if not isinstance(text, str):
         raise ProtocolError(f"DONE: {FIELD} is {type(text).__name__}, expected text")
     if len(text) != 4 * -(-4 * count // 3):

@@ -119,11 +119,7 @@ class SliceSeal(BaseModel):
         return found
 
     def check_layout(self, layout: Layout, *, source: str) -> None:
-        """See that the seal belongs to `layout`.
-
-        Raises:
-            DamageError: It does not.
-        """
+        """See that the seal belongs to `layout`. Raises `DamageError`: it does not."""
         if self.layout_digest != layout.digest or self.ranks != layout.ranks:
             raise DamageError(f"{source}: the seal names another layout than the layout file beside it")
         if len(self.frame_crc32s) != len(frames_of(layout, self.rank)):

@@ -35,10 +35,8 @@ class TlsSocket:
         self._sock = sock
 
     def handshake(self) -> bool:
-        """Go on with the TLS handshake; whether it is over.
-
-        Raises:
-            OSError: The other side does not speak TLS, or refuses this one.
+        """Go on with the TLS handshake; whether it is over. Raises `OSError`: the other side does not speak TLS, or
+        refuses this one.
         """
         try:
             self._sock.do_handshake()
@@ -146,11 +144,7 @@ class StagerTls:
         self._seen = self._changed_at()
 
     def wrap(self, sock: socket.socket) -> TlsSocket:
-        """An accepted connection, which does not block, before the TLS handshake.
-
-        Raises:
-            OSError: It has ended.
-        """
+        """An accepted connection, which does not block, before the TLS handshake. Raises `OSError`: it has ended."""
         self._look()
         return TlsSocket(self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
 

@@ -38,11 +38,7 @@ class Hazard:
 
     @classmethod
     def of_mtbf(cls, mtbf_hours: float, dollars_per_hour: float | None = None) -> Hazard:
-        """From the mean time between two interruptions.
-
-        Raises:
-            ConfigError: `mtbf_hours` is not more than 0.
-        """
+        """From the mean time between two interruptions. Raises `ConfigError`: `mtbf_hours` is not more than 0."""
         if not mtbf_hours > 0:
             raise ConfigError(
                 f"mean time between interruptions: expected more than 0 hours, got {mtbf_hours}"

@@ -45,11 +45,7 @@ def doubt_about(found: Sequence[DoubtedSteps], key: CheckpointId) -> str:
 
 
 def write_doubts(directory: Path, found: Sequence[DoubtedSteps]) -> None:
-    """Replace the file. Stager only.
-
-    Raises:
-        StoreError: The machine lacks room or descriptors.
-    """
+    """Replace the file. Stager only. Raises `StoreError`: the machine lacks room or descriptors."""
     write_side_file(directory / DOUBTS_NAME, to_bytes(found))
 
 

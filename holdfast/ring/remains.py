@@ -112,10 +112,8 @@ def tell_held(held: Iterable[HeldCheckpoint]) -> bytes:
 
 
 def read_held(body: bytes) -> list[HeldCheckpoint]:
-    """What `tell_held` wrote; which slot it was is not in it.
-
-    Raises:
-        ProtocolError: It is not that. Never unpacks more than a limit.
+    """What `tell_held` wrote; which slot it was is not in it. Raises `ProtocolError`: it is not that. Never unpacks
+    more than a limit.
     """
     try:
         inflater = zlib.decompressobj()

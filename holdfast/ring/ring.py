@@ -417,10 +417,8 @@ class Ring:
         (self.directory / f"flush-{attempt}-{step}").unlink(missing_ok=True)
 
     def put_layout(self, layout: Layout) -> str:
-        """Lay a layout beside the ring and return its digest. Before the first checkpoint that uses it.
-
-        Raises:
-            ProtocolError: Its chunks are not of the ring's size.
+        """Lay a layout beside the ring and return its digest. Before the first checkpoint that uses it. Raises
+        `ProtocolError`: its chunks are not of the ring's size.
         """
         self._check_layout(layout, "new layout")
         name = f"layout-{layout.digest[:16]}"
@@ -430,11 +428,7 @@ class Ring:
         return layout.digest
 
     def layout(self, digest: str) -> Layout:
-        """The layout of that digest.
-
-        Raises:
-            ProtocolError: It is not there, not readable, or not the one named.
-        """
+        """The layout of that digest. Raises `ProtocolError`: it is not there, not readable, or not the one named."""
         if digest not in self._layouts:
             if not _DIGEST.fullmatch(digest):
                 raise ProtocolError(

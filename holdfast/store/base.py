@@ -126,10 +126,8 @@ class Store(Protocol):
         """Give back what the store holds open; it is not used afterwards."""
 
     def check(self, *, write: bool) -> None:
-        """See that the store answers, and with `write` that it takes, returns and deletes a small object.
-
-        Raises:
-            StoreError: naming URL, cause and what to do; not retriable for missing bucket, credentials, permission.
+        """See that the store answers, and with `write` that it takes, returns and deletes a small object. Raises
+        `StoreError`: naming URL, cause and what to do; not retriable for missing bucket, credentials, permission.
         """
         ...
 
@@ -205,10 +203,8 @@ class Store(Protocol):
 
 
 def refuse_large(what: str, nbytes: int, bytes_max: int) -> None:
-    """Refuse an object that is to be read whole, by the size that its store tells.
-
-    Raises:
-        DamageError: It is above `bytes_max`.
+    """Refuse an object that is to be read whole, by the size that its store tells. Raises `DamageError`: it is above
+    `bytes_max`.
     """
     if nbytes > bytes_max:
         raise DamageError(

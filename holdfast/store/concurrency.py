@@ -79,10 +79,8 @@ class LimitedUntilFailure:
         self._over: list[BaseException] = []
 
     def run(self, limit: ConcurrencyLimit, call: Callable[[LimitedRequest], _Result]) -> _Result:
-        """Wait until the limit allows it, and make the call.
-
-        Raises:
-            CancelledError: Another one had failed before, or it is over.
+        """Wait until the limit allows it, and make the call. Raises `CancelledError`: another one had failed before, or
+        it is over.
         """
         with limit.request() as request:
             if self._over:

@@ -47,11 +47,7 @@ class PartLedger:
         self._changed = threading.Condition()
 
     def place(self, index: int) -> Part:
-        """Where part `index` lies.
-
-        Raises:
-            StoreError: There is no such part.
-        """
+        """Where part `index` lies. Raises `StoreError`: there is no such part."""
         if not 0 <= index < self.parts:
             raise StoreError(
                 f"{self.what}: there is no part {index}; {self.nbytes} bytes make {self.parts} parts"
@@ -61,10 +57,8 @@ class PartLedger:
 
     @contextmanager
     def entry(self, index: int, buffers: Sequence[memoryview]) -> Iterator[Part]:
-        """Around the sending of one part; it counts as present when the block ends without an error.
-
-        Raises:
-            StoreError: No such part, its buffers have another size, or the upload is over.
+        """Around the sending of one part; it counts as present when the block ends without an error. Raises
+        `StoreError`: no such part, its buffers have another size, or the upload is over.
         """
         part = self.place(index)
         given = sum(buffer.nbytes for buffer in buffers)
@@ -102,10 +96,8 @@ class PartLedger:
         self.assume(range(self.parts))
 
     def require_complete(self) -> None:
-        """See that every part is there and none is on its way.
-
-        Raises:
-            StoreError: Naming the first parts that are missing.
+        """See that every part is there and none is on its way. Raises `StoreError`: naming the first parts that are
+        missing.
         """
         with self._changed:
             missing = [index for index in range(self.parts) if index not in self._present]

@@ -44,10 +44,8 @@ class SpareRoom:
         self._lock = threading.Lock()
 
     def keep(self, path: Path) -> bool:
-        """Take a file that is no longer wanted out of sight, durably. False: nothing was done, delete it.
-
-        Raises:
-            OSError: It has left its name; whether that is durable is not known.
+        """Take a file that is no longer wanted out of sight, durably. False: nothing was done, delete it. Raises
+        `OSError`: it has left its name; whether that is durable is not known.
         """
         try:
             status = path.lstat()

@@ -133,11 +133,7 @@ def checkpoint_status(attempt: int, step: int, **known: Any) -> CheckpointStatus
 
 
 def read_status(document: Any, source: str) -> StatusDocument:
-    """Check what came over the socket.
-
-    Raises:
-        ProtocolError: naming `source` and the field.
-    """
+    """Check what came over the socket. Raises `ProtocolError`: naming `source` and the field."""
     try:
         return StatusDocument.model_validate(document)
     except (ValidationError, RecursionError) as error:

@@ -49,11 +49,7 @@ class Doubt(NamedTuple):
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> Self:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: It is not that.
-        """
+        """Read what `to_json` wrote. Raises `ValueError`."""
         rank, steps, reason = body.get("rank"), body.get("steps"), body.get("reason")
         earlier = body.get("earlier_attempts", [])
         if not isinstance(earlier, list) or len(earlier) > EARLIER_ATTEMPTS_MAX:
@@ -78,11 +74,7 @@ class Doubt(NamedTuple):
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Self:
-        """Read it.
-
-        Raises:
-            ProtocolError: The body does not hold what it should.
-        """
+        """Read it. Raises `ProtocolError`: the body does not hold what it should."""
         try:
             return cls.from_json(wire.json_body(frame))
         except ValueError as error:

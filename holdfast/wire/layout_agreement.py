@@ -63,11 +63,7 @@ class LayoutRound:
         self._is_said = False
 
     def read(self, frame: Frame) -> Proposal:
-        """Read a proposal of this round.
-
-        Raises:
-            ProtocolError: As `ProposalReader.read`.
-        """
+        """Read a proposal of this round. Raises `ProtocolError`: as `ProposalReader.read`."""
         return self._reader.read(frame)
 
     def propose(

@@ -61,10 +61,8 @@ def encode_sums(sums: Sequence[int]) -> bytes:
 
 
 def decode_sums(data: bytes, rows: int) -> array[int]:
-    """Read what `encode_sums` made; none for no bytes.
-
-    Raises:
-        ProtocolError: It is not one sum for each of so many rows.
+    """Read what `encode_sums` made; none for no bytes. Raises `ProtocolError`: it is not one sum for each of so many
+    rows.
     """
     if data and len(data) != 4 * rows:
         raise ProtocolError(f"PROPOSE: {len(data)} bytes of checksums, expected 4 for each of {rows} rows")

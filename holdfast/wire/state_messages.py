@@ -130,10 +130,8 @@ class ProposalReader:
         self._sums = (b"", array("I"))
 
     def read(self, frame: Frame) -> Proposal:
-        """Read one; never unpacks more than a named limit, nor what costs more than the message is worth.
-
-        Raises:
-            ProtocolError: It is not readable, or a field is not what it should be.
+        """Read one; never unpacks more than a named limit, nor what costs more than the message is worth. Raises
+        `ProtocolError`: it is not readable, or a field is not what it should be.
         """
         body = memoryview(frame.body)
         ends = (0, 0)

@@ -43,11 +43,7 @@ class Stage:
 
     @classmethod
     def from_json(cls, document: Any) -> Stage:
-        """Read what `to_json` made; the outline is looked at in `unite_trees`.
-
-        Raises:
-            ProtocolError: It is not that.
-        """
+        """Read what `to_json` made; the outline is looked at in `unite_trees`. Raises `ProtocolError`."""
         try:
             groups = {
                 str(name): [([str(one) for one in names], str(settings)) for names, settings in of]
@@ -83,11 +79,7 @@ class StateUnion:
 
     @classmethod
     def from_json(cls, document: Any) -> StateUnion:
-        """Read what `to_json` made.
-
-        Raises:
-            ProtocolError: It is not that.
-        """
+        """Read what `to_json` made. Raises `ProtocolError`."""
         try:
             table, staged = document["table"], frozenset(document["staged"])
             groups = {
