@@ -36,7 +36,7 @@ from holdfast.config import FlusherConfig
 from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.checkpoint_id import CheckpointId
-from holdfast.image.chunk_size import chunk_bytes_for
+from holdfast.image.layout import chunk_bytes_for
 from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener

@@ -30,8 +30,7 @@ from holdfast.checkpoints.publish import (
     list_file,
     writer_id,
 )
-from holdfast.checkpoints.slice_doubts import read_doubts_of
-from holdfast.checkpoints.slice_sets import LoadedSet
+from holdfast.checkpoints.slice_sets import LoadedSet, read_doubts_of
 from holdfast.crc import combine, combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, StoreMissing
 from holdfast.faultpoint import Point, reach

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from holdfast.checkpoints.lease import names_tell
 from holdfast.checkpoints.manifest_order import ListedManifest, manifests_in, newest_first, step_of
-from holdfast.checkpoints.slice_doubts import read_doubts_of
-from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets
+from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets, read_doubts_of
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import MANIFEST_BYTES_MAX, Manifest, State, manifest_name

@@ -18,14 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from holdfast.checkpoints.slice_doubts import read_doubts_of, write_doubt
 from holdfast.checkpoints.slice_sets import (
     SliceName,
     SliceSet,
     find_sets,
     layout_name,
+    read_doubts_of,
     read_layout,
     read_seal,
+    write_doubt,
 )
 from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId

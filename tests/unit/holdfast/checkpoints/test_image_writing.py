@@ -17,8 +17,7 @@ from holdfast.image.chunks import Source
 from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.layout import Layout
 from holdfast.ring.pages import direct_window
-from holdfast.store.adaptive_limit import AdaptiveLimit
-from holdfast.store.concurrency import ConcurrencyLimit
+from holdfast.store.concurrency import AdaptiveLimit, ConcurrencyLimit
 
 _MODULE = "holdfast.checkpoints.image_writing"
 _CHUNK = 4096

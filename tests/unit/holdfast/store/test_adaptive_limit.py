@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.store.adaptive_limit import AdaptiveLimit
+from holdfast.store.concurrency import AdaptiveLimit
 
 _PART_BYTES = 16 << 20
 _MB = 1e6

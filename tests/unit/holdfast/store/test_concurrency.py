@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from flusher.workers import Workers
-from holdfast.store.adaptive_limit import AdaptiveLimit
-from holdfast.store.concurrency import REQUESTS_MAX, ConcurrencyLimit, reading, writing
+from holdfast.store.concurrency import REQUESTS_MAX, AdaptiveLimit, ConcurrencyLimit, reading, writing
 
 
 def test_never_more_at_once_than_there_are_lanes() -> None:
