@@ -1,18 +1,28 @@
 """Lv.2, the flusher: a process outside the MPI job that owns the ring and writes checkpoints to the store.
 
-stager ─ doorbell ─► stager_handler ─► service (the loop) ─► engine ─► pipeline (pure) ─► jobs, in workers ─► store
-                                           └─► verify_and_prune: read-back, retention
+    the stager reports a full chunk:
+        [1] check each sender's CRC; patch the CRC fields of the zip file into the chunk           pipeline, jobs
+        [2] write the part as soon as its chunks are complete, and free their slots                workers, jobs
+            after each part: record it beside the ring, so that the next flusher resumes here      progress
+        [3] all parts are written and the step is staged: check the claim on the run               writer_lease
+        [4] publish the file, then the manifest: the step is DURABLE                               jobs
+        [5] read the file back and compare; write `verified` or `bad` into the manifest            verify_and_prune
+        [6] remove older checkpoints by the retention rule, never the newest verified one          retention
 
-command, __main__   `holdfast flusher`                      lifetime         from start to end
-writer_lease        one flusher for each run                flusher_context  the run that all parts work on
-pipeline            events in, jobs out                     steps            its events and actions
-flight              one checkpoint: chunks that have come, parts that are written
-jobs, workers       the jobs, and the threads that run them
-progress            the record of written parts, for the next flusher
-recovery            takes over the ring of a dead flusher or stager
-retry_queue         retries while the store fails           ring_room        grows a ring that is too small
-listener            hears how a checkpoint ended
-verify_and_prune    reads back, marks, removes              retention        which checkpoints go (pure)
-read_pace           how fast to read back beside writes
-stored_slices       makes files of the slices that ranks wrote to the store themselves
+    the store fails: keep checkpoints in the ring, retry with growing pauses, report once          retry_queue
+    the flusher dies: the next one takes over ring, journal and records                            recovery
+
+Not guaranteed: that a checkpoint whose ranks died before it was staged is kept. It is discarded.
+
+command                      `holdfast flusher`
+lifetime, writer_lease       from start to end; the claim on the run, so that there is one flusher
+service, stager_handler, listener    the event loop; the connection to one stager; the listeners of outcomes
+engine, flusher_context      pipeline, threads and ring together; the objects that its parts share
+pipeline, steps, flight      the pure core; its events and actions; one checkpoint in flight
+jobs, workers                the work on bytes and store; the threads that do it
+progress, recovery           the record of written parts; the takeover of a ring
+retry_queue                  retries while the store fails
+verify_and_prune, read_pace, retention    read-back and removal; its speed beside writes; the rule of removal
+ring_room                    memory of the ring: huge pages, growth
+stored_slices                makes files of slices that ranks wrote to the store themselves
 """

@@ -1,19 +1,29 @@
-"""Lv.1, the stager: receives all ranks' slices into the ring, unread, on a machine that is not reclaimed.
+"""Lv.1, the stager: on the on-demand machine, it receives all ranks' slices into the ring without unpacking them.
 
-ranks ══ MPI or TCP ══► trainers_port ─► service ─► ring ─ ─ ─ (doorbell: holdfast.ring.doorbell) ─ ─ ─► flusher
-                                session/: which rank may send what, and when
+    a rank offers a step:
+        [1] accept or skip it, by the free slots of the ring and the steps in flight             session/
+        [2] grant credits: each names a chunk and the slot that it goes to; post the receive first
+        [3] receive the payload straight into the slot; record FILLING, then FULL, in the journal   payloads, actions
+        [4] tell the flusher about each full chunk (doorbell)                                     flusher_line
+        [5] all chunks are FULL: the step is STAGED. First write the journal, then tell the ranks   actions
+        [6] the flusher reports slots that are free again, and DURABLE: pass it on to the ranks   flusher_handler
 
-command          `holdfast stager`                 service          one job, from its first rank to its end
-mpi              the ranks of the same MPI job     standing         serves one job after the other over TCP
-tcp              the ranks of a job over TCP       job_listener     accepts connections, proves the key, admits a job
-reactor          the sockets that are ready        payload_line     payloads from a socket into their slots
-rank_handler     messages of the ranks             flusher_handler  messages of the flusher
-actions          gives events to the session, and carries out its answers
-trainers         the ranks, and when each was last heard            payloads         chunks on their way into slots
-fetches          chunks on their way out of slots, for a restore    doubt_handler    steps that may be torn
-notices, interval_agreement    all ranks save at one step, after a preemption notice or at a new interval
-flusher_process, flusher_line  finds or starts the flusher, and holds the connection to it
-previous_jobs    checkpoints of earlier jobs that are still being written
-segments         leftovers of earlier jobs in Open MPI's shared memory
-checks, doctor_job             the stager's part of `holdfast doctor`
+Not guaranteed: that a staged checkpoint survives the loss of this machine before it is durable. CRCs are not checked
+here: the flusher checks each chunk before it is written.
+
+session/       decides which rank may send which chunk, and when; pure
+
+command                          `holdfast stager`
+service                          one job: its flusher, its loop, its end; or tells every rank why a start fails
+standing, job_listener           a stager outside MPI: one job after the other; accepts connections, finds their job
+trainers, trainers_port          the ranks, when each was last heard; the interface of a transport
+mpi, segments                    ranks in the same MPI job; leftovers in Open MPI's shared memory
+tcp, payload_line, reactor       ranks over TCP; payloads from a socket into the ring; epoll
+rank_handler, doubt_handler      handle the messages of ranks; a rank's doubt about its copies
+actions                          gives events to the session, and carries out its answers
+payloads, fetches                chunks on their way into slots, and out of slots for a restore
+flusher_process, flusher_line, flusher_handler    starts the flusher, holds the connection, handles its messages
+notices, interval_agreement      all ranks save at one step after a notice; all change the interval at one step
+previous_jobs                    waits for checkpoints of earlier jobs that are still in the ring
+checks, doctor_job               the stager's part of `holdfast doctor`
 """

@@ -45,7 +45,7 @@ from holdfast.store.posix_io import (
     write_all,
     write_in_order,
 )
-from holdfast.store.posix_reuse import SpareRoom
+from holdfast.store.spare_room import SpareRoom
 
 _log = logging.getLogger("holdfast.store.posix")
 

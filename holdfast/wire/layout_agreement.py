@@ -22,7 +22,7 @@ import numpy as np
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.regions import Pattern, unite
 from holdfast.wire.frames import Frame, peer_error
-from holdfast.wire.proof import Proven, prove, ranks_named
+from holdfast.wire.replica_proof import ReplicaProof, prove, ranks_named
 from holdfast.wire.state_messages import Agreement, Proposal, ProposalReader
 from holdfast.wire.union_table import union_of
 
@@ -215,7 +215,7 @@ def _agreed(proposals: Sequence[Proposal]) -> Agreement:
             )
         sums = [proposal.sums for proposal in proposals]
         saids, members = _by_group(proposals)
-    proven = prove(table, dict(enumerate(sums))) if len(sums) > 1 and all(sums) else Proven("", ())
+    proven = prove(table, dict(enumerate(sums))) if len(sums) > 1 and all(sums) else ReplicaProof("", ())
     if proven.refusal:
         raise StateError(proven.refusal)
     patterns, split_rows = _patterns(table, proposals, saids, members, sums)

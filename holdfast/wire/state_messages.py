@@ -16,7 +16,7 @@ from holdfast.image.regions import Pattern
 from holdfast.parse_cost import inflate_json
 from holdfast.wire.frames import WHOLE_MAX, Frame, Kind, encode, error_fields, json_body, to_json, wholes
 from holdfast.wire.held_regions import HeldRegions, held_rows
-from holdfast.wire.proof import decode_sums, encode_sums
+from holdfast.wire.replica_proof import decode_sums, encode_sums
 from holdfast.wire.state_union import Stage, StateUnion
 
 _MAX_TABLE_BYTES = 512 * 1024 * 1024  # of a PROPOSE body, unpacked

@@ -21,7 +21,7 @@ from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from holdfast.ring.ring_keeper import RingKeeper
 from holdfast.store import open_store
-from holdfast.store.posix_reuse import writes_in_place
+from holdfast.store.spare_room import writes_in_place
 from tests.support.cluster import wait_until
 from tests.support.flushers import watched
 from tests.support.images import Image, from_torch_file

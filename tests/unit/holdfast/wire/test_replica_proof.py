@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast.errors import ProtocolError, StateError
 from holdfast.wire.frames import decode
 from holdfast.wire.layout_agreement import LayoutRound
-from holdfast.wire.proof import Proven, decode_sums, encode_sums, prove, ranks_named
+from holdfast.wire.replica_proof import ReplicaProof, decode_sums, encode_sums, prove, ranks_named
 from holdfast.wire.state_messages import Agreement, Proposal
 
 ROWS: list[list[Any]] = [
@@ -35,7 +35,7 @@ def rows(*named: tuple[str, list[int]], owner: int = -1) -> list[list[Any]]:
 
 
 def test_equal_ranks_prove_it() -> None:
-    assert prove(ROWS, {0: SAME, 1: SAME, 2: SAME}) == Proven("", ())
+    assert prove(ROWS, {0: SAME, 1: SAME, 2: SAME}) == ReplicaProof("", ())
 
 
 @given(st.integers(2, 6), st.data())
@@ -49,17 +49,17 @@ def test_one_rank_that_differs_in_one_replica_is_enough(ranks: int, data: st.Dat
 
 def test_what_is_rank_0s_by_nature_is_named_and_not_refused() -> None:
     found = prove(ROWS, {0: SAME, 1: changed(3, 4), 2: changed(4)})
-    assert found == Proven("", ("model/bn.running_mean", "generator"))
+    assert found == ReplicaProof("", ("model/bn.running_mean", "generator"))
 
 
 def test_per_rank_values_are_not_compared() -> None:
-    assert prove(ROWS, {0: SAME, 1: changed(5)}) == Proven("", ())
+    assert prove(ROWS, {0: SAME, 1: changed(5)}) == ReplicaProof("", ())
 
 
 def test_much_of_the_state_that_is_rank_0s_is_a_part_of_a_model() -> None:
     table = [*rows(("model/w", [10, 9])), *rows(("ema/w", [12]), ("ema/tiny", [9]), owner=0)]
     tiny = prove(table, {0: [1, 2, 3], 1: [1, 2, 4]})
-    assert tiny == Proven("", ("ema/tiny",))
+    assert tiny == ReplicaProof("", ("ema/tiny",))
     part = prove(table, {0: [1, 2, 3], 1: [1, 5, 3]})
     assert "ema/w" in part.refusal
     assert part.refusal.index("Split(tensor, shape, start)") < part.refusal.index(

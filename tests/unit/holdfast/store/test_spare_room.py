@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.store import posix_io
 from holdfast.store.posix import PosixStore
-from holdfast.store.posix_reuse import writes_in_place
+from holdfast.store.spare_room import writes_in_place
 
 _PART_BYTES = 1 << 16
 _HELD_BYTES = 100_000

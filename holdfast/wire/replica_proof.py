@@ -73,7 +73,7 @@ def decode_sums(data: bytes, rows: int) -> array[int]:
 
 
 @dataclass(frozen=True)
-class Proven:
+class ReplicaProof:
     """Result of the comparison.
 
     Attributes:
@@ -85,7 +85,7 @@ class Proven:
     rank0_only: tuple[str, ...]
 
 
-def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> Proven:
+def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> ReplicaProof:
     """Compare all ranks.
 
     Args:
@@ -98,7 +98,7 @@ def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> 
         differs |= other != first
     differ = [int(place) for place in np.flatnonzero(differs)]
     if not differ:
-        return Proven("", ())
+        return ReplicaProof("", ())
     split = [place for place in differ if table[place][3] == REPLICATED]
     rank0 = [place for place in differ if table[place][3] == 0 and table[place][1] != "bytes"]
     bulk = [place for place in rank0 if _may_be_a_part(table[place])]
@@ -106,8 +106,8 @@ def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> 
     if sum(_numbers(table[place]) for place in bulk) > _SPLIT_FRACTION * total:
         split = sorted({*split, *bulk})
     if split:
-        return Proven(_refusal(table, split, sums), ())
-    return Proven("", tuple(str(table[place][0]) for place in rank0))
+        return ReplicaProof(_refusal(table, split, sums), ())
+    return ReplicaProof("", tuple(str(table[place][0]) for place in rank0))
 
 
 def is_statistic(path: str) -> bool:
