@@ -237,7 +237,7 @@ def _publish_leftovers(
     )
     try:
         settle(engine, ring, "its flusher ended, and the ring has another size now")
-        while not engine.idle or maintenance.owes_marks:
+        while not engine.idle or maintenance.marks.owed:
             context.inbox.wait(engine.wait_seconds())
             engine.turn()
     finally:

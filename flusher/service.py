@@ -332,7 +332,7 @@ class FlusherService:
         error = self._engine.held_error
         if error is not None:
             return self._engine.held_seconds(), error
-        return self._maintenance.marks_refused if self._engine.idle else None
+        return self._maintenance.marks.refused if self._engine.idle else None
 
     def _take_no_more(self) -> None:
         """Told to end: what is staged is published. What is being received may be called staged at this very moment.
@@ -350,7 +350,7 @@ class FlusherService:
     def _leave_ring(self) -> None:
         finishing = self._handler is not None and self._handler.finishing
         wanted = bool(self._ring.checkpoint_names()) or (self._ring.is_held() and not finishing)
-        wanted = wanted or self._maintenance.owes_marks
+        wanted = wanted or self._maintenance.marks.owed
         self.leaves_ring = self._terminating and wanted
         if self.leaves_ring:
             _log.warning(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flusher.doubt_marks import DoubtMarks
 from flusher.flusher_context import FlusherContext
 from flusher.read_pace import ReadPace
 from flusher.retention import Keep, StoredStep, to_remove
@@ -21,18 +22,15 @@ from flusher.stored_slices import Slices
 from flusher.workers import Workers
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.intents import Intent, forget_intent
-from holdfast.checkpoints.manifest_order import step_of
 from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import DamageError, FencedError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import READ_BACK, Manifest, State, is_manifest_name, manifest_name
-from holdfast.ring.doubts import DoubtedSteps, doubt_about
+from holdfast.ring.doubts import DoubtedSteps
 from holdfast.store.wrapper import PatientStore
 
 _log = logging.getLogger("holdfast.flusher")
-_MARK_AGAIN_SECONDS = 1.0
-_NOTE_CHARACTERS_MAX = 4096
 _UNREAD_LOOKED_AT = 3  # an older one is restored only when these are bad, and restore checks what it reads
 
 
@@ -87,6 +85,9 @@ class Maintenance:
     Args:
         context: The run. Its inbox gets `ReadBack` and `Pruned`, and a `FencedError` when the run was taken over.
         set_aside: Tells which checkpoints the supervisor of the run has set aside so far.
+
+    Attributes:
+        marks: Of checkpoints that may be torn.
     """
 
     def __init__(
@@ -115,11 +116,9 @@ class Maintenance:
         self._newest: Manifest | None = None
         self._under_way: set[CheckpointId] = set()  # their manifests may be there, and are written once more
         self._write_ids: dict[str, str] = {}  # of each manifest, the last write that was heard of
-        self._doubts: tuple[DoubtedSteps, ...] = ()
-        self._unmarked = False
-        self._marks_refused: tuple[float, HoldfastError] | None = None  # since when, and why at last
         self._waiting: set[str] = set()  # write-ids whose turn comes, or has come; each is looked after once
-        self._removed: set[str] = set()  # those of them that retention was faster with
+        self._removed: set[str] = set()  # those that retention removed before they were read back
+        self.marks = DoubtMarks(context, self._replace)
         self._slices = Slices(store, PatientStore(store, self._wait), context.lease, context.events)
         self._workers = Workers("maintenance", 1)
 
@@ -164,25 +163,13 @@ class Maintenance:
 
     def doubt(self, found: Sequence[DoubtedSteps]) -> None:
         """Mark what is published of these steps, and whatever will be. The list has all that were given before."""
-        if found and tuple(found) != self._doubts:
-            self._doubts = tuple(found)
+        if self.marks.learn(found):
             self._mark_again()
 
     def _mark_again(self) -> None:
         """A mark may be missing in the store: it is tried until all are there."""
-        self._unmarked = True
-        self._submit(self._mark_all)
-
-    @property
-    def owes_marks(self) -> bool:
-        """Whether a published checkpoint may lack the mark that it is doubtful."""
-        return self._unmarked
-
-    @property
-    def marks_refused(self) -> tuple[float, HoldfastError] | None:
-        """For how many seconds the store has refused such marks, and why at last; None while it does not."""
-        refused = self._marks_refused
-        return None if refused is None else (time.monotonic() - refused[0], refused[1])
+        self.marks.owed = True
+        self._submit(self.marks.write_all)
 
     def catch_up(self) -> None:
         """Do what an earlier flusher left undone: make a file of slices, and read the newest files back."""
@@ -264,6 +251,7 @@ class Maintenance:
     def stop(self) -> None:
         """Give up what waits and what runs: unread checkpoints stay durable."""
         self._stopped = True
+        self.marks.stop()
         self._pace.end()
         self._workers.stop()
         with self._lock:
@@ -281,7 +269,7 @@ class Maintenance:
                 if self._is_removed(known):
                     return
             manifest = self._manifest(known)
-            if manifest is not None and (marked := self._marked(manifest)) is not manifest:
+            if manifest is not None and (marked := self.marks.marked(manifest)) is not manifest:
                 manifest = marked  # before the long look at its bytes
                 if not self._guarded(lambda: self._replace(marked), f"{key} not marked as doubtful"):
                     self._mark_again()
@@ -297,52 +285,6 @@ class Maintenance:
                 self._waiting.discard(known.write_id)
                 self._pending -= 1
             self._inbox.put(None)  # the loop looks whether all is done
-
-    def _mark_all(self) -> None:
-        """Mark the manifests of all steps that are doubted, for as long as the store takes it. In the worker thread."""
-        doubts, since = self._doubts, time.monotonic()
-        while not self._stopped:
-            try:
-                self._mark_published(doubts)
-            except FencedError as error:
-                self._inbox.put(error)
-                return
-            except HoldfastError as error:
-                _log.warning("doubtful checkpoints are not marked yet, and it is tried again: %s", error)
-                self._marks_refused = since, error
-                self._inbox.put(None)  # the loop may have nothing else to do, and no stager to do it for
-                time.sleep(_MARK_AGAIN_SECONDS)
-            else:
-                self._marks_refused = None
-                self._unmarked = doubts is not self._doubts
-                return
-
-    def _mark_published(self, doubts: Sequence[DoubtedSteps]) -> None:
-        for info in self._store.list():
-            if not is_manifest_name(info.name):
-                continue
-            step = step_of(info.name)
-            if not any(one.doubt.covers(step) for one in doubts):
-                continue
-            try:
-                manifest = Manifest.from_bytes(self._store.read(info.name), source=info.name)
-            except (DamageError, StoreMissing) as error:
-                _log.warning("%s: not marked as doubtful: %s", info.name, error)
-                continue
-            marked = self._marked(manifest)
-            if marked is not manifest:
-                self._replace(marked)
-
-    def _marked(self, manifest: Manifest) -> Manifest:
-        """The manifest with the doubt that there is about its checkpoint; itself, where there is none or it says so."""
-        key = manifest.order
-        if manifest.doubt or not (reason := doubt_about(self._doubts, key)):
-            return manifest
-        _log.error("%s is doubtful, and restore prefers others: %s", key, reason)
-        self._events.emit(
-            "doubted", {"attempt": key.attempt, "note": reason[:_NOTE_CHARACTERS_MAX]}, step=key.step
-        )
-        return manifest.doubted(reason)
 
     def _is_removed(self, known: StoredStep) -> bool:
         return known.write_id in self._removed
@@ -380,7 +322,7 @@ class Maintenance:
         counted = report.nonfinite
         numbers = counted.told() if counted is not None and counted.values else ""
         refused = bool(numbers) and self._rules.refuse_nonfinite
-        manifest = self._marked(manifest)  # while it was read more may have become known
+        manifest = self.marks.marked(manifest)  # while it was read more may have become known
         has_caveat = report.ok and not refused and bool(manifest.caveat)
         whole = State.DURABLE if has_caveat else State.VERIFIED
         state = whole if report.ok and not refused else State.BAD

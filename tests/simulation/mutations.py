@@ -176,7 +176,7 @@ MUTATIONS = {
             "doubt_of_the_published_only",
             "what becomes durable after the doubt is not marked",
             "flusher.verify_and_prune",
-            "            if manifest is not None and (marked := self._marked(manifest)) is not manifest:\n",
+            "            if manifest is not None and (marked := self.marks.marked(manifest)) is not manifest:\n",
             "            if False:\n",
         ),
         # -- the ring grows

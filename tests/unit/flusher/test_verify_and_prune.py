@@ -128,7 +128,7 @@ def test_a_doubt_marks_what_is_published_and_read_back(
     assert (old.state, old.note, old.told_state) == (State.DURABLE, READ_BACK, "doubtful")
     assert "model/w was changed after save(2)" in old.doubt
     assert (new.state, new.doubt) == (State.VERIFIED, "")
-    assert not rig.maintenance.owes_marks
+    assert not rig.maintenance.marks.owed
     assert caplog.text.count("is doubtful, and restore prefers others") == 1
     before = (rig.root / manifest_name(rig.old.file)).stat().st_mtime_ns
     rig.maintenance.doubt([DoubtedSteps(1, DOUBT)])  # as a stager says again to the next flusher
@@ -164,12 +164,12 @@ def test_a_doubt_waits_for_a_store_that_takes_nothing(tmp_path: Path, held: cont
 
     rig.store.write = refusing  # type: ignore[method-assign]
     rig.maintenance.doubt([DoubtedSteps(1, DOUBT)])
-    owes, is_idle = rig.maintenance.owes_marks, rig.maintenance.idle
+    owes, is_idle = rig.maintenance.marks.owed, rig.maintenance.idle
     assert owes
     assert not is_idle
     rig.wait()
     assert not refusals
-    assert not rig.maintenance.owes_marks
+    assert not rig.maintenance.marks.owed
     assert rig.read(rig.old).told_state == "doubtful"
 
 
@@ -195,7 +195,7 @@ def test_a_mark_that_the_store_refuses_as_a_checkpoint_is_published_is_tried_aga
     rig.published(rig.old)
     rig.wait()
     assert not refusals
-    assert not rig.maintenance.owes_marks
+    assert not rig.maintenance.marks.owed
     assert rig.read(rig.old).told_state == "doubtful"
 
 
