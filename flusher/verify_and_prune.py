@@ -315,7 +315,7 @@ class Maintenance:
         """Verify one file; the manifest as it now stands in the store."""
         begun = time.monotonic()
         try:
-            report = verify_file(PatientStore(self._store, self._wait), manifest)
+            report = verify_file(_ReadBackStore(self._store, self._wait), manifest)
         except StoreError as error:
             self._inbox.put(ReadBack(key, State.DURABLE, str(error), time.monotonic() - begun))
             return manifest
@@ -431,3 +431,9 @@ class Maintenance:
             raise StoreError(
                 "the flusher ends, so the rest of the checkpoint was not read back from the store"
             )
+
+
+class _ReadBackStore(PatientStore):
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        super().read_into(name, offset, buffer)
+        reach(Point.VERIFYING)
