@@ -1,4 +1,4 @@
-"""Checkpoints that wait in the ring because the store fails: said once loudly, tried again with growing pauses.
+"""Retries checkpoints while the store fails: one error line, then growing pauses.
 
     a job fails ─► held: 1 s, 2 s, 4 s … 60 s, for as long as it takes ─► one succeeds ─► resumed
 
@@ -42,11 +42,11 @@ class RetryCounts:
 
     @property
     def seconds(self) -> float:
-        """How long nothing has succeeded while something was held; 0 when nothing is."""
+        """How long nothing has succeeded while a checkpoint was pending; 0 when none is."""
         return self._clock() - self._since if self._holds else 0.0
 
     def held(self, key: CheckpointId, error: StoreError) -> float:
-        """A job of this checkpoint failed; give how long to pause."""
+        """A job of this checkpoint failed; returns how long to pause."""
         if not self._holds:
             self._since = self._clock()
         self.error = error
@@ -71,7 +71,7 @@ class RetryCounts:
         return pause_seconds
 
     def progressed(self, key: CheckpointId) -> bool:
-        """The store took something of this checkpoint; whether it was held before."""
+        """The store accepted a part of this checkpoint; whether it was failing before."""
         self._since = self._clock()
         hold = self._holds.pop(key, None)
         if hold is not None:
@@ -87,7 +87,7 @@ class RetryCounts:
 
 
 class RetryQueue:
-    """Acts with a time. For the loop's thread."""
+    """Calls to make later. For the loop's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -99,15 +99,15 @@ class RetryQueue:
 
     @property
     def wait_seconds(self) -> float | None:
-        """How long until the first is due; None if nothing waits."""
+        """How long until the first call is due; None if there is none."""
         return max(0.0, self._waiting[0][0] - self._clock()) if self._waiting else None
 
     def put(self, key: CheckpointId, seconds: float, act: Callable[[], None]) -> None:
-        """Do `act`, which is for checkpoint `key`, after a number of seconds."""
+        """Call `act`, which concerns checkpoint `key`, after a number of seconds."""
         heapq.heappush(self._waiting, (self._clock() + seconds, next(self._order), key, act))
 
     def at_once(self, key: CheckpointId | None = None) -> None:
-        """Do what waits now: of one checkpoint, or all of it."""
+        """Make the pending calls of one checkpoint, or all of them, due now."""
         now = self._clock()
         self._waiting = [
             (min(due, now) if key in {None, of} else due, number, of, act)

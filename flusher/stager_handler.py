@@ -1,4 +1,4 @@
-"""The flusher's side of one stager's connection: what it may say, and what it is told.
+"""The flusher's side of the connection to one stager.
 
     hello ─► welcome | refused      begin, chunk, staged, abort, doubt ─► engine      finish ─► (drain) ─► drained
 
@@ -69,7 +69,7 @@ class StagerHandler:
         return True
 
     def say_held(self, message: str) -> None:
-        """Say why the store takes nothing, when that has changed; the stager says it where the user looks."""
+        """Report why the store fails, when that has changed; the stager shows it where the user looks."""
         message = message[:_TEXT_CHARACTERS_MAX]
         if self.welcomed and message != self._held_said:
             self._held_said = message

@@ -1,4 +1,4 @@
-"""The claim on the run over the life of this process: kept alive, checked before every publish, renewed per stager.
+"""This flusher's lease of the run: kept alive, checked before every publish, renewed for each stager.
 
 A flusher may outlive several MPI jobs. Each stager that attaches gets an attempt of its own, because attempts order
 checkpoints: a job that was restored from step 100 must count as newer than step 150 of the job before.
@@ -26,7 +26,7 @@ _log = logging.getLogger("holdfast.flusher")
 
 
 class WriterLease:
-    """Holds the claim. May be used from any thread.
+    """Holds the lease, a claim file in the store. May be used from any thread.
 
     Args:
         heartbeat_seconds: How often other hosts are shown that we live.
@@ -52,7 +52,7 @@ class WriterLease:
             self._claim.check()
 
     def check_once(self) -> None:
-        """As `check`, and the store is asked only once: for a caller that tries again by itself."""
+        """As `check`, but asks the store only once: for a caller that retries by itself."""
         with self._lock:
             self._claim.check(at_once=True)
 
@@ -79,7 +79,7 @@ class WriterLease:
         raise DamageError(f"{store.url}/{manifest.file}: was removed while its manifest was written")
 
     def renew(self) -> int:
-        """Take the next attempt, for another stager, and return it. Raises `FencedError`, `StoreError`."""
+        """Acquire the next attempt, for another stager, and return it. Raises `FencedError`, `StoreError`."""
         with self._lock:
             self._claim.check()
             # Our own claim is the one that is taken over: nobody else lost anything. Where the answers of the store are
@@ -93,7 +93,7 @@ class WriterLease:
             return self._claim.attempt
 
     def start_beating(self, on_fenced: Callable[[FencedError], None]) -> None:
-        """Beat in a thread of its own: a slow upload must not make us look dead."""
+        """Send heartbeats from a thread of their own: a slow upload must not make this flusher look dead."""
 
         def beat() -> None:
             while not self._ended.wait(self._heartbeat_seconds):
@@ -126,7 +126,7 @@ _MISSES_MAX = 3
 
 
 class InstanceLease:
-    """The right to be the flusher of one run on this machine.
+    """The lock of the run's only flusher on this machine.
 
     One that ends has closed its socket, and gives the right back a moment later: it is waited for. One that begins, or
     that was stopped as it ended, is waited for as long.

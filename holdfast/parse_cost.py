@@ -1,4 +1,4 @@
-"""What input costs to parse, known before it is parsed: a limit on its size alone lets 31 KiB take a gigabyte.
+"""The memory that parsing takes, estimated before it: a limit on size alone lets 31 KiB of input take a gigabyte.
 
     compressed ─► piece by piece ─► raw JSON ─► estimated bytes of its Python objects ─► json.loads
                       └── above `allowed(received bytes)`: refused ──┘
@@ -21,18 +21,18 @@ _CONTAINER_BYTES, _ITEM_BYTES, _TEXT_BYTES = 96, 40, 60
 
 
 class InputTooLarge(ValueError):
-    """Parsing would cost more than such input may."""
+    """Parsing would take more memory than the limit for input of this size."""
 
 
 def json_cost(raw: bytes) -> int:
-    """About how many bytes the text and the objects take that `json.loads` makes of it."""
+    """Estimated bytes of the text and of the objects that `json.loads` makes of it."""
     containers = raw.count(b"[") + raw.count(b"{")
     items = raw.count(b",") + raw.count(b":")
     return len(raw) + _CONTAINER_BYTES * containers + _ITEM_BYTES * items + _TEXT_BYTES * raw.count(b'"') // 2
 
 
 def allowed_cost(received_bytes: int, factor: int) -> int:
-    """What such input may cost: `factor` for each byte received, and a fixed allowance."""
+    """The limit for input of this size: `factor` for each byte received, and a fixed allowance."""
     return _ALLOWANCE_BYTES + factor * received_bytes
 
 
@@ -46,12 +46,12 @@ def check_cost(cost: int, received_bytes: int, factor: int) -> None:
 
 
 def inflate_json(data: bytes | bytearray | memoryview, bytes_max: int) -> bytes:
-    """Unpack what `zlib.compress` made of JSON, as far as it is worth it.
+    """Decompress JSON that `zlib.compress` packed, within the limit.
 
     Raises:
-        InputTooLarge: It is above `bytes_max`, or costs more than what was received is worth.
+        InputTooLarge: It is above `bytes_max`, or above the limit for what was received.
         ValueError: It is truncated.
-        zlib.error: It is no such thing.
+        zlib.error: It is not zlib data.
     """
     inflater, received_bytes = zlib.decompressobj(), len(data)
     raw, cost = bytearray(), 0

@@ -1,4 +1,4 @@
-"""What a pickle costs to unpickle, and how deep its tuples are nested, known before anything is made of it.
+"""The memory that unpickling takes, and the nesting depth of tuples, known before any object is made.
 
     opcode by opcode, on a stack of stand-ins:  bytes of the object, a length or a place in the memo that is claimed,
                                                 a copy that a call makes of its arguments  ─► cost, refused above
@@ -89,7 +89,7 @@ _TWO_LINES = {_CODES["GLOBAL"], _CODES["INST"]}
 
 
 def check_pickle(pickled: bytes | memoryview, tuples_max: int | None = None) -> int:
-    """Refuse a pickle that costs more than it is worth.
+    """Refuse a pickle that takes more memory than the limit for its size.
 
     Returns:
         How deep tuples are nested in it; just above `tuples_max` where they are deeper.
@@ -101,7 +101,7 @@ def check_pickle(pickled: bytes | memoryview, tuples_max: int | None = None) -> 
 
 
 def pickle_cost(pickled: bytes) -> int:
-    """About how many bytes the objects take that are made of it."""
+    """Estimated bytes of the objects that it makes."""
     walk = _Walk(pickled, None)
     walk.allowed_bytes = 1 << 62
     walk.run()

@@ -1,4 +1,4 @@
-"""Takes a rank's doubt about its copies to the ring's directory, to the flusher and to all ranks, in this order.
+"""Records a rank's doubt about its copies beside the ring, then tells the flusher and all ranks.
 
 Where a process dies in between, the next flusher finds what is written beside the ring (holdfast/ring/doubts.py). Ranks
 hear it last: a rank that has left copies behind the gate until then answers with a doubt about its own steps.
@@ -47,7 +47,7 @@ class DoubtHandler:
         self._trainers.send_all(doubt.to_frame(Kind.DOUBTED, attempt=attempt))
 
     def again(self) -> None:
-        """There is another flusher, perhaps with another ring."""
+        """Tell another flusher, which may have another ring."""
         if self._known:
             self._write()
             self._line.send("doubt")

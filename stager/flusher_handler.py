@@ -1,11 +1,11 @@
-"""Handles the flusher's messages in the stager, and takes a new flusher when the old one has ended.
+"""Handles the flusher's messages in the stager, and attaches a new flusher when the old one has ended.
 
     began, freed, grown, durable, failed ─► events of the session
     the line is cut ─► what nobody can go on with has failed ─► another flusher is found
                           ├─ with our ring: it is told what the session knows; the trainers notice nothing
                           └─ with another ring: all is refused until no credit is out into the one before
 
-What is known of a flusher is what it said and what the journal says, and the journal is the truth.
+A flusher is known by its messages and by the journal; the journal is the truth.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from stager.session.session_messages import (
 
 
 def replay(line: FlusherLine, session: Session) -> FlusherBack:
-    """Tell the flusher, and say what the journal tells of the one before: slots whose word was lost."""
+    """Tell the flusher what the session knows; returns the slots that the last one freed unheard."""
     ring, attempt = line.flusher.ring, line.flusher.attempt
     freed = tuple(slot for slot in sorted(session.flusher_slots) if ring.state(slot) is SlotState.FREE)
     known = session.known()
@@ -79,7 +79,7 @@ class FlusherHandler:
         self._line.close()
 
     def hear(self) -> bool:
-        """Take what the flusher has said, or that it has ended; whether it had said anything."""
+        """Handle the flusher's messages, or its end; whether there were messages."""
         messages = self._line.poll()
         try:
             for message in messages:
@@ -175,7 +175,7 @@ class FlusherHandler:
             self._actions.take(Failed(known.step, lost.code, str(lost)))
 
     def mend(self) -> None:
-        """Take another flusher when there is one: with our ring at once, with a new ring when no credit is out."""
+        """Attach another flusher when there is one: with our ring at once, with a new ring when no credit is out."""
         if self._next is None:
             found = self._line.find()
             if found is None:
@@ -199,7 +199,7 @@ class FlusherHandler:
             self._next = None
 
     def _start_over(self, flusher: Flusher) -> None:
-        """Go on with a flusher that has another ring; nothing is under way into the one before."""
+        """Switch to a flusher that has another ring; nothing is in flight into the old one."""
         self._payloads.use(flusher.ring)
         self._line.take(flusher)
         free_slots, flusher_slots = slot_owners(flusher.ring)

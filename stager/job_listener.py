@@ -1,4 +1,4 @@
-"""Accepts connections for a stager that stands alone, and knows which job each belongs to.
+"""Accepts connections for a standing stager, and finds the job that each belongs to.
 
     accepted ─► handshake, within some seconds ─► of the job that is served ───────────► its port
                                                ├─ of the same launch, started again ───► the next job; that one ends
@@ -84,7 +84,7 @@ class _Greeting:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A connection whose job comes next."""
+    """A connection of the next job."""
 
     sock: AnySocket
     hello: Hello
@@ -166,7 +166,7 @@ class JobListener:
         return next((one.hello for one in self._waiting.values()), None)
 
     def open(self, port: TcpTrainersPort) -> None:
-        """From now on this is the job that is served. Its connections are given to it, those of others refused."""
+        """Serve this job: pass its connections to it, and refuse all others."""
         self._present = port
         waiting, self._waiting = self._waiting, {}
         for one in waiting.values():
@@ -178,7 +178,7 @@ class JobListener:
             self._end_present(self._present.generation)
 
     def end(self) -> None:
-        """Take no further job. Ranks of the one that is served may still come again, until `close_job`."""
+        """Accept no further job. Ranks of the current job may still reconnect, until `close_job`."""
         self._ending = True
         for one in list(self._waiting.values()):
             self._unwatch(one.sock)
@@ -191,7 +191,7 @@ class JobListener:
             self._reactor.close(sock)
 
     def _end_the_late(self) -> None:
-        """End the connections that take too long to say who they are."""
+        """Close connections that take too long to identify themselves."""
         now = self._clock()
         for greeting in list(self._greetings.values()):
             if now <= greeting.deadline:
@@ -260,7 +260,7 @@ class JobListener:
             self._forget(greeting)
 
     def _has_shaken_hands(self, greeting: _Greeting) -> bool:
-        """Go on with TLS; whether that is done."""
+        """Continue the TLS handshake; whether it is done."""
         sock = greeting.sock
         assert isinstance(sock, TlsSocket)
         try:
@@ -333,7 +333,7 @@ class JobListener:
         self._reactor.close(greeting.sock)
 
     def _complain(self, peer: str, why: str) -> None:
-        """Say it, but not as often as strangers may connect."""
+        """Log it, but not as often as strangers may connect."""
         self._complaints += 1
         now = self._clock()
         if now - self._complained_at >= _COMPLAINT_SECONDS:
@@ -418,7 +418,7 @@ class JobListener:
         self._watch_end(sock)
 
     def _watch_end(self, sock: AnySocket) -> None:
-        """A rank that waits says nothing: what can be read is its end."""
+        """A waiting rank sends nothing: a readable socket means that it has ended."""
         self._reactor.watch(sock, functools.partial(self._waited_in_vain, sock))
 
     def _waited_in_vain(self, sock: AnySocket, _readable: bool, _writable: bool) -> None:

@@ -1,11 +1,11 @@
-"""Waits for checkpoints of earlier jobs that neither ring nor store has whole yet: restore would not see them.
+"""Waits for checkpoints of earlier jobs that neither the ring nor the store has whole: restore would miss them.
 
     HELLO ─► anything staged by an earlier attempt? ── yes ─► all its chunks in the ring? ─ no ─► wait, deadline ─┐
                             │ no                                       │ yes: fetched from there                  │
                             └──────────────────────────────────────────┴──────────────► WELCOME ─► restore ◄──────┘
 
-The training would otherwise go on from an older checkpoint than the one that was promised to be safe. A slow store, or
-one that takes nothing, does not delay a restart for which the ring has all.
+Training would otherwise resume from an older checkpoint than the one that was reported as staged. A slow or failing
+store does not delay a restart if the ring has every chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PreviousJobs:
         self._settled = False
 
     def settled(self, ring: Ring, attempt: int) -> bool:
-        """Whether restore can have all that attempts before `attempt` have staged, or it was waited for long enough."""
+        """Whether restore can read everything that earlier attempts staged, or the wait is over."""
         if self._settled:
             return True
         now = self._clock()

@@ -1,4 +1,4 @@
-"""Handles everything that the stager hears of its trainers: messages, payloads, silence, ends.
+"""Handles everything that comes from the ranks: messages, payloads, silence, ends.
 
     HELLO ─► WELCOME, when restore would see all that earlier jobs have staged
     OFFER, DECLINE, SENT, RETURN, DONE, payloads ─► events of the session        PROPOSE, FITS ─► LayoutRound
@@ -6,7 +6,7 @@
     BEAT: it was heard
     BYE, dead, broke the protocol ─► it has left: everybody here hears of it
 
-After one wrong message of a rank the next cannot be trusted: it is told why, and is heard no more.
+After one wrong message of a rank the next cannot be trusted: the rank is told why, and ignored from then on.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RankHandler:
         return self._payloads.arriving or self._fetches.busy or self._port.unsent
 
     def turn(self) -> bool:
-        """Look once at all that has come; whether anything had."""
+        """Handle everything that has arrived; whether anything had."""
         seen = self._port.poll()
         for rank, message in seen.messages:
             if rank in self._trainers.present:
@@ -91,7 +91,7 @@ class RankHandler:
         return bool(seen.messages or seen.lost or received or answered)
 
     def tick(self, now: float) -> None:
-        """Look at the deadlines, and at who is silent."""
+        """Check the deadlines, and which ranks are silent."""
         self._notices.tick()
         self._interval.tick()
         if late := self._round.late(now):
@@ -111,7 +111,7 @@ class RankHandler:
         return bool(arrivals)
 
     def _take(self, rank: int, event: Event) -> None:
-        """What is wrong with it counts against its rank."""
+        """Pass an event on; a protocol error counts against its rank."""
         self._actions.take(event, lambda error: self._broke_protocol(rank, error))
 
     # -- messages ------------------------------------------------------------------------------------------------
@@ -182,10 +182,10 @@ class RankHandler:
             case Kind.BYE:
                 self._leave(rank, f"rank {rank} has left", loud=False)
 
-    # -- who comes, is silent, and goes --------------------------------------------------------------------------
+    # -- ranks that join, fall silent, and leave -------------------------------------------------------------------
 
     def _greet(self) -> None:
-        """Welcome the ranks that have come, when restore would see everything that earlier jobs have staged."""
+        """Welcome the ranks that have joined, once restore would see everything that earlier jobs staged."""
         flusher = self._line.flusher
         if not self._unwelcomed:
             return
@@ -209,7 +209,7 @@ class RankHandler:
         )
 
     def _beat(self) -> None:
-        """Give the ranks a sign of life, and look whose is missing."""
+        """Send heartbeats to the ranks, and find the silent ones."""
         for rank, seconds in self._trainers.beat(self._line.flusher.attempt):
             name = self._trainers.name(rank)
             _log.error(
@@ -223,7 +223,7 @@ class RankHandler:
             self._interval.silent(f"{name} has been silent")
 
     def _broke_protocol(self, rank: int, error: ProtocolError) -> None:
-        """Tell the rank why, and hear no more of it: after one wrong message the next cannot be trusted."""
+        """Tell the rank why, and drop it: after one wrong message the next cannot be trusted."""
         _log.error("rank %d broke the protocol and is dropped: %s", rank, error)
         attempt = self._line.flusher.attempt
         refused = wire.encode(Kind.REFUSED, attempt=attempt, body=wire.error_body(error))
@@ -269,7 +269,7 @@ class RankHandler:
         return layout
 
     def _end_one_sided(self, ended: OneSided) -> None:
-        """Those that asked hear why; the others hear it of the step, which they have begun."""
+        """Refuse the ranks that proposed; fail the step for the others, which have begun it."""
         _log.error("%s", ended.error)
         refused = wire.encode(
             Kind.REFUSED, attempt=self._line.flusher.attempt, body=wire.error_body(ended.error)
@@ -279,7 +279,7 @@ class RankHandler:
         self._actions.take(Failed(ended.step, ended.error.code, str(ended.error)))
 
     def _proposal(self, rank: int, frame: Frame) -> Proposal:
-        """What the rank proposes; one that cannot be read is a refusal, which all ranks hear: the session goes on."""
+        """The rank's proposal; an unreadable one becomes a refusal for all ranks, and the session continues."""
         try:
             return self._round.read(frame)
         except ProtocolError as error:

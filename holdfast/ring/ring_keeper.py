@@ -1,4 +1,4 @@
-"""The lock with which `holdfast run`, as long as it lives, keeps the ring of a run from job to job.
+"""The lock by which a living `holdfast run` keeps the ring of a run from job to job.
 
 A lock on a file of the run's runtime directory, which the kernel takes from the dead. A flusher with nothing left to do
 looks whether somebody has it: what is in the ring is then what the next attempt restores from.
@@ -46,7 +46,7 @@ class RingKeeper:
             os.close(fd)
 
     def close(self) -> None:
-        """Let the flusher end when it has done all. Where there is none, nothing is left."""
+        """Let the flusher end when it has done everything. Without a flusher nothing is left behind."""
         fd, self._fd = self._fd, -1
         if fd < 0:
             return

@@ -1,4 +1,4 @@
-"""A store in which nothing becomes visible, changes or goes without a look at the claim, in each single try.
+"""A store that checks the lease before each try of a change that others can see.
 
     Retrying ─► GuardedStore ─► backend        the claim is looked at again before each repetition
                      └─ FencedError: no further try

@@ -1,4 +1,4 @@
-"""The room of a checkpoint that is no longer kept, for the next one to be written into.
+"""Reuses the blocks of a removed checkpoint for the next one.
 
     retire ─► .holdfast/tmp/spare.…, durably ─► begin: nobody else has it? ─► the next upload's temporary file
                         └── a second one, close ─► removed         └── somebody has ─► removed; new room
@@ -104,7 +104,7 @@ class SpareRoom:
         return kept
 
     def drop(self) -> bool:
-        """Give the room back; whether there was any."""
+        """Give the blocks back; whether there were any."""
         with self._lock:
             spare, self._spare = self._spare, None
         if spare is None:

@@ -42,7 +42,7 @@ _TOLD = (
 
 
 def event_text(fields: Mapping[str, Any]) -> str:
-    """What an event's fields say, in one line that is not too long."""
+    """An event's fields as one line of bounded length."""
     return cut("; ".join(_told(name, fields[name]) for name in _TOLD if fields.get(name) not in (None, "")))
 
 

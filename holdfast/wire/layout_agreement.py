@@ -37,7 +37,7 @@ _ALL_RANKS = (
 
 
 class OneSided(NamedTuple):
-    """The end of a round that some ranks began alone: `ranks` hear `error`, and nothing comes of `step`."""
+    """The end of a round that only some ranks began: `ranks` are told `error`, and `step` is given up."""
 
     ranks: tuple[int, ...]
     step: int
@@ -156,7 +156,7 @@ class LayoutRound:
         return ranks_named([rank for rank in range(self._ranks) if rank not in self._proposals])
 
     def _over(self) -> dict[int, Proposal]:
-        """The next round begins; what was proposed in this one."""
+        """Begin the next round; returns the proposals of this one."""
         proposals, self._proposals = self._proposals, {}
         self._reader.forget()
         return proposals
