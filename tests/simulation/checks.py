@@ -159,7 +159,7 @@ class Checks:
         return known is not None and known[0] is found[0] and known[1] is found[1]
 
     def _check_manifest(self, manifest: Manifest, data: bytes) -> None:
-        key = manifest.order
+        key = CheckpointId(manifest.attempt, manifest.step)
         job = self._fits(manifest)
         if job is None:
             self.broken(f"{manifest.file}: the manifest's CRCs fit no checkpoint that was ever saved: a mix")
