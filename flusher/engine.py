@@ -95,9 +95,8 @@ class Engine:
         self._discards: set[CheckpointId] = set()
         self._given_up: set[CheckpointId] = set()  # and the stager was told
         self._running = 0  # jobs that have not answered yet
-        self._stands_since = (
-            time.monotonic()
-        )  # when the store took something last, or the first came to wait for it
+        # When the store took something last, or the first came to wait for it
+        self._stands_since = time.monotonic()
         self._look_at: float | None = None  # when an older checkpoint may have to make room
         self._growing = False
         self._opened_early: list[Opened] = []

@@ -133,9 +133,8 @@ class FlusherService:
 
     def _turn(self) -> bool:
         """Do all that can be done now; False when it is over."""
-        maintenance_was_idle = (
-            self._maintenance.idle
-        )  # before the inbox is emptied: its last words are then in it
+        # Before the inbox is emptied: its last words are then in it
+        maintenance_was_idle = self._maintenance.idle
         self._engine.turn()
         self._hear()
         self._accept()

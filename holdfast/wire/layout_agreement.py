@@ -56,9 +56,8 @@ class LayoutRound:
         self._proposals: dict[int, Proposal] = {}
         self._reader = ProposalReader(2 * ranks)
         self._gone: dict[int, str] = {}  # rank → why it never proposes again
-        self._fitting: OrderedDict[int, set[int]] = (
-            OrderedDict()
-        )  # step → ranks whose state fits the layout there
+        # Step → ranks whose state fits the layout there
+        self._fitting: OrderedDict[int, set[int]] = OrderedDict()
         self._begun_at = 0.0
         self._is_said = False
 
