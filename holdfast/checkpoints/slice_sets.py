@@ -223,7 +223,7 @@ def load_set(store: Store, found: SliceSet) -> LoadedSet:
                     f"{store.url}: {found.order}: {names[0].seal} is of layout {seals[0].layout_digest[:16]}, "
                     f"{name.seal} of {seal.layout_digest[:16]}: they are no parts of one image"
                 )
-            if seal.record.get("job") != seals[0].record.get("job"):
+            if seal.save_record.job != seals[0].save_record.job:
                 raise DamageError(
                     f"{store.url}: {found.order}: {names[0].seal} and {name.seal} are of two jobs with one attempt: "
                     "they are no parts of one image"

@@ -44,7 +44,6 @@ from holdfast.image.save_record import StepRecord
 OnDivergence = Literal["warn", "refuse", "off"]
 
 FIELD = "replicas"  # of DONE
-DIGEST_FIELD = "replicas_digest"  # of what a rank says of a step: in its record, and in the seal of its slice
 ROW_BYTES = 64  # a cache line: reading one byte of it costs as much as reading it all
 _ROWS_MAX = 64  # of one entry, at one checkpoint
 _NAMED_MAX = 5

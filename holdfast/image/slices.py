@@ -18,6 +18,7 @@ from holdfast.errors import DamageError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Extent
+from holdfast.image.save_record import SaveRecord
 from holdfast.sealed import seal, unseal
 
 FRAME_ALIGNMENT_BYTES = 4096  # what O_DIRECT asks of memory, offset and length
@@ -95,6 +96,10 @@ class SliceSeal(BaseModel):
     @property
     def order(self) -> CheckpointId:
         return CheckpointId(self.attempt, self.step)
+
+    @property
+    def save_record(self) -> SaveRecord:
+        return SaveRecord.from_json(self.record)
 
     def to_bytes(self) -> bytes:
         """JSON, with the CRC-32 of all the rest in its last line."""

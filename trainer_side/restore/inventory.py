@@ -23,7 +23,6 @@ from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreErro
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
-from holdfast.image.replicas import DIGEST_FIELD
 from holdfast.store.base import Store
 from holdfast.wire.frames import peer_error
 from trainer_side.ranks.deadlines import within
@@ -161,10 +160,10 @@ def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_
 
 
 def _row(tier: Keeps, kept: Kept) -> list[object]:
-    seal = kept.seal
-    key = SliceKey(seal.attempt, seal.step, seal.ranks, seal.layout_digest, str(seal.record.get("job", "")))
-    replicas = str(seal.record.get(DIGEST_FIELD, ""))[:_DIGEST_CHARACTERS_MAX]
-    drift = kept.doubt or (str(seal.record.get("drift", "")) if seal.record.get("job") == RING else "")
+    seal, record = kept.seal, kept.seal.save_record
+    key = SliceKey(seal.attempt, seal.step, seal.ranks, seal.layout_digest, record.job or "")
+    replicas = (record.replicas_digest or "")[:_DIGEST_CHARACTERS_MAX]
+    drift = kept.doubt or (record.drift or "" if record.job == RING else "")
     where = [_NEARNESS[tier.nearness], tier.name, kept.place]
     return [key, seal.rank, *where, sorted(kept.absent), replicas, drift, kept.complete]
 

@@ -24,6 +24,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Extent
+from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import SliceFrame, SliceSeal, frames_of
 from holdfast.ring.near_ring import NearRing, near_ring
 from holdfast.ring.remains import ANSWER_BYTES_MAX, Asked, HeldCheckpoint, read_held
@@ -249,7 +250,7 @@ def _slices(known: _Known) -> Iterator[Kept]:
             ranks=layout.ranks,
             layout_digest=layout.digest,
             frame_crc32s=tuple(crcs),
-            record={"job": RING, "drift": held.drift},
+            record=SaveRecord(job=RING, drift=held.drift).to_json(),
         )
         yield Kept(seal, layout, "ring", absent=frozenset(absent))
 
