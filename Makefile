@@ -45,7 +45,7 @@ demo: $(READY) ## Kill a training run, resume it as a fresh cluster, compare bit
 	@$(BIN)/python -m examples.demo $(DEMO)
 
 # A folder is a tier. What takes minutes comes first in its run, so that no worker is alone with it at the end.
-TEST_FOLDERS := tests/story tests/conformance tests/unit tests/rot tests/test_architecture.py
+TEST_FOLDERS := tests/story tests/conformance tests/unit tests/rot tests/test_architecture.py tests/test_house.py
 REST_FOLDERS := tests/gpu tests/pages tests/simulation tests/integration tests/faults
 # Jobs of many ranks or of rare ways, which are the last to be run.
 LAST_JOBS := $(foreach name,back_pressure closed_terminal dcp_states exit_codes_of_jobs init lightning_checkpointing \
@@ -146,10 +146,11 @@ chaos: $(READY) ## Run the kill matrix, every process killed at every stage; the
 	@$(BIN)/python -m tests.chaos.table
 
 .PHONY: lint
-lint: $(READY) ## Style, formatting, the import arrows, docker-compose.yml and what it mounts
+lint: $(READY) ## Style, formatting, the import arrows, plain words, docker-compose.yml and what it mounts
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m tests.support.plain_words
 	@$(BIN)/yamllint --strict docker-compose.yml infra/docker infra/prometheus infra/grafana
 	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker-compose.yml infra/docker/nfs.yml
 

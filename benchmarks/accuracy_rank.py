@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
+from holdfast import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
 
 __all__ = ["BATCH", "TRAINED", "epoch_steps"]
 

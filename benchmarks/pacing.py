@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.workload import Workload
-from trainer_side import Checkpointer
+from holdfast import Checkpointer
 
 __all__ = ["AUTO", "NEVER", "Paced", "pace"]
 

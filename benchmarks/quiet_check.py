@@ -37,7 +37,7 @@ def _train(way: str, out: Path) -> None:
     import torch
 
     from benchmarks.workload import Workload
-    from trainer_side import Checkpointer, init_torch_distributed
+    from holdfast import Checkpointer, init_torch_distributed
     from trainer_side.save.quietness import Quietness
 
     torch.set_num_threads(1)

@@ -21,7 +21,7 @@ from benchmarks.workload import Workload
 from trainer_side.restore.ring_slices import RingSlices
 
 if TYPE_CHECKING:
-    from trainer_side import Checkpointer
+    from holdfast import Checkpointer
 
 __all__ = ["DCP", "OURS", "RING", "restore"]
 

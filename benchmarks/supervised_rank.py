@@ -25,7 +25,7 @@ from benchmarks.workload import Workload
 from holdfast.supervised import ATTEMPT_VARIABLE
 
 if TYPE_CHECKING:
-    from trainer_side import Checkpointer
+    from holdfast import Checkpointer
 
 __all__ = ["main"]
 
@@ -68,7 +68,7 @@ def main() -> None:
 
 def _meet() -> int:
     # Here and below: what a bare rank does not have is imported where the script would.
-    from trainer_side import init_torch_distributed
+    from holdfast import init_torch_distributed
 
     return init_torch_distributed("gloo")[0]
 
@@ -84,8 +84,8 @@ def _meet_bare() -> int:
 def _joined(workload: Workload, every: int, *, bare: bool) -> AbstractContextManager[Checkpointer | None]:
     if bare:
         return nullcontext()
+    from holdfast import Checkpointer
     from holdfast.config import TrainerConfig
-    from trainer_side import Checkpointer
 
     return Checkpointer(workload.state(), every=every, config=TrainerConfig.from_sources(on_full="wait"))
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from benchmarks.device_update import install
 from benchmarks.workload import Workload
+from holdfast import Checkpointer
 from holdfast.config import TrainerConfig
-from trainer_side import Checkpointer
 
 __all__ = ["WAYS", "main"]
 

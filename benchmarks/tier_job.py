@@ -24,8 +24,8 @@ from benchmarks.device_update import install
 from benchmarks.rank import force_gate
 from benchmarks.training import train
 from benchmarks.workload import Workload
+from holdfast import Checkpointer
 from holdfast.config import TrainerConfig
-from trainer_side import Checkpointer
 
 __all__ = ["main"]
 

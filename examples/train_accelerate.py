@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer_side import Checkpointer, ResumableSampler, init_torch_distributed
-from trainer_side.frameworks.accelerate import prepared
+from holdfast import Checkpointer, ResumableSampler, init_torch_distributed
+from holdfast.integrations.accelerate import prepared
 
 SEED = 7
 

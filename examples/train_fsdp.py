@@ -33,7 +33,7 @@ from train_gpt import (  # type: ignore[import-not-found]
     standard_library_text,
 )
 
-from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
+from holdfast import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
 
 
 def sharded(model: GPT, ranks: int) -> GPT:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
+from holdfast import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
 
 CONTEXT = 64  # bytes that the model sees at once
 TEXT_BYTES_MAX = 4 << 20

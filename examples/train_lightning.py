@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from trainer_side import ResumableSampler
-from trainer_side.frameworks.epochs import EpochLoader
-from trainer_side.frameworks.lightning import HoldfastCallback, HoldfastEnvironment
+from holdfast import ResumableSampler
+from holdfast.integrations.epochs import EpochLoader
+from holdfast.integrations.lightning import HoldfastCallback, HoldfastEnvironment
 
 SEED = 7
 

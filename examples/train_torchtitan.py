@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer_side import ResumableSampler, init_torch_distributed
-from trainer_side.frameworks.epochs import EpochLoader
-from trainer_side.frameworks.torchtitan import HoldfastCheckpointManager
+from holdfast import ResumableSampler, init_torch_distributed
+from holdfast.integrations.epochs import EpochLoader
+from holdfast.integrations.torchtitan import HoldfastCheckpointManager
 
 SEED = 7
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from trainer_side import init_torch_distributed
-from trainer_side.frameworks.transformers import HoldfastCallback
+from holdfast import init_torch_distributed
+from holdfast.integrations.transformers import HoldfastCallback
 
 SEED = 7
 

@@ -34,7 +34,7 @@ class Flight:
     resumable: bool = True  # by another process
     # nobody could go on with the upload, so the ring keeps all until it is published
     keeps_slots: bool = False
-    anew: bool = False  # once the last job has ended, it begins anew
+    anew: bool = False  # once the last job has ended, it starts over
     seen: set[int] = field(default_factory=set)  # chunks that have come
     busy: set[int] = field(default_factory=set)  # slots that a job uses
     jobs: int = 0
@@ -123,7 +123,7 @@ class Flight:
 
 
 def resume_complaint(event: Begin) -> str:
-    """What does not fit the layout in a record of what was written; empty if all does."""
+    """The part of a record of written bytes that does not fit the layout; empty if all fits."""
     resume, layout = event.resume, event.index.layout
     if resume is None:
         return ""
@@ -143,7 +143,7 @@ def resume_complaint(event: Begin) -> str:
 
 
 def chunk_complaint(flight: Flight, event: ChunkFull) -> str:
-    """What is wrong with a chunk that came in; empty if nothing is."""
+    """The fault of a chunk that came in; empty without a fault."""
     layout = flight.index.layout
     if event.chunk >= layout.chunks:
         return f"the image has {layout.chunks} chunks"

@@ -167,7 +167,7 @@ def _ring(
         try:
             yield ring
         except FencedError:
-            # What is in it belongs to a run that is somebody else's now. Doubts about what this one has published
+            # Its contents belong to a run that is somebody else's now. Doubts about what this one has published
             # are known here alone: the next flusher here marks it.
             Ring.remove(directory, keeps_doubts=True)
             raise
@@ -203,7 +203,7 @@ def _fits(ring: Ring, config: FlusherConfig) -> bool:
 
 
 def _newest_image_bytes(store: Store) -> int | None:
-    """The size of the run's newest checkpoint whose manifest can be read; None: there is none."""
+    """The size of the run's newest checkpoint whose manifest can be read; None without one."""
     items = Catalog(store).newest_first()
     return next((item.manifest.image_bytes for item in items if item.manifest is not None), None)
 
@@ -211,8 +211,8 @@ def _newest_image_bytes(store: Store) -> int | None:
 def _clean_store(store: Store, attempt: int, wanted: list[Progress], events: EventLog) -> None:
     """Remove what dead flushers left in the store, but for the uploads that go on.
 
-    What training ranks are sending themselves is left: their job may live, though its stager does not. What a later
-    writer is sending is left, too: this one may have stood still since it took its claim.
+    Slices that training ranks are sending are left: their job may live, though its stager does not. Files that a later
+    writer is sending are left, too: this flusher may have stood still since it took its claim.
     """
     write_ids = {progress.head.write_id for progress in wanted}
 

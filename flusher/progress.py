@@ -82,7 +82,7 @@ class Progress:
 
     @classmethod
     def load(cls, path: Path) -> Progress | None:
-        """What a dead flusher wrote; None if there is no record, or not even a head.
+        """A dead flusher's record; None if there is no record, or not even a head.
 
         A line that it was writing when it died is taken off, so that the next one begins where it should.
 

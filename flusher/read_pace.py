@@ -1,10 +1,10 @@
 """How fast published checkpoints are read while others are written.
 
-Training waits for the ring's chunks, and these for the store; nobody is in a hurry to have a checkpoint read. So a read
-waits while anything is being written. But a training that always writes would never have a checkpoint verified, and
-would pile up those that retention removes only once a newer one is. So beside it half as many bytes are read as are
-written: while one checkpoint is read back, no more than two or three of its size come to be. A store that takes nothing
-for seconds holds no read back.
+Training waits for the ring's chunks, and these for the store; nobody is in a hurry to have a checkpoint read. A read
+therefore waits while anything is being written. But a training that always writes would never have a checkpoint
+verified, and would pile up those that retention removes only once a newer one is. Therefore half as many bytes are
+read as are written: while one checkpoint is read back, no more than two or three of its size come to be. A store that
+takes nothing for seconds holds no read back.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class ReadPace:
             self._changed.notify_all()
 
     def wrote(self, nbytes: int) -> None:
-        """Tell that so many bytes have been written."""
+        """Note that `nbytes` have been written."""
         share = nbytes * _READ_PER_WRITTEN
         with self._changed:
             self._allowed_bytes = min(self._allowed_bytes + share, max(_AHEAD_BYTES_MAX, share))
             self._changed.notify_all()
 
     def wait(self, nbytes: int) -> bool:
-        """Wait until so many bytes may be read; False once it has ended."""
+        """Wait until `nbytes` may be read; False once it has ended."""
 
         def may_read() -> bool:
             return not self._is_busy or self._allowed_bytes > 0 or self._ended

@@ -60,7 +60,7 @@ class RingRoom:
         self._thread.join()
 
     def want(self, image_chunks: int) -> bool:
-        """A checkpoint of so many chunks begins. For the loop's thread; never waits.
+        """A checkpoint of `image_chunks` chunks begins. For the loop's thread; never waits.
 
         Returns:
             True: a `RingGrown` with a note will come. Memory that was short is asked for again by a larger image only.
@@ -122,6 +122,6 @@ class RingRoom:
         if not short:
             return f"the ring has {has:.1f} GiB now, room for two checkpoints"
         return (
-            f"the ring has {has:.1f} GiB; two checkpoints need {needs:.1f} GiB, but {short}. What has no room waits "
-            "for the store: set ring_bytes, or give the stager's machine more memory"
+            f"the ring has {has:.1f} GiB; two checkpoints need {needs:.1f} GiB, but {short}. Chunks that do "
+            "not fit wait for the store: set ring_bytes, or give the stager's machine more memory"
         )

@@ -1,18 +1,23 @@
-"""The contract leaf of holdfast: everything that two roles must agree on, defined once.
+"""The one import for people, and the contract leaf: everything that two roles must agree on, defined once.
 
-It imports no torch, no MPI, and none of the four packages above it (`trainer_side`, `stager`, `flusher`,
-`operator_side`). So each role can crash, be upgraded and be tested alone, and the command-line tools work where neither
-torch nor MPI is installed.
+    from holdfast import Checkpointer
+
+A script takes its names from here; each module is imported when the script first uses a name of it. This file is the
+only one of the leaf that names a role. The leaf's modules import no torch, no MPI, and none of the four packages above
+it (`trainer_side`, `stager`, `flusher`, `operator_side`). Each role can therefore crash, be upgraded and be tested
+alone, and the command-line tools work without torch and MPI.
 
 image/         where every byte of a checkpoint is, and which rank sends it: layout, chunks, slices, manifest, replicas
 ring/          the shared memory between stager and flusher: ring, journal, directory, doorbell, remains
 wire/          the messages between training ranks and stager: frames, and how the ranks agree on a layout
+net/           a TCP connection between a rank and its stager, without sockets: handshake, TLS, message lines, payloads
 notices/       preemption notices: whether a step is worth saving, and how all ranks save the same one
 store/         where checkpoints go: POSIX, S3 and fsspec behind one interface, with retries
 checkpoints/   which checkpoints a store has: publishing, the claim of the one writer, catalog, slice sets, assembly
 telemetry/     what a running process tells: events, metrics, spans, status
 policy/        the arithmetic of `every="auto"` and `holdfast tune`: cost, interval, governor, advice
 command/       the frame of the `holdfast` command: entry point, output, help, places of files
+integrations/  the names of trainer_side/frameworks for scripts: Lightning, Trainer, Accelerate, torchtitan
 
 errors, config         the public errors and settings       crc, sealed     checksums, and JSON documents with one
 parse_cost             what parsing a document would cost
@@ -20,4 +25,97 @@ supervised, mpirun     lines from a job to its supervisor, and the mpirun comman
 process, faultpoint    CPU priority, and the named points at which tests kill a process
 """
 
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from holdfast import integrations
+    from holdfast.config import TrainerConfig
+    from holdfast.errors import (
+        BusyError,
+        ConfigError,
+        DamageError,
+        FencedError,
+        HoldfastError,
+        NotDurable,
+        PeerLost,
+        ProtocolError,
+        StateError,
+        StoreError,
+        StoreMissing,
+    )
+    from holdfast.notices.notice import Notice
+    from trainer_side import (
+        Checkpointer,
+        PerRank,
+        ResumableSampler,
+        ResumableStream,
+        RngState,
+        SeededSamples,
+        Split,
+        init_torch_distributed,
+    )
+    from trainer_side.ledger import Stats
+    from trainer_side.restore.candidate import Restored
+else:
+    from holdfast.lazy import lazy_names
+
+    _MODULES = {
+        "holdfast.config": ("TrainerConfig",),
+        "holdfast.errors": (
+            "BusyError",
+            "ConfigError",
+            "DamageError",
+            "FencedError",
+            "HoldfastError",
+            "NotDurable",
+            "PeerLost",
+            "ProtocolError",
+            "StateError",
+            "StoreError",
+            "StoreMissing",
+        ),
+        "holdfast.notices.notice": ("Notice",),
+        "trainer_side": (
+            "Checkpointer",
+            "PerRank",
+            "ResumableSampler",
+            "ResumableStream",
+            "RngState",
+            "SeededSamples",
+            "Split",
+            "init_torch_distributed",
+        ),
+        "trainer_side.ledger": ("Stats",),
+        "trainer_side.restore.candidate": ("Restored",),
+    }
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES, submodules=("integrations",))
+
+__all__ = [
+    "BusyError",
+    "Checkpointer",
+    "ConfigError",
+    "DamageError",
+    "FencedError",
+    "HoldfastError",
+    "NotDurable",
+    "Notice",
+    "PeerLost",
+    "PerRank",
+    "ProtocolError",
+    "Restored",
+    "ResumableSampler",
+    "ResumableStream",
+    "RngState",
+    "SeededSamples",
+    "Split",
+    "StateError",
+    "Stats",
+    "StoreError",
+    "StoreMissing",
+    "TrainerConfig",
+    "__version__",
+    "init_torch_distributed",
+    "integrations",
+]

@@ -89,7 +89,7 @@ def default_runtime_dir() -> Path:
 
 
 def _in_utf8(value: Any) -> Any:
-    # What the locale cannot decode has lone surrogates, and is another text for each locale: no key for a run.
+    # Text that the locale cannot decode has lone surrogates, and is another text for each locale: no key for a run.
     if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
         raise ValueError(
             f"a path in the encoding of the locale, which is {sys.getfilesystemencoding()}; set LC_ALL=C.UTF-8, or "
@@ -170,14 +170,14 @@ class TrainerConfig(RoleConfig):
             memory while training goes on, and updates wait for nothing. 0: no such copy. None: from the second save
             on, what the device has free beside the most that torch has held for training, less a tenth of the device's
             memory.
-        on_full: What `save()` does while every staging area is in use: `skip` declines the step at once; `wait` waits
+        on_full: Behaviour of `save()` while every staging area is in use: `skip` skips the step at once; `wait` waits
             until the oldest step in flight is staged.
         full_seconds_max: With `on_full="wait"`: seconds to wait for a staging area before the step is declined. Must be
             the same on every rank.
         copy: When this rank's state is copied. `auto`: after `save()` has returned, where it is shown that updates wait
             for the copy and that nothing else changes the state; otherwise inside `save()`. `inside`: always inside
             `save()`. That is right whatever code changes the state, and training stands still for the whole copy.
-        copy_inside_ms_max: With `copy="auto"`: a slice that this rank copies within so many milliseconds, as it has
+        copy_inside_ms_max: With `copy="auto"`: a slice that this rank copies within this many milliseconds, as it has
             measured, is copied inside `save()`. 0: no slice is copied there for that reason.
         copy_seconds_max: Seconds that `optimizer.step()` waits for this rank's own copy of the state; then the
             checkpoint of that step is given up.
@@ -185,12 +185,12 @@ class TrainerConfig(RoleConfig):
             them, and the stager's setting of this name says what happens when replicas differ. Without a stager this
             one says it: `warn` logs it and keeps the step, `refuse` fails the step. Must then be the same on every
             rank.
-        on_not_durable: What the end of the `with` block does, or `close()`, if the newest step that was to be saved is
-            not durable (the stager was lost, the store takes nothing, the step was declined): `fail` raises
+        on_not_durable: Behaviour of `close()` and of the end of the `with` block if the newest step that was to be
+            saved is not durable (the stager was lost, the store is unavailable, the step was declined): `fail` raises
             `NotDurable`, so that the job does not end with 0; `warn` logs it.
-        on_stager_lost: What a rank does whose stager is lost. `train`: it trains on, and tries to reach a stager at the
-            same address again (not under mpirun, where the stager is a process of the job). `end`: the next `step()` or
-            `save()` raises `PeerLost`, so that the launcher starts the job again.
+        on_stager_lost: Behaviour of a rank that has lost its stager. `train`: it trains on, and tries to reach a
+            stager at the same address again (not under mpirun, where the stager is a process of the job). `end`: the
+            next `step()` or `save()` raises `PeerLost`, so that the launcher starts the job again.
         tiers: Where this rank keeps its slices besides the stager, or without one, nearest first: `memory`,
             `nvme:/mnt/nvme0`, `store`. Separated by commas in the environment. Must be the same on every rank. Empty:
             nowhere.
@@ -214,8 +214,8 @@ class TrainerConfig(RoleConfig):
             (docs/interval.md). Must be the same on every rank.
         overhead_max: With `every="auto"`: largest share of training time that checkpoints may cost; 0.03 means 3 %.
         every_seconds_max: With `every="auto"`: longest time between two checkpoints in seconds, whatever they cost.
-        mtbf_hours: With `every="auto"`: mean hours between two interruptions. Of the intervals within `overhead_max`
-            the one with the smallest expected loss is then taken. None: not known.
+        mtbf_hours: With `every="auto"`: mean hours between two interruptions. The interval is then the one within
+            `overhead_max` with the smallest expected loss. None: not known.
         dollars_per_hour: With `every="auto"`: price of all machines in US dollars per hour, to tell what an
             interruption costs. None: the cost is not told.
         restore_without_store: If the store does not answer, restore the newest step of the local tiers, although the
@@ -300,11 +300,11 @@ class _RingConfig(RoleConfig):
             is known, as far as half of the memory that is free then reaches.
         keep_last: Number of the newest good checkpoints to keep in the store; 0 keeps all.
         keep_every: Also keep every checkpoint whose step is a multiple of this number; 0: none.
-        keep_hourly: Also keep the first checkpoint of each of so many hours that have one; 0: none. None: 24 unless
+        keep_hourly: Also keep the first checkpoint of each hour, for this many hours that have one. None: 24, or 0 if
             `keep_last` is set.
-        keep_daily: Also keep the first checkpoint of each of so many days that have one; 0: none. None: 7 unless
+        keep_daily: Also keep the first checkpoint of each day, for this many days that have one. None: 7, or 0 if
             `keep_last` is set.
-        on_nonfinite: What to do with a checkpoint that has numbers that are not finite (NaN or infinite), which are
+        on_nonfinite: Treatment of a checkpoint that has numbers that are not finite (NaN or infinite), which are
             counted as it is read back: `warn` says so and marks it verified; `refuse` marks it bad, and restore uses
             the one before.
         verify: Read every checkpoint back after it was published, and mark it verified or bad.
@@ -394,7 +394,7 @@ class StagerConfig(_RingConfig):
         rebalance_factor: How many times as often checkpoints are taken after a rebalance recommendation, which warns
             that a rank's machine may be taken away; 1: as often as before.
         rebalance_seconds: Seconds for which checkpoints are more frequent after a rebalance recommendation.
-        on_divergence: What to do when replicas that should be equal on all ranks differ: `warn` logs it and stages the
+        on_divergence: Reaction when replicas that should be equal on all ranks differ: `warn` logs it and stages the
             step, `refuse` fails the step, `off` does not compare them.
         listen: Address, as HOST:PORT, at which a stager outside an MPI job waits for training ranks; with port 0 the
             system chooses one. An address that other machines reach needs a key. None: the stager is a process of an

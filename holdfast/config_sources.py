@@ -53,7 +53,7 @@ class RoleConfig(BaseSettings):
 
     @classmethod
     def from_sources(cls, **arguments: Any) -> Self:
-        """Build the settings from arguments, environment and file; an argument that is None counts as not given.
+        """Build the settings from arguments, environment and file; None as an argument counts as not given.
 
         Raises:
             ConfigError: A setting is wrong; the message names each wrong one, and where it was set.

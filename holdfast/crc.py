@@ -23,7 +23,7 @@ def combine(first: int, second: int, second_bytes: int) -> int:
 
 
 def combine_all(pieces: Iterable[tuple[int, int]]) -> int:
-    """CRC-32 of a sequence from the `(crc, nbytes)` of its pieces, in order. Of nothing: 0."""
+    """CRC-32 of a sequence from the `(crc, nbytes)` of its pieces, in order; 0 without a piece."""
     total, combined = 0, isal_zlib.crc32_combine
     for crc, nbytes in pieces:
         total = combined(total, crc, nbytes)

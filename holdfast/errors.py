@@ -85,7 +85,7 @@ class StoreError(HoldfastError):
     """The store refused a call, or a call to it failed.
 
     Args:
-        message: What failed, with the URL and the cause.
+        message: The call that failed, with the URL and the cause.
         retriable: Whether the same call may succeed later. False for a missing permission, a missing bucket or a full
             disk: waiting does not fix these.
         begin_anew: Whether a new upload of the same bytes may succeed although no further call on this upload can: the

@@ -1,4 +1,4 @@
-"""What the extras of this package bring, for messages that say what to install.
+"""The packages of holdfast's extras, for messages that say what to install.
 
 They name those packages and not this one: the package index has none of this name that is ours, so `pip install` of it
 by its bare name could bring a stranger's.

@@ -134,7 +134,7 @@ def identify(victim: str) -> None:
 
 
 def reach(point: Point, times: int = 1) -> None:
-    """This process is at `point` now, and has been there so many times. From any thread."""
+    """Note that this process reaches `point`, `times` times. From any thread."""
     if not _armed or point not in _armed:
         return
     for _ in range(times):

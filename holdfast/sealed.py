@@ -20,7 +20,7 @@ def seal(body: bytes, field: str) -> bytes:
 
 
 def unseal(data: bytes, field: str) -> bytes | None:
-    """The body that was sealed; None when the CRC does not hold, or there is none."""
+    """The body that was sealed; None without one, or when the CRC does not hold."""
     open_body, _, last = data.rpartition(b',\n"%s":' % field.encode())
     # To the byte, end of line and all: an int() would take `+7`, `7_0` and a last line that was cut short.
     if last != b"%d}\n" % crc32(open_body):

@@ -64,8 +64,8 @@ def key_found(address: Address) -> bytes:
         file = open_private_file(path, os.O_RDONLY)
     except FileNotFoundError:
         raise ConfigError(
-            f"the stager at {address} and this rank need the same key, and there is none here ({path}): the stager was "
-            "given one, or another user or another machine runs it; give this rank its key in HOLDFAST_KEY or "
+            f"the stager at {address} and this rank need the same key, but {path} does not exist: the stager was "
+            "given a key, or another user or another machine runs it; give this rank its key in HOLDFAST_KEY or "
             "HOLDFAST_KEY_FILE"
         ) from None
     os.close(file)

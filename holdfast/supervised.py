@@ -62,7 +62,7 @@ LAST_WORDS = re.compile(r"holdfast: rank \d+: ([A-Z]\w+): .*")
 
 
 def last_words(error: HoldfastError, *, rank: int, place: str) -> str:
-    """What a training rank says of the error that ends it; its first line matches `LAST_WORDS`.
+    """A training rank's report on the error that ends it; its first line matches `LAST_WORDS`.
 
     Args:
         error: It.

@@ -80,7 +80,7 @@ class Actions:
         """Hand an event to the session and do what it says.
 
         Args:
-            event: What happened.
+            event: The event.
             blame: Called if the sender of the event broke the protocol.
 
         Raises:

@@ -89,7 +89,7 @@ def _fault_tolerance(plan: CheckPlan) -> Finding:
 
 
 def _job(mode: str, plan: CheckPlan, *, ulfm: bool) -> dict[str, Any] | str:
-    """What the probe said, or why it said nothing."""
+    """Answer of the probe, or why it did not answer."""
     with tempfile.TemporaryDirectory(prefix="holdfast-doctor-") as directory:
         answer = Path(directory) / "answer.json"
         command = mpirun_command(

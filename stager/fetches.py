@@ -6,7 +6,7 @@
            bytes of a chunk    copied out of the slot at that moment ─► FETCHED
 
 Only this process fills slots, and only in this thread: between the look at a slot's record and the end of the copy
-nothing of another checkpoint can come into it. What the flusher still writes into it are CRC fields, which the rank
+nothing of another checkpoint can come into it. The flusher still writes CRC fields into it, which the rank
 leaves out. The rank checks the CRCs that the senders stated; one whose bytes are gone or damaged reads the store.
 """
 

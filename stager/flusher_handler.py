@@ -130,8 +130,8 @@ class FlusherHandler:
         """In the job's own log: the flusher's own is a file that nobody looks at before the job has ended."""
         if message and not self._line.held:
             _log.error(
-                "the store takes nothing: %s. What is staged waits in the ring; when that is full, newer steps "
-                "take the place of older ones, or are declined. The flusher's log: %s",
+                "store unavailable: %s. Staged checkpoints wait in the ring; when it is full, newer steps "
+                "replace older ones or are skipped. The flusher's log: %s",
                 message,
                 self._line.log_path,
             )

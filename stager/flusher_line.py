@@ -42,7 +42,7 @@ class FlusherLine:
         cut: Why there is no flusher; empty while there is one.
         failures: How many flushers ended, or could not be started, since the last that did something.
         held: Why the store takes nothing, as the flusher says; empty while it takes something.
-        attempts: Of this job; more than one after a ring could not be kept.
+        attempts: Attempts of this job; more than one after a ring could not be kept.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FlusherLine:
             self._pass_on()
 
     def poll(self) -> list[Message]:
-        """What the flusher says. One that breaks the protocol is hung up on."""
+        """Messages of the flusher. One that breaks the protocol is hung up on."""
         if self.cut:
             return []
         self._pass_on()
@@ -96,7 +96,7 @@ class FlusherLine:
             time.sleep(seconds)
 
     def progressed(self) -> None:
-        """The flusher has done something: the next that dies starts counting anew."""
+        """The flusher has done something: the next that dies restarts the count."""
         self.failures = 0
 
     def hang_up(self, error: ProtocolError) -> None:

@@ -62,7 +62,7 @@ class FlusherAhead:
         return None if self._process is None else self._process.pid
 
     def begin(self) -> subprocess.Popen[bytes] | None:
-        """Tell it to begin; the caller has it from now on. None if there is none."""
+        """Tell it to begin; the caller has it from now on. None without one."""
         process, self._process = self._process, None
         if process is not None:
             assert process.stdin is not None
@@ -170,7 +170,7 @@ def reap() -> None:
 def _greet(
     socket_path: Path, attempt: int, deadline: float, *, wait: bool = False
 ) -> tuple[ipc.Channel, dict[str, Any]] | None:
-    """The connection to a flusher that has said welcome. None: there is none, or it was just ending, and hung up.
+    """The connection to a flusher that has said welcome. None: none answered, or it was just ending, and hung up.
 
     Args:
         socket_path: Where it listens.

@@ -77,7 +77,7 @@ class Payloads:
         self._arriving.discard((rank, slot))
 
     def look(self) -> list[Arrival]:
-        """What has come since the last look."""
+        """Payloads since the last look."""
         found = []
         for place in list(self._arriving):
             nbytes = self._port.received(*place)

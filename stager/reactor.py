@@ -88,7 +88,7 @@ class Reactor:
                 self._note_unread(descriptor)
 
     def _note_unread(self, descriptor: int) -> None:
-        """What TLS has decrypted and nobody has read is looked at in the next turn, which is due at once."""
+        """Decrypted bytes of TLS that are still unread are handled in the next turn, which is due at once."""
         sock = self._with_tls.get(descriptor)
         if sock is None or sock.fileno() < 0 or not sock.pending():
             return

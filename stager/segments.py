@@ -38,7 +38,7 @@ def mapped_segments(maps: str) -> list[str]:
 
 
 class SegmentList:
-    """This process's list. What dead stagers have listed is removed first.
+    """This process's list. Files that dead stagers have listed are removed first.
 
     Never raises: what is at stake is some memory, not a checkpoint. One that is not closed counts as a dead stager's
     when this process has ended.

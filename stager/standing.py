@@ -153,8 +153,8 @@ class StandingStager:
                 self._own_key.close()
         if self._left_alone:
             raise PeerLost(
-                f"the stager was told to stop before its job had ended: ranks {self._left_alone} are left alone. What "
-                "was staged is written; start the stager and the job again"
+                f"the stager was told to stop before its job had ended: ranks {self._left_alone} are left alone. "
+                "Staged checkpoints are written; start the stager and the job again"
             )
 
     def _await_job(self) -> bool:

@@ -20,7 +20,7 @@ from holdfast.wire.frames import Frame, Kind
 from stager.trainers_port import TrainersPort
 
 _BEAT_SECONDS_MAX = 5.0
-_BEATS_PER_LIMIT = 4  # so many go unanswered before a rank counts as silent
+_BEATS_PER_LIMIT = 4  # unanswered beats before a rank counts as silent
 _STALL_SECONDS_MAX = 1.0  # of silence counted for one turn
 _HOST_CHARACTERS_MAX = 255
 _UNKNOWN = "unknown"

@@ -1,39 +1,72 @@
-"""Lv.0, the training processes: the package that a training script imports. Only this package may import torch.
+"""Lv.0, the training processes. Only this package may import torch; scripts import its names from `holdfast`.
 
-save() ──► state/ (the tensors and plain values) ──► save/ (the copy) ──► link/ (one MPI thread) ══MPI══► stager
-                                                          └──► tiers/ (local tiers of this rank)
-restore() ◄── restore/ ◄── local tiers, the stager's ring, the store        notice/ ◄── the cloud's metadata server
+    save(step):
+        [1] describe the state: plain values, tensors, and the regions that this rank holds          state/
+            if the set of tensors has changed: all ranks agree on one layout of the file             save/, link/
+        [2] reserve a staging area, and offer the step to the stager; skip the step if there is no room
+        [3] copy plain values and buffers now; copy this rank's slice layer by layer                 save/
+            while training continues: optimizer.step() waits only for a layer that is being copied
+        [4] compare the copy with the live tensors; withdraw the step on all ranks if it is torn
+        [5] send each chunk with its CRC when the stager grants a credit                             link/, ranks/
+            at the same time: write the slice into the local tiers                                   tiers/
+        [6] the stager reports STAGED, and the flusher DURABLE: free the area, record the time       ledger
 
-Start with `checkpointer.py`, then follow one save.
+    restore():
+        [1] list the checkpoints in local tiers, the stager's ring and the store                     restore/
+        [2] take the newest one that is whole, from the nearest place that has it
+        [3] read this rank's share, check its CRCs, exchange the rest with the other ranks
+        [4] load tensors in place, then plain values; a damaged checkpoint leads to the one before
 
-for scripts   checkpointer, state/held, state/per_rank, state/rng, ranks/distributed; frameworks/ for others' loops
-data/         samplers and streams that resume at the exact sample
-state/        the user's state as the bytes of one portable file, without a copy of the tensors
-save/         from `save()` to a filled staging area: plan, room, copy thread, the gate that holds optimizers back
-link/         this rank's side of the connection to the stager, and its replacement in a job without a stager
-restore/      from the nearest good checkpoint into live tensors: inventory, choice, reading, exchange, loading
-tiers/        local tiers in memory, persistent memory, files and the store
-ranks/        MPI, torch.distributed, deadlines
-notice/       preemption notices of this machine, and the step at which all ranks save after one
-pace/         `every="auto"`: measures what checkpoints cost, and asks for another interval
-doors/        the parts of `holdfast export` and `holdfast import` that need torch
-joining, ledger, transfer, checks    how a rank joins the job, the counts of its checkpoints, the state of one step on
-              its way, and the trainers' part of `holdfast doctor`
-opaque        keeps torch.compile out of all of this
-leaving       the end of a rank's part in its job, with an exception or without
-seat          one Checkpointer in a process, and none in its forked children
-background_thread  how a thread of this rank runs, and what is said when one dies
-whole_number  what counts as a step, a rank or a seed where a script hands one over
+Not guaranteed: that each step asked for is saved (a full ring or area skips one), that a step survives the death of its
+ranks before STAGED, and that training is bit-identical with another number of ranks.
+
+checkpointer   start here: the class that a script uses
+data/          samplers and streams that resume at the exact sample
+state/         the user's state as the bytes of one portable file, without a copy of the tensors
+save/          from `save()` to a filled staging area
+link/          this rank's side of the connection to the stager, and its replacement in a job without a stager
+restore/       from the nearest good checkpoint into live tensors
+tiers/         local tiers in memory, persistent memory, files and the store
+ranks/         the other ranks: MPI, torch.distributed, TCP to the stager, deadlines
+notice/        preemption notices of this machine, and the step at which all ranks save after one
+pace/          `every="auto"`: measures the cost of checkpoints, and asks for another interval
+doors/         the parts of `holdfast export` and `holdfast import` that need torch
+frameworks/    Lightning, Trainer, Accelerate, torchtitan
+
+joining, leaving     a rank's start in its job, and its end, with an exception or without
+ledger, transfer     the counts of this rank's checkpoints, and the state of one step in flight
+seat                 one Checkpointer in a process, and none in its forked children
+checks               the trainers' part of `holdfast doctor`
+opaque               keeps torch.compile out of all of this
+background_thread    runs a thread of this rank, and reports its death
+whole_number         checks a step, a rank or a seed that a script passes
 """
 
-from trainer_side.checkpointer import Checkpointer
-from trainer_side.data.sampler import ResumableSampler
-from trainer_side.data.seeded import SeededSamples
-from trainer_side.data.stream import ResumableStream
-from trainer_side.ranks.distributed import init_torch_distributed
-from trainer_side.state.per_rank import PerRank
-from trainer_side.state.rng import RngState
-from trainer_side.state.split_tensor import Split
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer_side.checkpointer import Checkpointer
+    from trainer_side.data.sampler import ResumableSampler
+    from trainer_side.data.seeded import SeededSamples
+    from trainer_side.data.stream import ResumableStream
+    from trainer_side.ranks.distributed import init_torch_distributed
+    from trainer_side.state.per_rank import PerRank
+    from trainer_side.state.rng import RngState
+    from trainer_side.state.split_tensor import Split
+else:
+    from holdfast.lazy import lazy_names
+
+    _MODULES = {
+        "trainer_side.checkpointer": ("Checkpointer",),
+        "trainer_side.data.sampler": ("ResumableSampler",),
+        "trainer_side.data.seeded": ("SeededSamples",),
+        "trainer_side.data.stream": ("ResumableStream",),
+        "trainer_side.ranks.distributed": ("init_torch_distributed",),
+        "trainer_side.state.per_rank": ("PerRank",),
+        "trainer_side.state.rng": ("RngState",),
+        "trainer_side.state.split_tensor": ("Split",),
+    }
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)
 
 __all__ = [
     "Checkpointer",

@@ -25,7 +25,7 @@ class Seat:
     """See the module. Training thread.
 
     Args:
-        names: Of the state, for messages.
+        names: Names in the state, for messages.
 
     Raises:
         ConfigError: Another Checkpointer of this process is open; or the process is a forked child of one that has one.

@@ -32,7 +32,7 @@ def whole_number(
 
     Args:
         value: As the script gave it. A tensor of a device is waited for.
-        name: Of the argument, for the message.
+        name: Name of the argument, for the message.
         least: Smallest number that is allowed; None: any.
         most: Largest number that is allowed; None: any.
         advice: For the message: what to do instead.
@@ -57,7 +57,7 @@ def step_number(value: Any, call: str) -> int:
     """The number of a training step that a script gives to `call`.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not one.
     """
     return whole_number(
         value,

@@ -206,8 +206,8 @@ class ByHoldfast(Way):
     warm_ups = 3  # the first has no mirror, and each of the two slots is used
 
     def __init__(self, training: DeviceTraining, folder: Path, strategy: str, more: dict[str, Any]) -> None:
+        from holdfast import Checkpointer
         from holdfast.config import TrainerConfig
-        from trainer_side import Checkpointer
 
         tier, device_bytes_max = STRATEGIES[strategy]
         self._tier = folder / "tier"
@@ -279,7 +279,7 @@ def saved_by(strategy: str, training: DeviceTraining, folder: Path, **more: Any)
 
 def join_alone() -> None:
     """Make this process a job of one rank, as torchrun would. A second call does nothing."""
-    from trainer_side import init_torch_distributed
+    from holdfast import init_torch_distributed
 
     if torch.distributed.is_initialized():
         return

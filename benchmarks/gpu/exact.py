@@ -149,7 +149,7 @@ def _one(measured: Measured, name: str, width: int) -> dict[str, Any]:
 
 
 def _published(name: str, width: int, store: Path) -> dict[str, Any]:
-    from trainer_side import Checkpointer
+    from holdfast import Checkpointer
 
     recorded, behind = PATTERNS[name]
     job = _Job(width, capturable=recorded)

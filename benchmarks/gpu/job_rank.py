@@ -49,7 +49,7 @@ def _main() -> None:
 
 def _train(asked: argparse.Namespace, sizes: Sizes) -> None:
     from benchmarks.gpu.device_training import join_alone
-    from trainer_side import Checkpointer, PerRank, RngState, init_torch_distributed
+    from holdfast import Checkpointer, PerRank, RngState, init_torch_distributed
 
     if asked.kind == "alone":
         join_alone()

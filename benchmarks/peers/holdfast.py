@@ -13,9 +13,9 @@ from pathlib import Path
 from benchmarks.complete import require_same
 from benchmarks.peers import load
 from benchmarks.workload import Workload
+from holdfast import Checkpointer
 from holdfast.config import TrainerConfig
 from holdfast.image.manifest import step_file_name
-from trainer_side import Checkpointer
 
 __all__ = ["Holdfast"]
 

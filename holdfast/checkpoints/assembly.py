@@ -196,7 +196,7 @@ def assemble(
     Args:
         store: The run.
         loaded: The set.
-        attempt: Of the writer, whose claim `check` looks at.
+        attempt: Attempt of the writer, whose claim `check` looks at.
         check: Sees that the run is still ours, before each part and each visible act; raises `FencedError` if not.
         progress: Called from the calling thread with the bytes newly written.
 
@@ -241,11 +241,11 @@ def publish_image(
 
     Args:
         ours: The run, whose claim is checked before each part and each visible act.
-        key: What it is published as.
+        key: Name that it is published under.
         image: The image.
         read: Handed on to `image.read_frame`.
         progress: Called from the calling thread with the bytes newly written.
-        facts: What the manifest tells beside that.
+        facts: Further fields of the manifest.
 
     Returns:
         The manifest, as it stands in the store: durable, not read back.
@@ -300,7 +300,7 @@ def copy_out(
 ) -> int:
     """Give the parts of the portable file of a complete set to `parts`, in order; changes nothing in the store.
 
-    Blocks; memory is two parts. What was written counts only when this has returned.
+    Blocks; memory is two parts. The written parts count only when this has returned.
 
     Returns:
         CRC-32 of the file.

@@ -132,7 +132,7 @@ class Lease:
             heartbeat_seconds: How often the caller is going to call `beat`.
             sleep: Waits; a test hands in its own.
             takeover: Do not ask whether the last writer lives: it is fenced, and stops at its next publish.
-            identity: Who takes it; None: this process.
+            identity: Its holder; None: this process.
             tried: Gets the `write_id` of each claim that the store was asked to make: one of them may be there although
                 no answer came.
 
@@ -276,7 +276,7 @@ def _are_named(store: Store, older: Sequence[int]) -> bool:
 
 
 def may_live(store: Store, before_attempt: int) -> str:
-    """Who took the newest attempt before this one, if that one may still be at work; empty if it has ended.
+    """Holder of the newest attempt before this one, if it may still be at work; empty if it has ended.
 
     Never waits. In the same place its process is looked up, whatever its claim says: that of a job without a stager is
     released from the first. Elsewhere a claim that is not released counts as alive.
@@ -327,8 +327,8 @@ def _name(attempt: int) -> str:
 def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list[int]:
     """All claimed attempts that still have a file, ascending; of this listing, or of a new one.
 
-    Each writer takes the number after the highest one. So a file whose number is far above all others is none of ours:
-    counted, it would leave no number for the next writer.
+    Each writer takes the number after the highest one. A file whose number is far above all others is therefore not
+    ours: counted, it would leave no number for the next writer.
     """
     objects = store.list() if objects is None else objects
     found = sorted(
@@ -352,7 +352,7 @@ def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list
 
 def _highest_published(store: Store, objects: Sequence[ObjectInfo]) -> int:
     """The highest attempt among manifests and slices: someone may have cleared `.holdfast/`, and attempts must only
-    grow. Of the manifests the newest one that is whole tells it.
+    grow. The newest whole manifest has it.
     """
     highest = max((found.attempt for found in find_sets(objects)), default=0)
     for listed in newest_first(store, objects, names_tell=False):

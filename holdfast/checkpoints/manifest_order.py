@@ -4,7 +4,7 @@
     step-000000123.json         of attempt 1, where the claim says so; else the manifest's first bytes tell the attempt
 
 Versions before the rule of names gave later attempts the plain name, too, so of a run that one of them may have written
-the beginning of each plain manifest is read: a small request, and nothing is parsed. What it says decides the order in
+the beginning of each plain manifest is read: a small request, and nothing is parsed. It decides the order in
 which manifests are read, and nothing else: each is checked whole before it is used.
 """
 
@@ -30,7 +30,7 @@ _READERS = 16
 
 
 class ListedManifest(NamedTuple):
-    """One manifest of a listing. Of one that does not say its attempt it is the newest attempt of all."""
+    """One manifest of a listing. Without an attempt it counts as the newest attempt of all."""
 
     order: CheckpointId
     name: str

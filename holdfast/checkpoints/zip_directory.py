@@ -1,4 +1,4 @@
-"""What a zip file's central directory states of its records, where all of it is as torch writes it.
+"""The records of a zip file's central directory, if all of it is as torch writes it.
 
     records with names of one length, one behind the other ─► one array of numpy    (archive/data/10 to archive/data/99)
 
@@ -48,7 +48,7 @@ _LARGE = 0xFFFFFFFF  # stands for one that is stated elsewhere
 
 
 class StatedRecord(NamedTuple):
-    """What the directory says of one record."""
+    """One record of the directory."""
 
     crc32: int
     nbytes: int

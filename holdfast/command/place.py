@@ -66,7 +66,7 @@ def write_whole(path: Path, nbytes: int, fill: Callable[[int], None]) -> None:
 
     Args:
         path: Its name.
-        nbytes: What it will take, for the message.
+        nbytes: Size that it will have, for the message.
         fill: Writes to a file descriptor.
 
     Raises:
@@ -92,11 +92,11 @@ def write_whole(path: Path, nbytes: int, fill: Callable[[int], None]) -> None:
 def write_folder(path: Path, nbytes: int, fill: Callable[[Path], None]) -> None:
     """Have the folder at `path` filled by way of a temporary name beside it; what is in it is made durable.
 
-    A folder that is there already is replaced: for a moment there is none of the name.
+    An existing folder is replaced; for a moment the path does not exist.
 
     Args:
         path: Its name.
-        nbytes: What it will take, for the message.
+        nbytes: Size that it will have, for the message.
         fill: Writes files into an empty folder.
 
     Raises:

@@ -21,7 +21,7 @@ def setting_options(config: type[BaseSettings], **kinds: Any) -> Callable[[Calla
 
     Args:
         config: The role's settings.
-        kinds: What click reads each value as; `bool` makes the pair `--name/--no-name`.
+        kinds: Click's type of each value; `bool` makes the pair `--name/--no-name`.
     """
 
     def with_options(command: Callable[..., Any]) -> Any:
@@ -53,7 +53,7 @@ def meanings(config: type[BaseSettings]) -> Mapping[str, str]:
 
 
 def default_of(config: type[BaseSettings], name: str) -> str:
-    """The default as a person writes it; empty if there is none or the setting is required."""
+    """The default as a person writes it; empty without a default."""
     value: Any = config.model_fields[name].get_default(call_default_factory=True)
     if value in (None, (), PydanticUndefined):
         return ""

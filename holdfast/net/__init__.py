@@ -1,1 +1,1 @@
-"""What both ends of a TCP connection between a training rank and its stager must agree on, without any socket."""
+"""The protocol of a TCP connection between a training rank and its stager, without any socket."""

@@ -46,7 +46,7 @@ ADMISSION_BYTES = _ADMISSION.size
 
 
 class Status(IntEnum):
-    """The stager's answer. Whoever has not proved the key learns no other one than ADMITTED, VERSION and TLS."""
+    """The stager's answer. A peer that has not proved the key gets only ADMITTED, VERSION or TLS."""
 
     ADMITTED = 0
     VERSION = 1  # another holdfast
@@ -77,10 +77,10 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who connects.
+    """The rank that connects.
 
     Attributes:
-        rank: Of `ranks`, from 0.
+        rank: Its number, 0 to `ranks` - 1.
         channel: 0 for messages, from 1 on for payloads.
         launch: Names the launcher's job; the same after a restart by the launcher.
         incarnation: Random bytes, the same on all ranks of one start of the job, and on no other.
@@ -136,7 +136,7 @@ class OtherVersion(ProtocolError):
 
 
 def read_hello(data: bytes) -> Hello:
-    """What the rank says of itself.
+    """The rank's description of itself.
 
     Raises:
         OtherVersion: It speaks another version.

@@ -49,7 +49,7 @@ class TlsSocket:
         return self._sock.pending()
 
     def first_bytes(self, nbytes: int) -> bytes:
-        """What has come on the wire before the TLS handshake, which stays there."""
+        """Bytes that came before the TLS handshake; they stay in the socket."""
         return socket.socket.recv(self._sock, nbytes, socket.MSG_PEEK)
 
     def refuse_plain(self, data: bytes, nbytes: int) -> None:

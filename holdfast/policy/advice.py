@@ -1,4 +1,4 @@
-"""What to do and why, in one line.
+"""Advice: the action and its reason, in one line.
 
 `every 41 steps: 0.9 % stall, expected loss 38 s or $0.12 per preemption`
 """

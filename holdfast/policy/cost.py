@@ -1,4 +1,4 @@
-"""What one checkpoint costs a training, and what that comes to at an interval.
+"""Cost of one checkpoint for a training, and the overhead of an interval.
 
 k iterations          stall                 with N places, each taken for `durable_seconds`, N checkpoints
 ├────────────────────┼──────┤               cannot begin within less than that: who is quicker waits

@@ -2,7 +2,7 @@
 
     Cost of the last checkpoints ─► advise ─► a quarter longer, twice in a row      ─► change
                                               a quarter shorter, three times in a row ─► change
-                                              in between                             ─► nothing, and counted anew
+                                              in between                             ─► nothing, and the count restarts
 
 Longer comes sooner than shorter: what is too often slows the training now, what is too seldom is paid at a loss only.
 """

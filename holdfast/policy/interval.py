@@ -62,7 +62,7 @@ def _cannot(cost: Cost, overhead_max: float, every_max: int, wanted: float) -> C
     return ConfigError(
         f"an overhead of at most {overhead_max:.2%}: not to be had within {every_max} iterations of "
         f"{cost.iteration_seconds:g} s, since a checkpoint stalls for {cost.stall_seconds:g} s and is durable after "
-        f"{cost.durable_seconds:g} s, {cost.in_flight_max} at once. What can be: {can:.2%} every {every_max} "
+        f"{cost.durable_seconds:g} s, {cost.in_flight_max} at once. Possible: {can:.2%} every {every_max} "
         f"iterations, or {overhead_max:.2%} every {math.ceil(wanted)}; allow one of the two"
     )
 
@@ -87,7 +87,7 @@ def best_interval(cost: Cost, mtbf_seconds: float, *, at_least: int = 1, every_m
     if not 0 < mtbf_seconds < math.inf:
         raise ConfigError(f"mtbf_seconds: expected more than 0, got {mtbf_seconds}")
     if not 1 <= at_least <= every_max:
-        raise ConfigError(f"an interval from {at_least} to {every_max} iterations: there is none")
+        raise ConfigError(f"an interval from {at_least} to {every_max} iterations does not exist")
     iteration = cost.iteration_seconds
     # The slowdown is the greater of one that only falls (waiting for a place) and one with a single minimum,
     # so it has a single minimum: beside one of these two, or at a border.

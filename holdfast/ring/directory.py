@@ -21,7 +21,7 @@ _KEY_DIGITS = 16
 _PLANTED = frozenset(
     {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.EACCES, errno.EPERM}
 )
-"""What `open` says of a file that is not what it should be."""
+"""Errors of `open` for a file of the wrong kind."""
 _ADVICE = {
     errno.EMFILE: "this process has too many open files; raise its limit (ulimit -n, LimitNOFILE=)",
     errno.ENFILE: "this machine has too many open files; end what holds them, or raise fs.file-max",
@@ -58,7 +58,7 @@ def make_private_directory(
     Args:
         directory: Which.
         what: It is called in messages.
-        advice: What may be done besides removing it, for messages.
+        advice: An alternative to removing it, for messages.
 
     Raises:
         ConfigError: It is a link, belongs to somebody else, or others may write into it.

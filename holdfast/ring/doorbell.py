@@ -171,7 +171,7 @@ class Channel:
             except BlockingIOError:
                 return
             except OSError as error:
-                # What the peer said before it went is still in the socket: `poll` reads it and then sees the end.
+                # The peer's last messages are still in the socket: `poll` reads them and then sees the end.
                 _log.debug("peer %d is gone: %s", self.peer_pid, error)
                 self._outbox.clear()
                 return
@@ -182,8 +182,8 @@ class Channel:
         `closed`.
 
         Raises:
-            ProtocolError: The peer sent something that the protocol does not allow; close the channel. What came before
-                it was given by an earlier call.
+            ProtocolError: The peer sent something that the protocol does not allow; close the channel. Messages that
+                came before it were given by earlier calls.
         """
         self.flush()
         messages: list[Message] = []
@@ -254,7 +254,7 @@ class Listener:
         return self._socket.fileno()
 
     def accept(self, *, busy: str = "") -> Channel | None:
-        """Take the next connection, or None when there is none or it was refused.
+        """Take the next connection; None if no connection waits, or it was refused.
 
         Args:
             busy: Why no further stager is wanted now; it is told so and closed.

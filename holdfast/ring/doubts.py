@@ -50,7 +50,7 @@ def write_doubts(directory: Path, found: Sequence[DoubtedSteps]) -> None:
 
 
 def read_doubts(directory: Path) -> list[DoubtedSteps]:
-    """What was written last; nothing where there is no file. One that is damaged is logged, and says nothing."""
+    """The doubts that were written last; none without a file. A damaged file is logged, and counts as empty."""
     try:
         return from_bytes(read_side_file(directory / DOUBTS_NAME), source=str(directory / DOUBTS_NAME))
     except FileNotFoundError:

@@ -12,12 +12,12 @@ _SPARE_CHUNKS = 8  # for values that grow, and for the part that an upload needs
 
 
 def wanted_chunks(image_chunks: int) -> int:
-    """Slots that a ring should have for images of so many chunks."""
+    """Slots that a ring should have for images of `image_chunks` chunks."""
     return _IMAGES * image_chunks + _SPARE_CHUNKS
 
 
 def image_chunks_max(ring_chunks: int) -> int:
-    """Chunks of the largest image of which a ring of so many slots has room for two."""
+    """Chunks of the largest image of which a ring of `ring_chunks` slots has room for two."""
     return max(0, ring_chunks - _SPARE_CHUNKS) // _IMAGES
 
 
@@ -26,7 +26,7 @@ def growth_bytes(free_bytes: int, available_bytes: int) -> int:
 
     Args:
         free_bytes: Free in the ring's file system.
-        available_bytes: What the kernel and the limits of control groups leave.
+        available_bytes: Memory that the kernel and the limits of control groups leave.
     """
     return max(0, min(free_bytes, available_bytes)) // 2
 

@@ -6,7 +6,7 @@ Byte tables in docs/ring.md. One 4096-byte header, then one 8192-byte record per
 
 Rules that make a kill at any instruction harmless:
 1. Each state has one writer; no locks.
-2. What a state promises is written, with its CRC, before the state word, of which one store changes one byte.
+2. The promise of a state is written, with its CRC, before the state word, of which one store changes one byte.
 3. FILLING and FULL have a CRC each, over fields that the other does not rewrite, so a record torn in `mark_full` is
    still a whole FILLING record.
 4. A slot that is freed keeps its record, and its bytes. `mark_filling` takes the content part away first of all, so a
@@ -136,7 +136,7 @@ class Journal:
         return (len(self._memory) - HEADER_BYTES) // RECORD_BYTES
 
     def add_slots(self, ring_chunks: int) -> None:
-        """Say that the ring has so many slots now. Flusher only; records of new ones are zero, which is FREE."""
+        """Record the new number of slots. Flusher only; records of new ones are zero, which is FREE."""
         assert self.ring_chunks <= ring_chunks <= self.room_chunks, (
             "slots are never taken away, and each has a record"
         )
@@ -218,7 +218,7 @@ class Journal:
         return SlotRecord(slot, state) if state is SlotState.FREE else self._read(slot, state)
 
     def remains(self, slot: int) -> SlotRecord | None:
-        """What a FULL slot holds, or what a FREE one held last and still does; None where there is nothing whole.
+        """The chunk in a FULL slot, or the last one that is still in a FREE one; None without a whole chunk.
 
         For the stager, which alone fills slots: what it is told stays true until it does.
         """

@@ -1,7 +1,7 @@
 """Memory that a store reads into or writes from, in huge pages where the kernel has them.
 
 A direct read or write of 4 MiB of small pages that lie anywhere is a thousand pieces, for the kernel and for the
-device: it cuts the request where its list of pieces is full. Of two huge pages it is two pieces, whatever else is the
+device: it cuts the request where its list of pieces is full. Two huge pages are two pieces, whatever else is the
 same.
 """
 
@@ -24,7 +24,7 @@ _PROT_NONE, _MAP_FIXED, _MADV_COLLAPSE = (
 def direct_window(nbytes: int) -> memoryview:
     """`nbytes` (above 0) of zeroed memory that begins where a page does, for reads past the page cache. Any thread.
 
-    What is at least 2 MiB begins where a huge page does. No more than `nbytes` ever becomes resident.
+    Memory of at least 2 MiB begins where a huge page does. No more than `nbytes` ever becomes resident.
     """
     huge_bytes = nbytes // _HUGE_BYTES * _HUGE_BYTES
     room_bytes = nbytes + _HUGE_BYTES if huge_bytes else nbytes

@@ -201,7 +201,8 @@ class Ring:
         return self._journal.room_chunks if grows else self.ring_chunks
 
     def allocate(self, ring_chunks: int) -> None:
-        """Take memory for so many slots; they are not part of the ring before `add_slots`. Flusher only, any thread.
+        """Take memory for `ring_chunks` slots; they are not part of the ring before `add_slots`. Flusher only, any
+        thread.
 
         A flusher that dies after this leaves a ring file that is longer than the journal says, which is no harm.
 
@@ -217,7 +218,7 @@ class Ring:
         os.posix_fallocate(self._ring_fd, 0, header.ring_bytes)
 
     def add_slots(self, ring_chunks: int) -> None:
-        """Have so many slots from now on, all new ones FREE. Flusher only, in its loop; after `allocate`."""
+        """Grow to this many slots, all new ones FREE. Flusher only, in its loop; after `allocate`."""
         self._journal.add_slots(ring_chunks)
         self.see_added()
 
@@ -366,7 +367,7 @@ class Ring:
     def remains(self) -> list[SlotRecord]:
         """Every chunk that can still be read, in slots that are FULL or were and are FREE now. Stager only.
 
-        What is read of a FREE one is right until the stager marks it FILLING.
+        Bytes of a FREE slot are right until the stager marks it FILLING.
         """
         found = (self._journal.remains(slot) for slot in range(self.ring_chunks))
         return [record for record in found if record is not None]

@@ -45,7 +45,7 @@ class Upload(Protocol):
 
     @property
     def token(self) -> str | None:
-        """What `Store.resume` needs, beside the arguments of `begin`, to go on with this upload in another process.
+        """Token with which `Store.resume` continues this upload in another process, beside the arguments of `begin`.
 
         None where the backend cannot. It does not change while the upload lives.
         """
@@ -90,7 +90,7 @@ class Upload(Protocol):
 
 
 class BegunUpload(NamedTuple):
-    """What is known of an upload that a dead process began.
+    """An upload that a dead process began, as far as it is known.
 
     Attributes:
         part_bytes: The upload's `part_bytes`.
@@ -184,7 +184,7 @@ class Store(Protocol):
     def resume(self, name: str, begun: BegunUpload) -> Upload:
         """Go on with an upload that a dead process began with `begin`, under the same name.
 
-        Only the run's single writer may call this. What the dead one was still sending may or may not count.
+        Only the run's single writer may call this. Parts that the dead one was still sending may or may not count.
 
         Raises:
             StoreMissing: Nothing of it is left (swept, aborted), or the token is none of this upload; `begin_anew`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-# What an HTTP client asks for at once is 16 KiB, each of which costs a turn of Python and a system call. Not the whole
+# An HTTP client asks for 16 KiB at once, each of which costs a turn of Python and a system call. Not the whole
 # view: one call must end within the client's timeout (10 s), over a slow link too.
 _READ_BYTES_MIN = 1 << 20
 

@@ -2,7 +2,7 @@
 
     begin ─► parts as objects of their own under .holdfast/tmp/ ─► publish: joined under a temporary name ─► mv ─► size
 
-What it cannot promise, since fsspec does not: that `write` and `publish` are on disk when they return (that
+It cannot promise, since fsspec does not, that `write` and `publish` are on disk when they return (that
 is the file system's own habit: object stores do it, SFTP may not), that `mv` is one step (object stores copy
 and delete), that `create` is exclusive where the file system has no exclusive mode, and a write-id on the
 object (size is compared instead). Parts may come in any order and again, as the interface asks, at the price

@@ -81,7 +81,7 @@ class GenericUpload(PartedUpload):
             self._folder.join([self._part(index) for index in range(self._ledger.parts)], self._temporary)
         except StoreMissing as error:
             raise StoreError(
-                f"{self._path}: a part was removed by another writer ({error}); begin anew", begin_anew=True
+                f"{self._path}: a part was removed by another writer ({error}); start over", begin_anew=True
             ) from error
         self._mark(joined=True)
         self._folder.move(self._temporary, self._path)
@@ -110,7 +110,7 @@ class GenericUpload(PartedUpload):
         if marker is None or marker.get("token") != self._token:
             raise StoreMissing(
                 f"{self._path}: there is nothing to resume as {self._token[:80]!r}: "
-                f"{self._marker} is gone or of another upload; begin anew",
+                f"{self._marker} is gone or of another upload; start over",
                 begin_anew=True,
             )
         self._ledger.assume(

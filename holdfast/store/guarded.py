@@ -3,7 +3,7 @@
     Retrying ─► GuardedStore ─► backend        the claim is looked at again before each repetition
                      └─ FencedError: no further try
 
-A call may be repeated for minutes, and meanwhile another writer may take the run over. What is under `.holdfast/` has
+A call may be repeated for minutes, and meanwhile another writer may take the run over. Objects under `.holdfast/` have
 names that only its writer uses, and needs no look.
 """
 

@@ -161,7 +161,7 @@ class PosixStore:
             sync_directory(here)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file only if there is none: a hard link to the finished temporary file, which is
+        """Write a small file only if the name is free: a hard link to the finished temporary file, which is
         atomic.
         """
         path = self._path(name)

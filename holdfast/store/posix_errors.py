@@ -5,7 +5,7 @@
     a failed sync, a file taken away       what was written is lost                      begin_anew (posix_upload)
 
 An I/O error of a call that is whole in itself (a look, a read, a direct write) tells of that call alone, and a
-soft-mounted NFS gives it for a server that is silent for a while: it is tried again. So is a stale handle, for each
+soft-mounted NFS gives it for a server that is silent for a while: it is tried again, as is a stale handle, for each
 call looks its path up anew. Where an upload holds a descriptor, `posix_upload` decides before this does.
 """
 
@@ -89,10 +89,10 @@ def translated(
     """Turn an `OSError` inside the block into the error that says what to do about it.
 
     Args:
-        doing: What is being done, such as "write".
+        doing: The operation, such as "write".
         path: To what.
         needed_bytes: How much room it needs, for the message of a full disk.
-        missing_is: What a path that is not there means: `missing` (StoreMissing), `swept` (a temporary file
+        missing_is: Meaning of a path that is not there: `missing` (StoreMissing), `swept` (a temporary file
             that a sweep of another writer took away; the same call makes it again) or `lost` (the same, and the
             upload must be begun anew).
     """

@@ -137,7 +137,7 @@ class PosixUpload(PartedUpload):
             self._sync(nbytes)
             size_bytes = os.fstat(self._file).st_size
             if size_bytes != nbytes:
-                self._fail(f"has {size_bytes} bytes after sync, {nbytes} were expected; begin anew")
+                self._fail(f"has {size_bytes} bytes after sync, {nbytes} were expected; start over")
             with opened_directory(self._root, self._path.parent) as here:
                 self._link(here)
                 reach(Point.FILE_NAMED)
@@ -193,7 +193,7 @@ class PosixUpload(PartedUpload):
             else:
                 raise StoreMissing(
                     f"{self._path}: there is nothing to resume as {token[:80]!r} ({nbytes} bytes): at "
-                    f"{self._temporary} {_described(unfinished)}, at its own name {_described(named)}; begin anew",
+                    f"{self._temporary} {_described(unfinished)}, at its own name {_described(named)}; start over",
                     begin_anew=True,
                 )
         self._ledger.assume_all()
@@ -204,7 +204,7 @@ class PosixUpload(PartedUpload):
         try:
             if os.fstat(file).st_ino != self._inode:
                 raise StoreMissing(
-                    f"{self._temporary}: another file stands there now; two writers use this run, begin anew",
+                    f"{self._temporary}: another file stands there now; two writers use this run, start over",
                     begin_anew=True,
                 )
             return file, open_direct(self._temporary)
@@ -244,7 +244,7 @@ class PosixUpload(PartedUpload):
             return
         if self._went_through_cache:
             self._fail(
-                f"writing through the page cache failed ({error.strerror}), and may tell of earlier bytes; begin anew",
+                f"writing through the page cache failed ({error.strerror}), and may tell of earlier bytes; start over",
                 error,
             )
         if error.errno == errno.ESTALE:
@@ -259,7 +259,7 @@ class PosixUpload(PartedUpload):
             file, direct = self._open_again()
         except (FileNotFoundError, StoreMissing):
             self._fail(
-                "its temporary file was removed by another writer, and the bytes with it; begin anew", cause
+                "its temporary file was removed by another writer, and the bytes with it; start over", cause
             )
         with self._closing:
             for new, old in ((file, self._file), (direct, self._direct)):
@@ -276,7 +276,7 @@ class PosixUpload(PartedUpload):
         try:
             os.fsync(self._file)
         except OSError as error:
-            self._fail(f"sync failed ({error.strerror}); what was written may be lost, begin anew", error)
+            self._fail(f"sync failed ({error.strerror}); what was written may be lost, start over", error)
         # Whatever went through the page cache leaves it: the read-back must come from the disk.
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -302,11 +302,11 @@ class PosixUpload(PartedUpload):
     def _require_named(self, here: int) -> None:
         there = _look(self._path.name, here)
         if there is None:
-            self._fail("its temporary file was removed by another writer, and the bytes with it; begin anew")
+            self._fail("its temporary file was removed by another writer, and the bytes with it; start over")
         mine = os.fstat(self._file)
         if (there.st_dev, there.st_ino, there.st_size) != (mine.st_dev, mine.st_ino, self._ledger.nbytes):
             self._fail(
-                "another file stands there, and is left as it is; two writers use this run, begin anew"
+                "another file stands there, and is left as it is; two writers use this run, start over"
             )
 
     def _drop_temporary_name(self) -> None:

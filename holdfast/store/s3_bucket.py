@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _READ_BYTES = 120 << 10  # above 128 KiB malloc maps fresh memory for each piece, and its first touch is slow
 _PARTS_PER_PAGE = 1000
 _NO_UPLOAD = frozenset({"NoSuchUpload", "InvalidArgument", "NoSuchKey", "404"})
-"""What servers say of an upload id that is not theirs, or not any more."""
+"""Error codes of servers for an upload id that is not theirs, or not any more."""
 _MAY_BE_RENEWED = EXPIRED | {
     "InvalidToken",
     "InvalidAccessKeyId",
@@ -72,8 +72,8 @@ class S3Bucket:
     def translated(self, doing: str, key: str) -> Iterator[None]:
         """Turn an error of boto3 inside the block into ours.
 
-        What the server says of credentials may be no longer so: they are read anew from their file, process or role,
-        and what failed is tried again with them, as a part of the same upload.
+        Credentials that the server rejected may have been renewed: they are read again from their file, process or
+        role, and what failed is tried again with them, as a part of the same upload.
         """
         from botocore.exceptions import ClientError
 
@@ -169,7 +169,7 @@ class S3Bucket:
         """Write only if nothing is there: a conditional PUT, and a look at what stands there afterwards.
 
         Some servers ignore the condition or keep it only most of the time, and an answer may be lost: what is
-        read back decides. So `data` must be the caller's own (hold its write-id): two callers with the same
+        read back decides. `data` must therefore be the caller's own (hold its write-id): two callers with the same
         bytes would both be told True.
         """
         from botocore.exceptions import ClientError

@@ -35,7 +35,7 @@ _ADVICE = {
     "AuthorizationHeaderMalformed": "the bucket is in another region; set AWS_REGION to it",
     "IllegalLocationConstraintException": "the bucket is in another region; set AWS_REGION to it",
     "InvalidBucketName": "mend the bucket's name in the URL",
-    "NoSuchUpload": "the multipart upload was aborted (a lifecycle rule, a sweep, or a second writer); begin it anew",
+    "NoSuchUpload": "the multipart upload was aborted (a lifecycle rule, a sweep, or a second writer); start over",
     "EntityTooLarge": "the server takes no object or part of this size",
     "EntityTooSmall": "the server wants larger parts; set a larger chunk_bytes",
     "QuotaExceeded": "delete old checkpoints, or ask for a larger quota",

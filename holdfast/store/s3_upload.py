@@ -199,7 +199,7 @@ class S3Upload(PartedUpload):
                     raise StoreMissing(
                         f"{self._name}: there is nothing to resume as upload {self._upload_id[:80]!r}: the server "
                         "knows no such upload (a lifecycle rule, a sweep or a second writer aborted it), and the "
-                        "object is not this write; begin anew",
+                        "object is not this write; start over",
                         begin_anew=True,
                     ) from error
             else:

@@ -1,6 +1,6 @@
 """Why a step is not taken: the cause, under which it is counted, and the sentence for people.
 
-Whoever declines a step states both. The causes are few; they label the books of a rank and `/metrics`.
+The part that declines a step states both. The causes are few; they label the books of a rank and `/metrics`.
 """
 
 from __future__ import annotations

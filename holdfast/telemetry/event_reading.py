@@ -1,4 +1,4 @@
-"""Event logs, line by line: any bytes in, checked events out. What cannot be read is counted, never guessed.
+"""Event logs, line by line: any bytes in, checked events out. Unreadable lines are counted, never guessed.
 
 Logs of several machines are put in the order of their times; each machine has its own clock, and no more is known.
 """
@@ -23,7 +23,7 @@ _NUMBER_MAX = 1e15
 _WHOLE_MAX = 2**62
 _TEXT_CHARACTERS_MAX = 1000
 _STATUS_LOGS = ("status.jsonl", "events.jsonl")
-# Of a trainer these repeat what `save` and `staged` have said but for one number: of long runs they are most of a log.
+# A trainer's ones repeat `save` and `staged` but for one number, and are most of the log of a long run.
 _KEPT_OF_DURABLE = frozenset({"durable_seconds", "saved_at_unix"})
 
 

@@ -14,8 +14,8 @@ _NAME_CHARACTERS_MAX = 200
 
 
 def record(said: Mapping[str, Any], bytes_max: int = RECORD_BYTES_MAX) -> bytes:
-    """The line of one event, with its end. What is too long loses the second half of its largest list, mapping or text,
-    as often as it takes; the field `cut` names them. Time, event, role, rank and step stay.
+    """The line of one event, with its end. A line that is too long loses the second half of its largest list, mapping
+    or text, as often as it takes; the field `cut` names them. Time, event, role, rank and step stay.
     """
     text = _json(said)
     if len(text) < bytes_max:

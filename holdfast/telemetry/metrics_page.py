@@ -33,7 +33,7 @@ def serve_metrics(
 
     Args:
         config: The settings.
-        events: What is counted.
+        events: Events to count.
         ring: Its chunks are counted at each scrape; it must stay mapped until the block is left.
         store: Its retries are counted.
     """

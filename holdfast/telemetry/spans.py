@@ -50,7 +50,7 @@ _ROOT = "checkpoint"
 _TRACE_ID_BYTES, _SPAN_ID_BYTES = 16, 8
 _BEGAN_KEPT = 64  # of checkpoints that may still come to nothing
 _END_SECONDS_MAX = 5.0  # for the last spans, of a process that has done all else
-# What one rank did, one after the other, and for what it waited meanwhile.
+# One rank's phases, one after the other, and its waits meanwhile.
 _OF_RANK = (("save", "wait_seconds"), ("copy", "gate_seconds"))
 
 
@@ -58,7 +58,7 @@ def root_ids(run: str, attempt: int, step: int) -> tuple[int, int]:
     """Trace id of a checkpoint, and id of its span `checkpoint`: the first 16 bytes of a SHA-256, and the 8 after them.
 
     A hash, because samplers take the trace id for random, and so that two runs do not meet. A run that was removed, and
-    begins anew at the same URL, begins with the same attempt, and so with the same ids.
+    starts over at the same URL, begins with the same attempt, and so with the same ids.
 
     Args:
         run: URL of the run, as the flusher says it.

@@ -47,7 +47,7 @@ def serve_status(
 
     Args:
         directory: The run's runtime directory.
-        role: Who answers.
+        role: Role that answers.
         said: Gives what is said; called from the desk's thread.
     """
     try:
@@ -123,7 +123,7 @@ class _Desk:
                 raise ProtocolError(
                     f"process {channel.peer_pid} sent another message than a request for the status"
                 )
-            # Whoever does not read its answers gets no further ones; it is taken for gone.
+            # A client that does not read its answers gets no further ones; it is taken for gone.
             if messages and not channel.unsent:
                 self._channels[channel] = self._channels.pop(channel)
                 channel.send("state", document=self._document())
@@ -151,7 +151,7 @@ class _Desk:
 
 
 def fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[str, Any]:
-    """The document, its longest lists cut to the half until it fits a packet. Of checkpoints and lines the newest stay,
+    """The document, its longest lists cut to the half until it fits a packet. The newest checkpoints and lines stay,
     which are the last; of ranks the worst, which are the first.
     """
     document = dict(document)
@@ -170,7 +170,7 @@ def fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[
 
 
 def ask(path: Path, *, seconds_max: float) -> StatusDocument | None:
-    """The document of the process that answers at `path`; None if there is none.
+    """The document of the process that answers at `path`; None if none does.
 
     Raises:
         PeerLost: It does not answer in time.

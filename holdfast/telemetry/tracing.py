@@ -55,9 +55,9 @@ def export_spans(role: Literal["stager", "flusher"], run: str, events: EventLog)
     Does nothing, and imports nothing, unless the environment asks for it.
 
     Args:
-        role: Who this is.
+        role: Role of this process.
         run: URL of the run, as the flusher says it.
-        events: What the spans are made of.
+        events: Source of the spans.
     """
     names = exporter_names(environ)
     spans = _spans(role, run, names) if names else None

@@ -7,7 +7,7 @@
     FITS or OFFER of a rank, for the step that another one proposes for ──────► REFUSED: that one alone has changed
 
 Pure: proposals in, an answer out. One round is open at a time; a rank that proposes twice before all have proposed
-replaces what it said. Whoever leads the round uses it: the stager, or with local tiers the ranks' own council.
+replaces what it said. The leader of the round uses it: the stager, or with local tiers the ranks' own council.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _agreed(proposals: Sequence[Proposal]) -> Agreement:
 
     Raises:
         StateError: It does not fit; names rank, tensor and what to do.
-        ProtocolError: What a rank says contradicts itself.
+        ProtocolError: A rank's message contradicts itself.
     """
     first = proposals[0]
     for rank, proposal in enumerate(proposals):
@@ -260,7 +260,7 @@ def _patterns(
     """The patterns of split tensors, from the regions that each rank holds; and the pattern of each of their rows.
 
     Args:
-        table: Of all ranks.
+        table: Table of all ranks.
         proposals: By rank.
         saids: Of each row that is split, by group which of a rank's regions it holds; None where it does not have the
             tensor.

@@ -21,7 +21,7 @@ from holdfast.wire.state_union import Stage, StateUnion, unite_trees
 
 
 class UnionTable(NamedTuple):
-    """What `union_of` gives.
+    """Result of `union_of`.
 
     Attributes:
         proof_table: The same table with the owners that the holders name.
@@ -43,7 +43,7 @@ def union_of(proposals: Sequence[Proposal], stages: Sequence[Stage]) -> UnionTab
     Raises:
         StateError: A tensor has another dtype, shape or role on two ranks, or cannot be sent as it lies; or the trees
             do not fit each other.
-        ProtocolError: An outline is none.
+        ProtocolError: An outline is malformed.
     """
     paths, outline, groups = unite_trees([one.table for one in proposals], stages)
     rows = [{str(row[0]): number for number, row in enumerate(one.table)} for one in proposals]

@@ -97,7 +97,7 @@ _FAILED_EXIT_CODE = 1
     type=click.Choice(["mpirun", "torchrun"]),
     default="mpirun",
     show_default=True,
-    help="What starts the ranks: `holdfast run`, which uses mpirun; or torchrun, beside a stager that stands alone.",
+    help="Launcher of the ranks: `holdfast run`, which uses mpirun; or torchrun, beside a stager that stands alone.",
 )
 @click.argument("command", nargs=-1, required=True)
 @json_option

@@ -309,7 +309,7 @@ def _lock(logs: Path) -> IO[str]:
 
 
 def _newest_step(store: str) -> int:
-    """The newest step of the run; -1 if there is none. An unreadable store is an error before anything starts."""
+    """The newest step of the run; -1 in an empty run. An unreadable store is an error before anything starts."""
     from holdfast.checkpoints.catalog import Catalog
     from holdfast.store import open_store
 

@@ -25,7 +25,7 @@ _RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN = 8, 6, 3
 _RANKS_SHOWN_LEAST, _FLIGHTS_SHOWN_LEAST, _LINES_SHOWN_LEAST = 1, 1, 1
 _HOST_CHARACTERS_MAX = 20
 _OVER = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
-# What goes first where the window is too small.
+# Dropped first where the window is too small.
 _DROPPED = ("timings", "notices", "declined", "ring", "flights", "ranks", "notes", "troubles")
 _RANK_STYLE = {"lost": "red", "silent": "yellow", "coming": "dim", "left": "dim"}
 

@@ -22,7 +22,7 @@ from operator_side.onboarding.training_loop import (
 _KEPT_ARGUMENTS = frozenset({"backend"})
 _LAUNCHER_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 BY_HAND = """\
-from trainer_side import Checkpointer, PerRank, RngState, init_torch_distributed  # with the other imports
+from holdfast import Checkpointer, PerRank, RngState, init_torch_distributed  # with the other imports
 
 rank, ranks = init_torch_distributed("nccl")  # in place of init_process_group; "gloo" without GPUs
 
@@ -113,11 +113,11 @@ class _Editor:
             self._join(found.process_group)
         else:
             self.notes.append(
-                "no single call of init_process_group was found: call init_torch_distributed() of trainer_side in its "
+                "no single call of init_process_group was found: call init_torch_distributed() of holdfast in its "
                 "place, before anything else of torch.distributed"
             )
         self._look_at_variables(module, found)
-        self._after(_last_import(module), f"from trainer_side import {', '.join(imports)}\n")
+        self._after(_last_import(module), f"from holdfast import {', '.join(imports)}\n")
         outer = found.epochs or found.loop
         indent = self._indent(outer)
         taken = found.names

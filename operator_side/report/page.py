@@ -34,7 +34,7 @@ def page(facts: RunFacts, *, made_at_unix: float, version: str) -> bytes:
     links = [(name, title) for name, title, _ in found] + [("unknown", "Not known")]
     body = tag(
         "main",
-        tag("h1", f"What happened in {run}"),
+        tag("h1", f"Events of {run}"),
         tag(
             "p", f"Made {moment(made_at_unix)} by holdfast {version} from {_sources(facts)}.", class_="faint"
         ),
@@ -95,14 +95,14 @@ def _look(facts: RunFacts, there: set[str]) -> Html:
             for one in found
         ]
         inside = tag("ol", *items)
-    return tag("div", tag("h2", "What to look at", id="look"), inside, class_="look")
+    return tag("div", tag("h2", "Points to check", id="look"), inside, class_="look")
 
 
 def _unknown(facts: RunFacts) -> Html:
     known = "docs/report.md says how each figure is computed."
     return tag(
         "section",
-        tag("h2", "What is not known", id="unknown"),
+        tag("h2", "Unknown", id="unknown"),
         tag("ul", *(tag("li", text) for text in facts.unknown)),
         tag("p", known, class_="faint"),
         aria_labelledby="unknown",

@@ -117,7 +117,7 @@ def _rank_by_rank(row: CheckpointRow) -> Html:
         "until the stager took it",
         "until sent",
     )
-    about = "What each rank's slice waited for, in seconds since its save(); the table below has the figures."
+    about = "Stages of each rank's slice, in seconds since its save(); the table below has the figures."
     return tag(
         "details",
         tag(

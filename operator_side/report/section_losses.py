@@ -148,8 +148,8 @@ def goodput(facts: RunFacts) -> Html | None:
     return section(
         "goodput",
         "Goodput and cost",
-        bars("goodput-picture", "What the time went into", about, parts),
-        table("What the time went into", columns, rows, numbers=("time", "share", "cost")),
+        bars("goodput-picture", "Use of the time", about, parts),
+        table("Use of the time", columns, rows, numbers=("time", "share", "cost")),
         tag("p", "An estimate: the logs do not fully say when training went on, or what was done again.")
         if found.is_estimate
         else None,

@@ -4,7 +4,10 @@
     profile    ─► profiles ─► strategy, for each of many intervals ─┴─► replay, timeline (pure, numpy) ─► study
     study_plan: what was asked for, checked          study_pictures: a study as SVG
 
-tuning   `holdfast tune`: settings from what was measured          scale   messages and memory at any number of ranks
+traces, trace_windows, profiles, strategy    the inputs
+replay, timeline                             the computation
+study, study_plan, study_pictures            the request, its results, and their pictures
+tuning, scale                                `holdfast tune`; messages and memory at any number of ranks
 
 Times are whole microseconds: the replay computes whole stretches of training in closed form, and a slow walk from
 iteration to iteration in the tests comes to the same numbers, exactly. The model and what it leaves out:

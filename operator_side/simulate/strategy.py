@@ -59,5 +59,5 @@ class Strategy:
 
 
 # Nobody can be better: each iteration is safe in the moment in which it ends, for nothing, and restored in no time.
-# What is left is what a loss costs whoever checkpoints: machines that are not there, and processes that must start.
+# The rest is the cost of a loss for every strategy: machines that are not there, and processes that must start.
 IDEAL = Strategy("ideal", 0, 0, 0, 0, 0, every_iteration=True)

@@ -57,7 +57,7 @@ class Attempt:
         return self._process.pid
 
     def read(self) -> bytes:
-        """New output of mpirun; empty if there is none."""
+        """New output of mpirun, or nothing."""
         try:
             data = os.read(self.output.fileno(), _READ_BYTES)
         except BlockingIOError:

@@ -44,7 +44,7 @@ _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::.*)?")
 
 
 class OutputLine(NamedTuple):
-    """One line of output of a process; `rank` is None for mpirun itself."""
+    """One line of output of a process; `rank=None` stands for mpirun itself."""
 
     rank: int | None
     stream: str
@@ -86,7 +86,7 @@ def parse_report(text: str) -> Report | None:
 
 
 def exception_of(lines: list[str]) -> str:
-    """The exception of the last traceback in these lines, such as `torch.OutOfMemoryError`; empty if there is none.
+    """The exception of the last traceback in these lines, such as `torch.OutOfMemoryError`, or an empty text.
 
     An error of holdfast's own has no traceback, but words of its own.
     """
@@ -246,7 +246,7 @@ class Follower:
         yield from (path for number, path in numbered(self._path) if number > self._number)
 
     def _following(self) -> BinaryIO | None:
-        """The file after the one that was read to its end; None if there is none yet."""
+        """The file after the one that was read to its end; None if it does not exist yet."""
         try:
             newest: BinaryIO | None = self._path.open("rb")
         except FileNotFoundError:

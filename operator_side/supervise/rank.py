@@ -2,9 +2,10 @@
 
     mpirun ── daemon ── this ── COMMAND        a line on stderr, which mpirun passes to the supervisor (job_output)
 
-With ULFM mpirun ends with 0 although a rank was killed, and never says which; without ULFM it names only the first. So
-each process of the job has this program around it. SIGURG, which mpirun passes on to all processes of the job and which
-has no other effect, asks the job to end: a trainer then gets SIGTERM, the stager goes on until the trainers have left.
+With ULFM mpirun ends with 0 although a rank was killed, and never says which; without ULFM it names only the first.
+Therefore each process of the job has this program around it. SIGURG, which mpirun passes on to all processes of the
+job and which has no other effect, asks the job to end: a trainer then gets SIGTERM, the stager goes on until the
+trainers have left.
 
 It imports only the standard library, because it runs before every rank.
 """

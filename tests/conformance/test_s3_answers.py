@@ -316,7 +316,7 @@ def test_a_part_sent_to_an_aborted_upload_says_begin_anew(swift_s3: S3Place) -> 
     raw = S3Store(swift_s3.bucket, "run")
     upload = _upload(raw)
     raw.bucket.abort_uploads("run/step-000000001.pt")
-    with pytest.raises(StoreError, match=r"NoSuchUpload.*lifecycle.*anew") as caught:
+    with pytest.raises(StoreError, match=r"NoSuchUpload.*lifecycle.*start over") as caught:
         upload.write_part(1, [_IMAGE[upload.part_bytes :]], crc32(_IMAGE[upload.part_bytes :]))
     assert caught.value.begin_anew
     assert not caught.value.retriable

@@ -418,7 +418,7 @@ def test_an_upload_that_is_gone_is_missing(backend: Backend, end: str, older: bo
         backend.again().sweep()
     else:
         upload.abort()
-    with pytest.raises(StoreMissing, match=r"step-000000001\.pt.*begin anew") as caught:
+    with pytest.raises(StoreMissing, match=r"step-000000001\.pt.*start over") as caught:
         _resume(backend, upload, len(image))
     assert caught.value.begin_anew
     assert not caught.value.retriable
@@ -433,7 +433,7 @@ def test_a_token_of_no_upload_is_missing_and_harms_none(backend: Backend, token:
     image = _image(_part_bytes(backend.store) + 1)
     upload = _begin(backend.store, "step-000000001.pt", len(image))
     _send(upload, image, 0)
-    with pytest.raises(StoreMissing, match="begin anew") as caught:
+    with pytest.raises(StoreMissing, match="start over") as caught:
         _resume(backend, upload, len(image), token=token)
     assert caught.value.begin_anew
     _send(upload, image, 1)

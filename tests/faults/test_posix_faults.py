@@ -298,7 +298,7 @@ def test_a_file_that_was_lost_before_any_chunk_left_the_ring_is_written_anew(
         assert [m for m in stager.heard if m.kind in {"failed", "bad"}] == []
     assert flusher.wait() == 0
     check_published(flusher, image, 5)
-    assert "begin anew" in flusher.log.read_text()
+    assert "start over" in flusher.log.read_text()
 
 
 def test_a_slow_disk_fills_the_ring_and_takes_no_other_memory(

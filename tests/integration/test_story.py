@@ -73,7 +73,7 @@ def test_a_script_that_never_restores_puts_nothing_over_the_checkpoints_of_its_r
 
     with cluster.start(RANKS, "fresh", "1") as job:
         job.succeed(SECONDS_MAX)
-        assert job.output().count("begins the run anew beside them") == 1, job.output()
+        assert job.output().count("starts a new training beside them") == 1, job.output()
     cluster.wait_for_flusher()
     newest = Catalog(open_store(str(store))).list()[0].manifest
     assert newest is not None

@@ -3,25 +3,19 @@
     GUEST how libpmem, MAP_SYNC … ─► kept 0 ─► complete 1 1 ─► complete 1 2 ─► …        until the power is cut
     GUEST how … ─► kept 2 ─► complete 2 1 …                                             after it: attempt 2
 
-`kept n` is said when n slices were found, and every byte of them was right. No torch here: of the package
-`trainer_side` only the tiers are loaded.
+`kept n` is said when n slices were found, and every byte of them was right. The guest has no torch,
+and tiers need none.
 """
 
 from __future__ import annotations
 
 import sys
-import types
-from pathlib import Path
+
+from tests.support.tiers import RUN, image, read, save, slice_of
+from trainer_side.tiers.open_tiers import open_tier
 
 
 def main(directory: str, attempt: int, count: int) -> None:
-    package = types.ModuleType("trainer_side")
-    package.__path__ = [str(Path(__file__).parents[2] / "trainer_side")]
-    sys.modules["trainer_side"] = package
-
-    from tests.support.tiers import RUN, image, read, save, slice_of
-    from trainer_side.tiers.open_tiers import open_tier
-
     made = image()
     tier = open_tier(f"pm:{directory}", RUN)
     tier.prepare(made.layout, 0)

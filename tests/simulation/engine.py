@@ -10,10 +10,8 @@ import logging
 import os
 import re
 import shutil
-import sys
 import tempfile
 import time
-import types
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,10 +48,6 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
         return
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    # The link needs neither torch nor MPI, and a start without them takes a tenth of the time.
-    package = types.ModuleType("trainer_side")
-    package.__path__ = [str(Path(__file__).parents[2] / "trainer_side")]
-    sys.modules.setdefault("trainer_side", package)
     import flusher.lifetime
     import flusher.ring_room
     import holdfast.config

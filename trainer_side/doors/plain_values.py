@@ -5,7 +5,7 @@
     {"$float": "inf"}, {"$bytes": …}, {"$tuple": […]}, {"$size": […]}, {"$dtype": …}, {"$device": …}
     {"$ordered": [[k, v]], "$attributes": {…}}          an OrderedDict, with what torch hangs on a `state_dict()`
 
-Whoever reads a file without holdfast finds the plain values by eye; `decode` makes the very tree again.
+A reader of the file without holdfast finds the plain values by eye; `decode` makes the very tree again.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def decode(document: Any, tensors: Mapping[str, Any]) -> Any:
     """The tree of a document.
 
     Args:
-        document: What `encode` gave; input from outside.
+        document: Result of `encode`; input from outside.
         tensors: Flat name to tensor.
 
     Raises:

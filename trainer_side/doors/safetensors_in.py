@@ -61,7 +61,7 @@ def read_safetensors(path: Path) -> SafetensorsState:
         if header_bytes > HEADER_BYTES_MAX or base > len(memory):
             raise DamageError(
                 f"{path}: the file says that its header takes {header_bytes} bytes, but it has only {len(memory)} "
-                f"bytes, of which a header takes at most {HEADER_BYTES_MAX}; copy it anew, or find out who wrote it"
+                f"bytes, of which a header takes at most {HEADER_BYTES_MAX}; copy it again, or find out who wrote it"
             )
         header = _json(memory[LENGTH_BYTES:base])
         metadata = header.pop(METADATA, {})

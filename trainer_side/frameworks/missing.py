@@ -18,8 +18,8 @@ def missing(framework: str, error: ImportError) -> ConfigError:
         error: The error of the import.
     """
     return ConfigError(
-        f"trainer_side.frameworks.{framework} needs {framework}, which cannot be imported here: {error}; "
-        f"run: pip install {framework}"
+        f"holdfast.integrations.{framework} needs {framework}, which cannot be imported here: {error}; "
+        f"run: pip install {framework} (holdfast's extra [frameworks] has it)"
     )
 
 

@@ -1,4 +1,4 @@
-"""The link to the stager: the one thread of a training rank that talks MPI after start-up.
+"""The link to the stager: the one thread of a training rank that sends and receives after start-up.
 
     training thread      agree, announce, offer, decline, close ──► commands ─┐
     copy thread          SliceSource.is_ready(frame) ─────────────────────────┤
@@ -345,7 +345,7 @@ class Link:
         self._not_at_exit()
         if self._thread.is_alive():
             _log.error(
-                "rank %d waited %g s for MPI to send its last messages to the stager; the process ends without them",
+                "rank %d waited %g s for its last messages to the stager to be sent; the process ends without them",
                 self.rank,
                 2 * _LEAVE_SECONDS_MAX,
             )

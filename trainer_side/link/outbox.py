@@ -112,11 +112,11 @@ class Outbox:
 
     @property
     def streaming(self) -> bool:
-        """Whether a payload is under way that moves only while MPI is asked."""
+        """Whether a payload is in flight that moves only while the transport is polled."""
         return any(active.streaming(self._port) for active in self._active.values())
 
     def notice_stall(self, now: float) -> bool:
-        """See whether payloads have turned out to move only while MPI is asked; True when that is news."""
+        """Find out whether payloads move only while the transport is polled; True when that is news."""
         stalled = [active.notice_stall(now) for active in self._active.values()]  # each of them looks
         return any(stalled)
 

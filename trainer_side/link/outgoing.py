@@ -50,7 +50,7 @@ class SendPlan:
         return self.pieces.get(chunk) or (self.frames[chunk][1],)
 
     def streams(self, chunk: int) -> bool:
-        """Whether MPI takes this frame to fragments, and moves them only while it is asked."""
+        """Whether the transport splits this frame into fragments, which move only while it is polled."""
         pieces = len(self.pieces_of(chunk))
         return wire.payload_messages(pieces) < pieces
 
@@ -84,7 +84,7 @@ class Outgoing:
         self._unsummed = list(plan.frames)
         self._crcs: dict[int, int] = {}  # of frames that are ready and not sent
         self._credits: dict[int, int] = {}  # chunk → slot
-        self._sending: dict[int, int] = {}  # handles of payloads that MPI still reads → chunk
+        self._sending: dict[int, int] = {}  # handles of payloads that the transport still reads → chunk
         self._done_said = False
         self._sent_frames = 0
         self._seen = (-1, 0.0)  # sent frames, and since when so many
@@ -93,11 +93,11 @@ class Outgoing:
 
     @property
     def sending(self) -> bool:
-        """Whether MPI still reads a payload."""
+        """Whether the transport still reads a payload."""
         return bool(self._sending)
 
     def streaming(self, port: StagerPort) -> bool:
-        """Whether a payload is under way that moves only while MPI is asked.
+        """Whether a payload is in flight that moves only while the transport is polled.
 
         On one machine the stager reads others out of this process's memory in one go, whatever that does; where the
         system does not let it, `notice_stall` finds out.
@@ -111,7 +111,7 @@ class Outgoing:
         )
 
     def notice_stall(self, now: float) -> bool:
-        """See whether nothing has left for so long that MPI must be waiting to be asked; True when that is news."""
+        """Find out whether nothing was sent for so long that the transport needs polling; True when that is news."""
         if not self._sending or self._seen[0] != self._sent_frames:
             self._seen = (self._sent_frames, now)
         stalled = now - self._seen[1] > _STALL_SECONDS and not self._polls

@@ -1,1 +1,9 @@
-"""A rank's way to the other ranks: MPI or torch.distributed, deadlines."""
+"""A rank's way to the other ranks: MPI or torch.distributed, deadlines.
+
+peers, ports, deadlines          the interfaces for restore, stager and council; calls that may never return
+joined, distributed, cores       how this job was started; torch.distributed; this rank's share of the cores
+mpi, mpi_*                       a job of mpirun
+c10d_*                           a job without MPI: ranks meet in a key-value store
+tcp_stager_port, connecting, payload_sender    the stager over TCP
+uncaught                         one message and one exit code for an error that nobody catches
+"""

@@ -334,8 +334,8 @@ class Trial:
         saved_ranks = self._image.ranks if isinstance(self._image, Manifest | Layout) else self._peers.ranks
         if self._peers.rank == 0 and saved_ranks != self._peers.ranks:
             _log.warning(
-                "step %d was saved by %d ranks, and this job has %d: the whole state is resumed, but the training that "
-                "follows is not the same to the bit",
+                "step %d was saved by %d ranks, and this job has %d: the whole state is resumed, but the training "
+                "that follows is not bit-identical",
                 self._candidate.step,
                 saved_ranks,
                 self._peers.ranks,

@@ -158,7 +158,7 @@ def _first_good(job: RestoreJob, listed: InTurn, seconds: dict[str, float]) -> R
         lost = damaged = True
     if lost or job.found.missed:
         raise _none_is_whole(job, skipped, damaged=damaged or bool(job.found.missed))
-    job.tell(skipped, "there is no other checkpoint, so the run begins anew")
+    job.tell(skipped, "there is no other checkpoint, so the run starts at step 0")
     return None
 
 

@@ -46,8 +46,8 @@ class Beginning:
         """
         if self._fresh:
             raise ConfigError(
-                "restore() after Checkpointer(..., fresh=True): fresh=True begins the run anew, so there is nothing to "
-                "restore; leave out one of the two"
+                "restore() after Checkpointer(..., fresh=True): fresh=True starts a new training, so there is "
+                "nothing to restore; leave out one of the two"
             )
         self._is_settled = True
 
@@ -78,16 +78,16 @@ class Beginning:
         what = f"{len(there)} checkpoints ({', '.join(there[:_NAMED])}{', …' if len(there) > _NAMED else ''})"
         if self._fresh:
             _log.warning(
-                "%s has %s; fresh=True begins the run anew beside them: checkpoints of this job count as newer, and "
+                "%s has %s; fresh=True starts a new training beside them: checkpoints of this job count as newer, and "
                 "retention removes the others",
                 store_url,
                 what,
             )
             return None
         return ConfigError(
-            f"{store_url} has {what}, and this script has not called restore(): its first save would put training that "
-            "began anew in their place. Call checkpointer.restore() before the first step to go on with them; give "
-            "another store; or say Checkpointer(..., fresh=True) to begin anew in this one"
+            f"{store_url} has {what}, and this script has not called restore(): its first save would replace them "
+            "by a new training. Call checkpointer.restore() before the first step to go on with them; give "
+            "another store; or say Checkpointer(..., fresh=True) to start a new training in this one"
         )
 
     def _there(self, store_url: str, tiers: Sequence[Tier], *, with_store: bool) -> list[str]:

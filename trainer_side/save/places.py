@@ -89,7 +89,7 @@ class Room:
         """Wait until nothing reads a staging area; steps that take too long are given up for the new plan.
 
         Raises:
-            StateError: MPI does not let go of one that was given up.
+            StateError: The transport does not release one that was given up.
             HoldfastError: The same, and the stager is lost.
         """
         deadline = time.monotonic() + self._config.full_seconds_max
@@ -114,7 +114,7 @@ class Room:
                     continue
                 raise self._link.problem or StateError(
                     f"rank {self._link.rank}: the tensors changed while the checkpoint of step {before.step} is still "
-                    "being sent; it was given up, and MPI did not let go of it within "
+                    "being sent; it was given up, but the transport did not release it within "
                     f"{self._config.stager_seconds_max:g} s"
                 )
 
@@ -302,5 +302,5 @@ class Room:
         if before.state is TransferState.SENT:
             return f"{who} has sent all of it: the stager waits for other ranks"
         if before.settled.is_set():
-            return f"{who} MPI still holds the memory of what was sent to the stager"
+            return f"{who} the transport still holds the memory of chunks sent to the stager"
         return f"{who} the stager had room for {sent} of its {before.frames} chunks: the ring is full"

@@ -1,6 +1,6 @@
 """One `save()`, from the call until training may go on.
 
-    save(step), training thread                      copy thread            MPI thread (link)
+    save(step), training thread                      copy thread            link thread
     ───────────────────────────────────────          ─────────────          ─────────────────
     collect the state; its plan (planner.py) ─ first time, or new tensors: ► PROPOSE … RESERVED
     room for it (places.py), or declined

@@ -53,7 +53,7 @@ def ask_kept(tier: Keeps, seconds_max: float) -> list[Kept]:
     except TimeoutError:
         raise StoreError(
             f"{tier.name} hangs: it has not listed its slices within {seconds_max:g} s; look at the kernel's messages "
-            "about the device (dmesg), mount it anew, or take it out of tiers"
+            "about the device (dmesg), mount it again, or take it out of tiers"
         ) from None
 
 

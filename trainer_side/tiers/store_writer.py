@@ -152,7 +152,7 @@ class StoreSliceWriter:
             )
         if frame in self._crcs:
             raise StoreError(
-                f"{self._name.slice}: frame {frame} was written before; a slice is written once, begin anew"
+                f"{self._name.slice}: frame {frame} was written before; a slice is written once, start over"
             )
         self._open().put(frame, buffer)
         self._crcs[frame] = crc32
@@ -225,7 +225,7 @@ class StoreSliceWriter:
         # The upload begins with the first frame: training waits while `begin` of the tier is called.
         with self._opening:
             if self._over:
-                raise StoreError(f"{self._name.slice}: the slice is over already; begin it anew")
+                raise StoreError(f"{self._name.slice}: the slice is over already; start over")
             if self._cutter is None:
                 self._shelf.make_room(self._name.order)
                 nbytes = area_bytes(self._layout, self._name.rank)

@@ -67,8 +67,8 @@ def of_these(loaded: set[str], names: tuple[str, ...]) -> list[str]:
     return sorted(name for name in loaded if any(f"{name}.".startswith(f"{given}.") for given in names))
 
 
-def test_importing_the_package_loads_no_other_store_tier_cloud_or_launcher() -> None:
-    loaded = loaded_by("import trainer_side")
+def test_the_checkpointer_loads_no_other_store_tier_cloud_or_launcher() -> None:
+    loaded = loaded_by("from holdfast import Checkpointer")
     assert "trainer_side.checkpointer" in loaded
     assert of_these(loaded, (*_PACKAGES, *_ROOMS, *_OF_TIERS, *_OF_LAUNCHERS)) == []
 

@@ -33,7 +33,7 @@ def test_the_least_interval_is_the_least_that_keeps_the_bound(cost: Cost, bound:
     if kept:
         assert least_interval(cost, bound, every_max=_EVERY_MAX) == kept[0]
     else:
-        with pytest.raises(ConfigError, match="What can be"):
+        with pytest.raises(ConfigError, match="Possible"):
             least_interval(cost, bound, every_max=_EVERY_MAX)
 
 
@@ -51,7 +51,7 @@ def test_without_a_stall_it_is_pcchecks_formula(
 
 def test_a_bound_that_cannot_be_kept_says_what_can_be() -> None:
     cost = Cost(0.2, 4.4, 4.4, 4.4)
-    with pytest.raises(ConfigError, match=r"What can be: 22\.00% every 100 iterations, or 3\.00% every 734"):
+    with pytest.raises(ConfigError, match=r"Possible: 22\.00% every 100 iterations, or 3\.00% every 734"):
         least_interval(cost, 0.03, every_max=100)
     assert least_interval(cost, 0.03, every_max=734) == 734
     assert least_interval(cost, 0.22, every_max=100) == 100

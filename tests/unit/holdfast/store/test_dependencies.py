@@ -1,4 +1,4 @@
-"""A plain install brings a current s3fs: without a floor, resolvers walk back to releases of 2020."""
+"""The extra [s3fs] brings a current s3fs: without a floor, resolvers walk back to releases of 2020."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def test_the_installed_s3fs_is_current() -> None:
     "HOLDFAST_TEST_RESOLVE" not in os.environ, reason="asks the package index: HOLDFAST_TEST_RESOLVE=1"
 )
 @pytest.mark.timeout(600)  # pip may walk back through many releases
-def test_the_dependencies_as_they_stand_resolve_to_a_current_s3fs(tmp_path: Path) -> None:
-    dependencies = tomllib.loads(_PROJECT.read_text())["project"]["dependencies"]
+def test_the_dependencies_and_the_extra_resolve_to_a_current_s3fs(tmp_path: Path) -> None:
+    project = tomllib.loads(_PROJECT.read_text())["project"]
+    dependencies = [*project["dependencies"], *project["optional-dependencies"]["s3fs"]]
     report = tmp_path / "report.json"
     command = [
         sys.executable,

@@ -182,7 +182,7 @@ def test_a_temporary_file_that_was_swept_is_not_waited_for(tmp_path: Path) -> No
     upload = _upload(tmp_path, 10)
     upload.write_part(0, [_aligned(10)], 0)
     (tmp_path / "tmp" / "w-step.pt").unlink()
-    with pytest.raises(StoreError, match="begin anew") as caught:
+    with pytest.raises(StoreError, match="start over") as caught:
         upload.publish()
     assert caught.value.begin_anew
     assert not caught.value.retriable
@@ -323,7 +323,7 @@ def test_another_file_under_the_temporary_name_is_not_ours(tmp_path: Path) -> No
     other.write_bytes(bytes(4096))
     other.rename(temporary)
     with pytest.raises(
-        StoreMissing, match=rf"{temporary} stands inode \d+ of 4096 bytes.*begin anew"
+        StoreMissing, match=rf"{temporary} stands inode \d+ of 4096 bytes.*start over"
     ) as caught:
         _resumed(tmp_path, 10, first.token)
     assert caught.value.begin_anew

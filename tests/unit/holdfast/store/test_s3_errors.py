@@ -74,7 +74,7 @@ def test_how_long_the_server_wants_to_be_left_alone(said: str, seconds: float) -
         ("SignatureDoesNotMatch", 403, "AWS_SECRET_ACCESS_KEY"),
         ("RequestTimeTooSkewed", 403, "clock"),
         ("PermanentRedirect", 301, "AWS_REGION"),
-        ("NoSuchUpload", 404, "begin it anew"),
+        ("NoSuchUpload", 404, "start over"),
         ("NotImplemented", 501, "said the server"),
         ("InsufficientStorage", 507, "delete old checkpoints"),
     ],

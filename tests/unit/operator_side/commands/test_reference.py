@@ -58,6 +58,6 @@ def test_the_page_has_every_command_and_option(path: str) -> None:
 def test_settings_have_their_default_and_variable() -> None:
     page = PAGE.read_text()
     assert re.search(r"\| `--keep-last` INTEGER \| `3` \| `HOLDFAST_KEEP_LAST` \|", page)
-    assert re.search(r"\| `on_full` \| `skip` \| `HOLDFAST_ON_FULL` \| What `save\(\)` does", page)
+    assert re.search(r"\| `on_full` \| `skip` \| `HOLDFAST_ON_FULL` \| Behaviour of `save\(\)`", page)
     assert re.search(r"\| 6 \| `damage` \| Bytes differ from those that were written", page)
     assert "`/dev/shm/holdfast-UID`" in page, "no number of this machine's user"

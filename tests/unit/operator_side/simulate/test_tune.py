@@ -250,7 +250,7 @@ def test_a_trace_that_cannot_be_is_named(run: Any, tmp_path: Path, trace: str, s
 def test_a_bound_that_cannot_be_kept_says_what_can(run: Any, tmp_path: Path) -> None:
     code, out, err = run("--mtbf-hours", "2", "--profile", _profile(tmp_path), "--overhead-max", "1e-9")
     assert (code, out) == (2, "")
-    assert "What can be: " in err
+    assert "Possible: " in err
 
 
 @pytest.mark.parametrize("asked", [(), ("trace.csv", "--mtbf-hours", "2")])

@@ -109,7 +109,7 @@ def test_a_bound_that_cannot_be_kept_is_in_the_line(path: Path) -> None:
     rank = Rank(path, overhead_max=0.001, every_seconds_max=2.0)
     rank.train(33, stall=0.05)
     assert rank.wishes[0].every == 20
-    assert "What can be" in rank.wishes[0].why
+    assert "Possible" in rank.wishes[0].why
 
 
 def test_other_ranks_measure_nothing(path: Path) -> None:

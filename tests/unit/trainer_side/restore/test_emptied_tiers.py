@@ -114,7 +114,7 @@ def test_a_step_that_nobody_called_complete_is_no_checkpoint(
     results, targets = bring_back(None, machines.tiers())
     assert results == [None, None]
     assert all(torch.equal(target.x, torch.zeros_like(target.x)) for target in targets)
-    assert "the run begins anew" in caplog.text
+    assert "the run starts at step 0" in caplog.text
 
 
 def test_an_older_one_in_the_store_is_taken_and_the_lost_one_is_named(

@@ -177,7 +177,7 @@ def test_only_an_unfinished_step_anywhere_is_a_new_run(
     results, targets = bring_back(store, [[DictTier().put(saved(6), 0)], []])
     assert results == [None, None]
     assert all(torch.equal(target.x, torch.zeros_like(target.x)) for target in targets)
-    assert "the run begins anew" in caplog.text
+    assert "the run starts at step 0" in caplog.text
 
 
 def test_nothing_anywhere_is_a_new_run(store: CountingStore) -> None:

@@ -49,7 +49,7 @@ def test_fresh_begins_anew_and_says_so_once(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         assert beginning.refusal(store(tmp_path, "step-000000001.json"), ()) is None
         assert beginning.refusal(str(tmp_path), ()) is None
-    assert [record for record in caplog.messages if "begins the run anew" in record] == caplog.messages
+    assert [record for record in caplog.messages if "starts a new training" in record] == caplog.messages
     assert len(caplog.messages) == 1
 
 

@@ -1,0 +1,56 @@
+"""Public names of a package that are imported when a program first uses them (PEP 562)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+
+# Package that is not installed -> the extras that bring it.
+_EXTRAS = {"torch": ("torchrun", "trainer"), "mpi4py": ("trainer", "stager")}
+
+
+def lazy_names(
+    package: str, modules: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` for a package whose names are defined in modules that are expensive to import.
+
+    Args:
+        package: `__name__` of the package.
+        modules: Full name of a module, with the names that the package takes from it.
+        submodules: Modules of the package that are names of it themselves.
+    """
+    homes = {name: module for module, names in modules.items() for name in names}
+
+    def load(name: str) -> object:
+        this = sys.modules[package]
+        if name in submodules:
+            return _imported(f"{package}.{name}", name)
+        if name not in homes:
+            # `obj` lets Python add "Did you mean" from `dir` of the package.
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=this)
+        value: object = getattr(_imported(homes[name], name), name)
+        setattr(this, name, value)  # Python finds it there next time
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes, *submodules})
+
+    return load, names
+
+
+def _imported(module: str, needed_by: str) -> object:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        from holdfast.extras import install_line
+
+        extras = _EXTRAS[error.name]
+        named = " or ".join(f"[{extra}]" for extra in extras)
+        raise ModuleNotFoundError(
+            f"{needed_by} needs {error.name}, which is not installed. Holdfast's extra {named} has it; "
+            f"or run: {install_line(extras[0])}",
+            name=error.name,
+        ) from error

@@ -1,0 +1,351 @@
+"""The house: maps name what is there, rooms keep to a budget, files are named after what they define."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.plain_words import prose
+from tests.test_architecture import PACKAGES, ROOT, sources
+
+# -- maps ----------------------------------------------------------------------------------------------------------
+
+# A line of a map: names of files, of rooms with a slash, or patterns such as `s3_*`; two blanks; a description.
+MAP_LINE = re.compile(r"^((?:[\w*]+/?)(?:, [\w*]+/?)*) {2,}\S", re.MULTILINE)
+
+
+def children(folder: Path) -> set[str]:
+    """The rooms (`name/`) and files (`name`) of a package that its map has to name."""
+    files = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("__")}
+    return files | {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+
+
+def map_errors(docstring: str, there: set[str]) -> list[str]:
+    """What a package's map must add or remove."""
+    named = [name for names in MAP_LINE.findall(docstring) for name in names.split(", ")]
+    missing = [one for one in sorted(there) if not any(fnmatch.fnmatchcase(one, name) for name in named)]
+    gone = [name for name in named if not fnmatch.filter(there, name)]
+    return [f"add {one}" for one in missing] + [f"remove {name}" for name in gone]
+
+
+def test_map_errors_names_each_file_to_add_and_each_to_remove() -> None:
+    text = "The map.\n\n    [1] indented  is no map\n\na, b_*   two files\nroom/    a room\ngone     a file\n"
+    assert map_errors(text, {"a", "b_one", "b_two", "room/"}) == ["remove gone"]
+    assert map_errors(text, {"a", "b_one", "room/", "gone", "new", "hall/"}) == ["add hall/", "add new"]
+
+
+# A room of more files than this has a map; in a smaller one the first lines of the files are enough.
+UNMAPPED_MAX = 9
+# Larger rooms that have no map yet. A room leaves the list when it gets one.
+UNMAPPED = (
+    *("holdfast/checkpoints", "holdfast/store", "operator_side/report"),
+    *("trainer_side/doors", "trainer_side/link", "trainer_side/notice"),
+    *("trainer_side/restore", "trainer_side/save", "trainer_side/state", "trainer_side/tiers"),
+)
+
+
+def rooms() -> list[str]:
+    """The packages, and the rooms in them."""
+    folders = [ROOT / package for package in PACKAGES]
+    folders += [path.parent for folder in folders for path in sorted(folder.glob("*/__init__.py"))]
+    return [str(folder.relative_to(ROOT)) for folder in folders]
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_a_map_names_all_rooms_and_files(room: str) -> None:
+    docstring = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    there = children(ROOT / room)
+    errors = map_errors(docstring, there)
+    if room in UNMAPPED:
+        assert errors, "its map is complete: take it off the list"
+        assert len(there) > UNMAPPED_MAX, "it is small: take it off the list"
+    elif room in PACKAGES or len(there) > UNMAPPED_MAX:
+        assert errors == [], f"in the docstring of {room}/__init__.py"
+
+
+# -- budgets -------------------------------------------------------------------------------------------------------
+
+# Lines that a room may have, the files of its folders included: what it has, rounded up to the next 50. A room that
+# grows pays for it here, on purpose; one that has shrunk by more than GIVEN_BACK_AT lines writes its new budget.
+BUDGETS = {
+    "flusher": 4500,
+    "holdfast": 2300,
+    "holdfast/checkpoints": 3150,
+    "holdfast/command": 700,
+    "holdfast/image": 2300,
+    "holdfast/integrations": 100,
+    "holdfast/net": 950,
+    "holdfast/notices": 1100,
+    "holdfast/policy": 400,
+    "holdfast/ring": 2050,
+    "holdfast/store": 4000,
+    "holdfast/telemetry": 2400,
+    "holdfast/wire": 2000,
+    "operator_side": 50,
+    "operator_side/cluster": 1050,
+    "operator_side/commands": 4300,
+    "operator_side/doctor": 700,
+    "operator_side/drill": 1700,
+    "operator_side/onboarding": 700,
+    "operator_side/report": 2200,
+    "operator_side/simulate": 2050,
+    "operator_side/status": 950,
+    "operator_side/supervise": 3000,
+    "stager": 4750,
+    "stager/session": 1450,
+    "trainer_side": 1900,
+    "trainer_side/data": 600,
+    "trainer_side/doors": 1800,
+    "trainer_side/frameworks": 1000,
+    "trainer_side/link": 2200,
+    "trainer_side/notice": 1050,
+    "trainer_side/pace": 450,
+    "trainer_side/ranks": 2850,
+    "trainer_side/restore": 7500,
+    "trainer_side/save": 6650,
+    "trainer_side/state": 5150,
+    "trainer_side/tiers": 6300,
+}
+PRODUCT_LINES_MAX = 85_400
+ROUNDED_TO, GIVEN_BACK_AT = 50, 250
+
+
+def room_of(path: Path) -> str:
+    """The first folder inside the package, or the package itself."""
+    return "/".join(path.relative_to(ROOT).parent.parts[:2])
+
+
+def lines_by_room() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for path in sources():
+        found[room_of(path)] += len(path.read_text(encoding="utf-8").splitlines())
+    return found
+
+
+def test_a_room_keeps_to_its_budget() -> None:
+    found = lines_by_room()
+    wrong = {
+        room: f"{found[room]} lines, budget {BUDGETS.get(room, 0)}: write {-(-found[room] // ROUNDED_TO) * ROUNDED_TO}"
+        for room in sorted({*found, *BUDGETS})
+        if not 0 <= BUDGETS.get(room, 0) - found[room] <= GIVEN_BACK_AT
+    }
+    assert wrong == {}
+    assert found.total() <= PRODUCT_LINES_MAX
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+# Files that share no word with what they define, by the reason. A file leaves the list when it complies or is gone.
+NAMED_OTHERWISE = {
+    "a program, an entry point, or the one file of a package that starts MPI": [
+        "flusher/command.py",
+        "operator_side/supervise/leash.py",
+        "operator_side/supervise/rank.py",
+        "stager/checks.py",
+        "stager/command.py",
+        "stager/doctor_job.py",
+        "trainer_side/checks.py",
+        "trainer_side/ranks/mpi.py",
+    ],
+    "public: named after the framework that its users look for": [
+        "trainer_side/frameworks/accelerate.py",
+        "trainer_side/frameworks/lightning.py",
+        "trainer_side/frameworks/torchtitan.py",
+        "trainer_side/frameworks/transformers.py",
+    ],
+    "functions on one subject, which the file names": [
+        "flusher/lifetime.py",
+        "flusher/recovery.py",
+        "flusher/retention.py",
+        "holdfast/command/output.py",
+        "holdfast/extras.py",
+        "holdfast/net/lifelines.py",
+        "holdfast/process.py",
+        "holdfast/store/posix_errors.py",
+        "holdfast/store/posix_io.py",
+        "holdfast/store/s3_errors.py",
+        "holdfast/supervised.py",
+        "holdfast/telemetry/event_files.py",
+        "holdfast/telemetry/tracing.py",
+        "operator_side/commands/simulate_output.py",
+        "operator_side/commands/status_output.py",
+        "operator_side/doctor/machine.py",
+        "operator_side/report/markup.py",
+        "operator_side/report/section_losses.py",
+        "operator_side/report/sections.py",
+        "operator_side/report/sentences.py",
+        "operator_side/simulate/study_pictures.py",
+        "trainer_side/doors/plain_values.py",
+        "trainer_side/doors/publishing.py",
+        "trainer_side/doors/tensor_names.py",
+        "trainer_side/pace/every.py",
+        "trainer_side/ranks/uncaught.py",
+        "trainer_side/restore/exchange.py",
+        "trainer_side/restore/in_place.py",
+        "trainer_side/restore/mismatch.py",
+        "trainer_side/restore/per_rank_values.py",
+        "trainer_side/restore/two_values.py",
+        "trainer_side/save/host_memory.py",
+        "trainer_side/state/accelerator.py",
+        "trainer_side/state/containers.py",
+        "trainer_side/state/inference.py",
+        "trainer_side/tiers/first_touch.py",
+    ],
+    "values of one kind, which the file names": [
+        "flusher/steps.py",
+        "holdfast/net/handshake.py",
+        "holdfast/notices/messages.py",
+        "holdfast/ring/doorbell.py",
+        "holdfast/ring/remains.py",
+        "holdfast/store/base.py",
+        "holdfast/wire/state_messages.py",
+        "operator_side/cluster/ladder.py",
+        "operator_side/report/pictures.py",
+        "operator_side/simulate/scale.py",
+        "operator_side/simulate/study.py",
+        "operator_side/supervise/supervisor_messages.py",
+        "stager/session/session_messages.py",
+        "trainer_side/doors/dcp_parts.py",
+        "trainer_side/restore/choice.py",
+        "trainer_side/state/tree.py",
+        "trainer_side/tiers/media.py",
+        "trainer_side/tiers/slot_format.py",
+    ],
+    "to be renamed: the file and its class have different names for one thing": [
+        "flusher/held.py",
+        "holdfast/notices/decider.py",
+        "holdfast/notices/worth.py",
+        "holdfast/ring/wanted.py",
+        "holdfast/store/posix_reuse.py",
+        "holdfast/wire/agreement.py",
+        "holdfast/wire/proof.py",
+        "operator_side/drill/job.py",
+        "operator_side/status/look.py",
+        "trainer_side/ranks/deadlines.py",
+        "trainer_side/restore/candidate.py",
+        "trainer_side/restore/inventory.py",
+        "trainer_side/state/per_rank_places.py",
+        "trainer_side/state/proposal.py",
+    ],
+}
+ENDINGS = (
+    "ations",
+    "ation",
+    "ings",
+    "ing",
+    "ions",
+    "ion",
+    "ers",
+    "er",
+    "ors",
+    "or",
+    "ies",
+    "ed",
+    "es",
+    "al",
+    "s",
+    "e",
+    "y",
+)
+
+
+def stem(word: str) -> str:
+    """A word without its ending, so that `pickling` is `Pickle`, and `entries` is `Entry`."""
+    word = word.lower()
+    for ending in ENDINGS:
+        if word.endswith(ending) and len(word) >= len(ending) + 3:
+            return word.removesuffix(ending)
+    return word
+
+
+def words(name: str) -> set[str]:
+    """The stems of the words in `snake_case` or `CamelCase`."""
+    return {stem(word) for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)}
+
+
+def defined(source: str) -> list[str]:
+    """Public classes and functions of a file."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node.name for node in ast.parse(source).body if isinstance(node, kinds) and node.name[0] != "_"]
+
+
+def is_named_after(file: str, names: list[str]) -> bool:
+    """Whether a file shares a word with a name that it defines, or defines none."""
+    pairs = [(one, other) for name in names for one in words(file) for other in words(name)]
+    return not names or any(
+        one == other
+        or (
+            min(len(one), len(other)) >= 4
+            and one.startswith(other[: len(one)])
+            and other.startswith(one[: len(other)])
+        )
+        for one, other in pairs
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "names", "is_right"),
+    [
+        ("staging_pool", ["PoolFull"], True),
+        ("pickling", ["Pickler"], True),
+        ("entries", ["Entry"], True),
+        ("verification", ["verify_file"], True),
+        ("s3_errors", ["code_of"], False),
+        ("candidate", ["Trial", "Restored"], False),
+        ("constants", [], True),
+    ],
+)
+def test_a_shared_word_is_found_in_any_form(file: str, names: list[str], is_right: bool) -> None:
+    assert is_named_after(file, names) == is_right
+
+
+def test_a_file_is_named_after_something_that_it_defines() -> None:
+    wrong = {
+        str(path.relative_to(ROOT)): defined(path.read_text(encoding="utf-8"))
+        for path in sources()
+        if not path.stem.startswith("__")
+        and not is_named_after(path.stem, defined(path.read_text(encoding="utf-8")))
+    }
+    listed = {path for paths in NAMED_OTHERWISE.values() for path in paths}
+    assert {path: names for path, names in wrong.items() if path not in listed} == {}, (
+        "rename the file or a class"
+    )
+    assert sorted(listed - wrong.keys()) == [], "these comply or are gone: take them off the list"
+
+
+# -- transports ----------------------------------------------------------------------------------------------------
+
+NEUTRAL = (
+    *("trainer_side/save", "trainer_side/state", "trainer_side/link", "trainer_side/restore"),
+    *("stager/session", "holdfast/image", "holdfast/checkpoints", "holdfast/ring"),
+)
+TRANSPORT = re.compile(r"\b(?:MPI|mpi|mpirun|mpi4py|TCP|tcp|torchrun)\b")
+PURE = re.compile(r"\b[Nn]o (?:torch, no )?MPI\b")  # a pure core says so
+
+
+def transport_words(root: Path, room: str) -> Iterator[str]:
+    for path in sorted((root / room).rglob("*.py")):
+        name = str(path.relative_to(root))
+        for place in prose(path.read_text(encoding="utf-8"), name):
+            if TRANSPORT.search(PURE.sub("", place.text)):
+                yield f"{name}:{place.line}: {' '.join(place.text.split())[:100]}"
+
+
+@pytest.mark.parametrize("room", NEUTRAL)
+def test_a_room_without_a_transport_names_none(room: str) -> None:
+    assert list(transport_words(ROOT, room)) == [], "say `the transport`, `the stager`, or `the launcher`"
+
+
+def test_a_transport_is_found_in_messages_docstrings_and_comments(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room/a.py").write_text(
+        '"""Pure: no torch, no MPI."""\n# TCP is fast here\nraise Error("MPI did not end it")\nuse_mpi = "tcp"\n'
+    )
+    found = list(transport_words(tmp_path, "room"))
+    assert [line.split(" ")[0] for line in found] == ["room/a.py:3:", "room/a.py:2:"]
