@@ -19,10 +19,13 @@ policy/        the arithmetic of `every="auto"` and `holdfast tune`: cost, inter
 command/       the frame of the `holdfast` command: entry point, output, help, places of files
 integrations/  the names of trainer_side/frameworks for scripts: Lightning, Trainer, Accelerate, torchtitan
 
-errors, config         the public errors and settings       crc, sealed     checksums, and JSON documents with one
-parse_cost             what parsing a document would cost
-supervised, mpirun     lines from a job to its supervisor, and the mpirun command line
-process, faultpoint    CPU priority, and the named points at which tests kill a process
+errors, config, config_sources    the public errors and settings, and the places where settings are read
+crc, sealed              checksums, and JSON documents with one
+parse_cost, pickle_cost  the cost of parsing a document or a pickle, known before it is parsed
+supervised, mpirun       lines from a job to its supervisor, and the mpirun command line
+stager_key               the key that a stager outside MPI shares with its ranks
+process, faultpoint      CPU priority, and the named points at which tests kill a process
+lazy, extras             names that are imported on first use, and what to install where a package is missing
 """
 
 from typing import TYPE_CHECKING
