@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from holdfast.image.entries import SPLIT, Entry
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Region
-from holdfast.wire.agreement import Round
 from holdfast.wire.held_regions import HeldRegions
+from holdfast.wire.layout_agreement import LayoutRound
 from holdfast.wire.state_messages import Agreement, Proposal
 
 __all__ = ["RANKS", "agreed", "layout_of", "tensors"]
@@ -63,7 +63,7 @@ def agreed() -> tuple[Proposal, Agreement]:
         for name, shape, part_dimension in tensors():
             rows.append([f"{kind}/{name}", dtype, list(shape), SPLIT])
             specs.append((shape, part_dimension, item_bytes))
-    stager, answer, own = Round(RANKS, 60.0), None, None
+    stager, answer, own = LayoutRound(RANKS, 60.0), None, None
     kinds = {spec: number for number, spec in enumerate(dict.fromkeys(specs))}
     for rank in range(RANKS):
         regions = [_region_of(shape, dimension, rank) for shape, dimension, _ in kinds]

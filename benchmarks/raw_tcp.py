@@ -114,19 +114,19 @@ def _send(port: StagerPort, chunk_bytes: int) -> None:
 
 def _tcp_stager(place: Path, host: str, chunks: int, chunk_bytes: int, *, with_tls: bool = False) -> None:
     from holdfast.net.tls import StagerTls
+    from stager.job_listener import JobListener, listen
     from stager.reactor import Reactor
-    from stager.reception import Reception, listen
     from stager.tcp import TcpTrainersPort
 
     sock, reactor = listen(Address(host, 0)), Reactor()
     tls = StagerTls(place / CERT, place / CERT_KEY) if with_tls else None
-    reception = Reception(sock, reactor, _KEY, ranks=RANKS, tls=tls)
+    listener = JobListener(sock, reactor, _KEY, ranks=RANKS, tls=tls)
     _tell(place, sock)
-    while (hello := reception.next_job()) is None:
+    while (hello := listener.next_job()) is None:
         reactor.turn()
         time.sleep(0.001)
     port = TcpTrainersPort(reactor, hello, reconnect_seconds_max=30.0, start_seconds_max=_SECONDS_MAX)
-    reception.open(port)
+    listener.open(port)
     _serve(port, chunks, chunk_bytes)
 
 

@@ -4,25 +4,26 @@
         [1] check each sender's CRC; patch the CRC fields of the zip file into the chunk           pipeline, jobs
         [2] write the part as soon as its chunks are complete, and free their slots                workers, jobs
             after each part: record it beside the ring, so that the next flusher resumes here      progress
-        [3] all parts are written and the step is staged: check the claim on the run               tenure
+        [3] all parts are written and the step is staged: check the claim on the run               writer_lease
         [4] publish the file, then the manifest: the step is DURABLE                               jobs
-        [5] read the file back and compare; write `verified` or `bad` into the manifest            upkeep
+        [5] read the file back and compare; write `verified` or `bad` into the manifest            verify_and_prune
         [6] remove older checkpoints by the retention rule, never the newest verified one          retention
 
-    the store fails: keep checkpoints in the ring, retry with growing pauses, report once          held
+    the store fails: keep checkpoints in the ring, retry with growing pauses, report once          retry_queue
     the flusher dies: the next one takes over ring, journal and records                            recovery
 
 Not guaranteed: that a checkpoint whose ranks died before it was staged is kept. It is discarded.
 
 command                      `holdfast flusher`
-lifetime, tenure             from start to end; the claim on the run, so that there is one flusher
-service, stager_desk, listener    the event loop; the connection to one stager; the processes that are told the outcome
+lifetime, writer_lease       from start to end; the claim on the run, so that there is one flusher
+service, stager_handler, listener    the event loop; the connection to one stager; the listeners of outcomes
 engine, flusher_context      pipeline, threads and ring together; the objects that its parts share
 pipeline, steps, flight      the pure core; its events and actions; one checkpoint in flight
 jobs, workers                the work on bytes and store; the threads that do it
 progress, recovery           the record of written parts; the takeover of a ring
-held                         retries while the store fails
-upkeep, read_pace, retention    read-back and removal; its speed beside writes; the rule of removal
+retry_queue                  retries while the store fails
+verify_and_prune, read_pace, retention    read-back and removal; its speed beside writes; the rule of removal
 ring_room                    memory of the ring: huge pages, growth
+doubt_marks                  marks checkpoints that may be torn, as their ranks have doubted
 stored_slices                makes files of slices that ranks wrote to the store themselves
 """

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 
 from flusher.flusher_context import FlusherContext
-from flusher.held import Later, RetryCounts
 from flusher.jobs import Jobs
 from flusher.listener import DurableStep, EndedCheckpoints, FlushListener, LookedUp
 from flusher.pipeline import Pipeline
+from flusher.retry_queue import RetryCounts, RetryQueue
 from flusher.ring_room import RingGrown
 from flusher.steps import (
     Aborted,
@@ -39,17 +39,18 @@ from flusher.steps import (
     Staged,
     WritePart,
 )
-from flusher.upkeep import Pruned, ReadBack, Upkeep
+from flusher.verify_and_prune import Maintenance, Pruned, ReadBack
 from flusher.workers import Workers
 from holdfast.errors import BusyError, FencedError, HoldfastError, ProtocolError, StoreError
 from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
+from holdfast.image.save_record import StepRecord
 from holdfast.ring.doubts import read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
-from holdfast.store.lanes import Lanes
+from holdfast.store.concurrency import ConcurrencyLimit
 
 _log = logging.getLogger("holdfast.flusher")
 _CHECKERS = 2  # one computes CRCs faster than most networks bring chunks
@@ -63,11 +64,7 @@ class Engine:
     """Flushes checkpoints from one ring.
 
     Args:
-        ring: The ring.
         context: The run that they go to, and where the threads answer.
-        upkeep: Gets what was published.
-        writers: How many parts are written at once.
-        listener: Who is told.
         want_room: Told of each new image's chunks. True: it will answer, and its last `RingGrown` has a note.
     """
 
@@ -75,39 +72,38 @@ class Engine:
         self,
         ring: Ring,
         context: FlusherContext,
-        upkeep: Upkeep,
+        maintenance: Maintenance,
         *,
-        writers: Lanes,
+        writers: ConcurrencyLimit,
         listener: FlushListener,
         want_room: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self._ring, self._upkeep, self._want_room = ring, upkeep, want_room
+        self._ring, self._maintenance, self._want_room = ring, maintenance, want_room
         self._inbox, self._events = context.inbox, context.events
         self._listener = listener
         self._pipeline = Pipeline(ring.ring_chunks)
-        self._jobs = Jobs(ring, context.store, context.tenure)
+        self._jobs = Jobs(ring, context.store, context.lease)
         # Apart from the writers: a chunk that waits to be checked behind parts on their way leaves the store idle.
         self._checkers = Workers("checker", _CHECKERS)
         self._writers = Workers("writer", writers.most, writers)
         self._publishers = Workers("publisher", 1)
         self._indexes: dict[str, LayoutIndex] = {}
-        self._later = Later()
+        self._later = RetryQueue()
         self._held = RetryCounts(context.events)
         self._ends = EndedCheckpoints(self._jobs, self._publishers, context.inbox, listener)
-        self._opened: dict[Key, int] = {}  # how many chunks must be in the ring together
-        self._discards: set[Key] = set()
-        self._given_up: set[Key] = set()  # and the stager was told
+        self._opened: dict[CheckpointId, int] = {}  # how many chunks must be in the ring together
+        self._discards: set[CheckpointId] = set()
+        self._given_up: set[CheckpointId] = set()  # and the stager was told
         self._running = 0  # jobs that have not answered yet
-        self._stands_since = (
-            time.monotonic()
-        )  # when the store took something last, or the first came to wait for it
+        # When the store took something last, or the first came to wait for it
+        self._stands_since = time.monotonic()
         self._look_at: float | None = None  # when an older checkpoint may have to make room
         self._growing = False
         self._opened_early: list[Opened] = []
 
     # -- what the stager says ------------------------------------------------------------------------------------
 
-    def begin(self, key: Key, layout: Layout) -> None:
+    def begin(self, key: CheckpointId, layout: Layout) -> None:
         """A checkpoint begins, or goes on where a dead flusher left it. One that is known is only answered."""
         if layout.digest not in self._indexes:
             self._indexes = {
@@ -125,7 +121,7 @@ class Engine:
         )
         self._tell(Begin(key, self._indexes[layout.digest], resume))
 
-    def _found(self, key: Key, layout: Layout) -> Resume | None:
+    def _found(self, key: CheckpointId, layout: Layout) -> Resume | None:
         """What a dead flusher recorded of this checkpoint."""
         try:
             progress = self._jobs.find_progress(key)
@@ -138,7 +134,7 @@ class Engine:
         self._events.emit("flush_taken_over", told, step=key.step)
         return progress.resume(layout.chunk_bytes)
 
-    def ask(self, key: Key) -> None:
+    def ask(self, key: CheckpointId) -> None:
         """Repeat the end of a checkpoint that the ring no longer knows: it ended while no stager listened."""
         self._ends.ask(key)
 
@@ -148,23 +144,22 @@ class Engine:
             raise ProtocolError(
                 f"slot {record.slot}: the stager says that it is full, the journal says {record.state.name}"
             )
-        key = Key(record.attempt, record.step)
+        key = CheckpointId(record.attempt, record.step)
         self._tell(ChunkFull(key, record.slot, record.chunk, record.nbytes, record.sources))
 
-    def staged(self, key: Key) -> None:
+    def staged(self, key: CheckpointId) -> None:
         """All chunks of a checkpoint were sent."""
         if not self._pipeline.knows(key):
             self._ring.remove_checkpoint(*key)  # it was given up, and the stager did not know yet
             return
         said = self._ring.checkpoint(*key)
-        stager = said.record.get("stager") if said else None
-        at = stager.get("staged_at_unix") if isinstance(stager, dict) else None
-        self._jobs.staged_at_unix[key] = float(at) if isinstance(at, int | float) else time.time()
+        at = StepRecord.from_json(said.record).staged_at_unix if said else None
+        self._jobs.staged_at_unix[key] = time.time() if at is None else float(at)
         if not self._pipeline.any_staged():
             self._stands_since = time.monotonic()
         self._tell(Staged(key))
 
-    def abort(self, key: Key, error: HoldfastError) -> None:
+    def abort(self, key: CheckpointId, error: HoldfastError) -> None:
         """A checkpoint is given up; nothing happens if it is not known."""
         self._tell(Aborted(key, error))
         # What waits for the store to mend need not wait any longer.
@@ -172,9 +167,9 @@ class Engine:
 
     def doubt(self) -> None:
         """The file beside the ring says which steps may be torn."""
-        self._upkeep.doubt(read_doubts(self._ring.directory))
+        self._maintenance.doubt(read_doubts(self._ring.directory))
 
-    def give_up(self, key: Key, error: HoldfastError) -> None:
+    def give_up(self, key: CheckpointId, error: HoldfastError) -> None:
         """Give up a checkpoint in the ring, whether or not it was begun here: its upload is taken back."""
         if self._pipeline.knows(key):
             self.abort(key, error)
@@ -195,19 +190,19 @@ class Engine:
         for key in self._pipeline.receiving():
             self.abort(key, error)
 
-    def receiving(self) -> list[Key]:
+    def receiving(self) -> list[CheckpointId]:
         """Checkpoints that wait for chunks, oldest first."""
         return self._pipeline.receiving()
 
-    def missing(self, key: Key) -> int:
+    def missing(self, key: CheckpointId) -> int:
         """How many chunks of one of `receiving` have not come."""
         return self._pipeline.missing(key)
 
-    def knows(self, key: Key) -> bool:
+    def knows(self, key: CheckpointId) -> bool:
         """Whether this checkpoint is under way, or being given up."""
         return self._pipeline.knows(key) or key in self._discards
 
-    def pipeline_knows(self, key: Key) -> bool:
+    def pipeline_knows(self, key: CheckpointId) -> bool:
         """Whether this checkpoint is under way, so that a chunk of it is taken."""
         return self._pipeline.knows(key)
 
@@ -246,10 +241,8 @@ class Engine:
         return look if later is None else min(later, look)
 
     def turn(self) -> None:
-        """Take what the threads have said, and start what is due.
-
-        Raises:
-            FencedError: The run is another writer's; stop.
+        """Take what the threads have said, and start what is due. Raises `FencedError`: the run is another writer's;
+        stop.
         """
         for item in self._inbox.take():
             if isinstance(item, RingGrown):
@@ -261,7 +254,7 @@ class Engine:
                 self._take(item)
         self._later.do_due()
         self._make_room()
-        self._upkeep.give_way(self._running > 0)
+        self._maintenance.give_way(self._running > 0)
 
     def stop(self) -> None:
         """End the threads; what runs is waited for, what waits is dropped."""
@@ -281,7 +274,7 @@ class Engine:
                 self._given_up.discard(key)
                 self._ring.remove_checkpoint(*key)
                 self._end(key, error)
-                self._upkeep.given_up(key)
+                self._maintenance.given_up(key)
                 told = {"attempt": key.attempt, "code": error.code, "message": str(error)}
                 self._events.emit("flush_failed", told, step=key.step)
                 self._listener.failed(key, error)
@@ -308,7 +301,7 @@ class Engine:
                 self._running -= 1
                 if isinstance(item, PartWritten):
                     self._progressed(item.key)
-                    self._upkeep.wrote(self._opened.get(item.key, 1) * self._ring.chunk_bytes)
+                    self._maintenance.wrote(self._opened.get(item.key, 1) * self._ring.chunk_bytes)
                 self._tell(item)  # type: ignore[arg-type]
 
     def _upload_opened(self, event: Opened) -> None:
@@ -336,7 +329,7 @@ class Engine:
         while self._opened_early and not self._growing:
             self._take(self._opened_early.pop(0))
 
-    def _published(self, key: Key) -> None:
+    def _published(self, key: CheckpointId) -> None:
         manifest = self._jobs.manifests[key]
         self._ring.remove_checkpoint(*key)
         self._jobs.forget(key)
@@ -355,7 +348,7 @@ class Engine:
             step=key.step,
         )
         self._listener.durable(key, durable)
-        self._upkeep.published(key, manifest)
+        self._maintenance.published(key, manifest)
 
     def _read_back(self, item: ReadBack) -> None:
         key = item.key
@@ -368,7 +361,7 @@ class Engine:
             self._events.emit("nonfinite", told, step=key.step)
         self._listener.read_back(item)
 
-    def _end(self, key: Key, ended: DurableStep | HoldfastError) -> None:
+    def _end(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
         self._opened.pop(key, None)
         self._held.forget(key)
         self._ends.remember(key, ended)
@@ -380,7 +373,7 @@ class Engine:
         else:
             self._tell(failed)
 
-    def _progressed(self, key: Key) -> None:
+    def _progressed(self, key: CheckpointId) -> None:
         """When the store takes something of a held checkpoint, all that waits for the store is tried at once."""
         self._stands_since = time.monotonic()
         if self._held.progressed(key):
@@ -416,7 +409,7 @@ class Engine:
             self.abort(older, error)
             return
 
-    def _say_given_up(self, key: Key, actions: list[Action]) -> None:
+    def _say_given_up(self, key: CheckpointId, actions: list[Action]) -> None:
         """Before the first of its slots is free: to a stager a free slot means that the store has the chunk.
 
         Said again when it is discarded, for a stager that attaches in between.
@@ -444,7 +437,7 @@ class Engine:
 
     def _submit(self, job: Job, round_number: int) -> None:
         self._running += 1
-        self._upkeep.under_way(job.key)
+        self._maintenance.under_way(job.key)
         workers = self._writers if isinstance(job, WritePart) else self._checkers
         if _is_store_only(job):
             workers = self._publishers
@@ -486,10 +479,10 @@ class Engine:
                 self._submit(job, round_number + 1)
 
         if error.no_room:
-            self._upkeep.make_room()
+            self._maintenance.make_room()
         self._later.put(job.key, self._held.held(job.key, error), again)
 
-    def _discard(self, key: Key, error: HoldfastError) -> None:
+    def _discard(self, key: CheckpointId, error: HoldfastError) -> None:
         """In a worker thread."""
         try:
             self._jobs.discard(key)
@@ -508,7 +501,7 @@ class _Retry:
 class _Discarded:
     __match_args__ = ("key", "error")
 
-    def __init__(self, key: Key, error: HoldfastError) -> None:
+    def __init__(self, key: CheckpointId, error: HoldfastError) -> None:
         self.key, self.error = key, error
 
 

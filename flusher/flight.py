@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from flusher.steps import Begin, ChunkFull, Resume
 from holdfast.crc import combine_all
 from holdfast.errors import HoldfastError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
-from holdfast.image.manifest import Key
 
 
 @dataclass(slots=True)
 class Flight:
     """One checkpoint, until it is published or discarded."""
 
-    key: Key
+    key: CheckpointId
     index: LayoutIndex
     resume: Resume | None = None
     entry_crcs: list[int | None] = field(init=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flusher.tenure import Tenure
 from flusher.workers import Inbox
+from flusher.writer_lease import WriterLease
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 
@@ -15,13 +15,10 @@ class FlusherContext:
     """Made once, when the run is claimed.
 
     Attributes:
-        store: The run.
-        tenure: The claim on it; nothing is changed in a run that is another's.
-        inbox: Where all threads of this flusher answer.
-        events: Event log.
+        lease: The claim on it; nothing is changed in a run that is another's.
     """
 
     store: Store
-    tenure: Tenure
+    lease: WriterLease
     inbox: Inbox
     events: EventLog

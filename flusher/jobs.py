@@ -46,14 +46,15 @@ from holdfast.checkpoints.publish import (
 from holdfast.crc import combine_all
 from holdfast.errors import DamageError, ProtocolError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import patch_chunk, verify_chunk
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key, Manifest, manifest_name
+from holdfast.image.manifest import Manifest, manifest_name
 from holdfast.ring.ring import Ring
 from holdfast.store.base import BegunUpload, Store, Upload
 
 if TYPE_CHECKING:
-    from flusher.tenure import Tenure
+    from flusher.writer_lease import WriterLease
 
 
 _log = logging.getLogger("holdfast.flusher")
@@ -90,22 +91,22 @@ class Jobs:
     """Args:
     ring: Where the chunks lie.
     store: Where they go.
-    tenure: The claim; its attempt is in the write-ids.
+    lease: The claim; its attempt is in the write-ids.
     clock: Unix seconds, for the manifest.
     """
 
     def __init__(
-        self, ring: Ring, store: Store, tenure: Tenure, clock: Callable[[], float] = time.time
+        self, ring: Ring, store: Store, lease: WriterLease, clock: Callable[[], float] = time.time
     ) -> None:
-        self._ring, self._store, self._tenure, self._clock = ring, store, tenure, clock
+        self._ring, self._store, self._lease, self._clock = ring, store, lease, clock
         self._run = store.url.rstrip("/").rpartition("/")[2]
         self._naming = threading.Lock()
-        self._targets: dict[Key, _Target] = {}
-        self._names: dict[Key, str] = {}
-        self._progress: dict[Key, Progress] = {}  # of dead flushers
-        self._tallies: dict[Key, _Tally] = {}
-        self.staged_at_unix: dict[Key, float] = {}
-        self.manifests: dict[Key, Manifest] = {}
+        self._targets: dict[CheckpointId, _Target] = {}
+        self._names: dict[CheckpointId, str] = {}
+        self._progress: dict[CheckpointId, Progress] = {}  # of dead flushers
+        self._tallies: dict[CheckpointId, _Tally] = {}
+        self.staged_at_unix: dict[CheckpointId, float] = {}
+        self.manifests: dict[CheckpointId, Manifest] = {}
 
     def run(self, job: Job) -> Event:
         """Do one job. From any worker thread."""
@@ -135,7 +136,7 @@ class Jobs:
             case Publish():
                 return self._publish(job)
 
-    def discard(self, key: Key) -> None:
+    def discard(self, key: CheckpointId) -> None:
         """Take back what was written of a checkpoint that will not be published. Raises `StoreError`."""
         target, found = self._targets.get(key), self._progress.get(key)
         self.forget(key)
@@ -147,7 +148,7 @@ class Jobs:
                 self._resume_upload(found, self._ring.layout(found.head.layout_digest)).abort()
             take_back(self._store, found.head.write_id)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: CheckpointId) -> None:
         """Nothing more will be asked about this checkpoint."""
         for table in (
             *(self._targets, self._names, self._progress),
@@ -155,16 +156,14 @@ class Jobs:
         ):
             table.pop(key, None)
 
-    def record(self, key: Key) -> dict[str, Any]:
+    def record(self, key: CheckpointId) -> dict[str, Any]:
         """What this flusher did for this checkpoint so far: seconds, and parts."""
         tally = self._tallies.get(key)
         return {**tally.seconds, **tally.counts} if tally else {}
 
-    def find_progress(self, key: Key) -> Progress | None:
+    def find_progress(self, key: CheckpointId) -> Progress | None:
         """How far a dead flusher came with this checkpoint; its name is taken from now on. From the loop's thread.
-
-        Raises:
-            ProtocolError: The record is not readable.
+        Raises `ProtocolError`: the record is not readable.
         """
         found = Progress.load(progress_path(self._ring.directory, key))
         if found is not None:
@@ -173,7 +172,7 @@ class Jobs:
             self._progress[key] = found
         return found
 
-    def known_manifest(self, key: Key) -> Manifest | None:
+    def known_manifest(self, key: CheckpointId) -> Manifest | None:
         """What the store says of a checkpoint that the ring has forgotten; None if it was given up."""
         for file in names_of(key):
             found = self._manifest(file)
@@ -190,7 +189,7 @@ class Jobs:
             with self._naming:
                 taken = {name for key, name in self._names.items() if key != job.key}
                 file = self._names[job.key] = choose_name(self._store, job.key, taken)
-            write_id = writer_id(self._tenure.attempt)
+            write_id = writer_id(self._lease.attempt)
             sizes = {"nbytes": layout.image_bytes, "chunk_bytes": layout.chunk_bytes}
             upload = self._store.begin(file, **sizes, write_id=write_id)
             target = self._targets[job.key] = _Target(upload, file, write_id, None)
@@ -214,7 +213,7 @@ class Jobs:
         resumable = upload.token is not None
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes, resumable)
 
-    def _take_back(self, key: Key) -> None:
+    def _take_back(self, key: CheckpointId) -> None:
         """Remove what an upload that begins anew had written: by us before, or by a dead flusher."""
         before, dead = self._targets.pop(key, None), self._progress.pop(key, None)
         try:
@@ -264,7 +263,7 @@ class Jobs:
         except (StoreMissing, DamageError):
             return None
 
-    def _tally(self, key: Key) -> _Tally:
+    def _tally(self, key: CheckpointId) -> _Tally:
         return self._tallies.setdefault(key, _Tally())
 
     def _publish(self, job: Publish) -> Event:
@@ -290,10 +289,10 @@ class Jobs:
         )
         self.manifests[job.key] = list_file(self._store, manifest)
         reach(Point.MANIFEST_WRITTEN)
-        self._tenure.keep_whole(self.manifests[job.key])
+        self._lease.keep_whole(self.manifests[job.key])
         return Published(job.key)
 
-    def _timed(self, key: Key, name: str) -> _Timed:
+    def _timed(self, key: CheckpointId, name: str) -> _Timed:
         return _Timed(self._tally(key), name)
 
 

@@ -25,9 +25,9 @@ from flusher.recovery import recorded, settle
 from flusher.retention import Keep
 from flusher.ring_room import RingRoom
 from flusher.service import FlusherService
-from flusher.tenure import Instance, Tenure
-from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
+from flusher.verify_and_prune import Maintenance, MaintenanceRules, ReadBack
 from flusher.workers import Inbox
+from flusher.writer_lease import InstanceLease, WriterLease
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.intents import clear_intents
 from holdfast.checkpoints.publish import writer_attempt
@@ -35,8 +35,8 @@ from holdfast.checkpoints.slice_sets import is_slice_upload
 from holdfast.config import FlusherConfig
 from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
-from holdfast.image.chunk_size import chunk_bytes_for
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.layout import chunk_bytes_for
 from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
@@ -44,13 +44,13 @@ from holdfast.ring.ring import Ring
 from holdfast.ring.set_aside import read_set_aside
 from holdfast.store import open_store, refuse_missing_parent
 from holdfast.store.base import Store
+from holdfast.store.concurrency import writing
 from holdfast.store.guarded import guarded
-from holdfast.store.lanes import writing
 from holdfast.store.names import is_kept
-from holdfast.telemetry.board import Board
 from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.metrics_page import serve_metrics
 from holdfast.telemetry.status_socket import serve_status
+from holdfast.telemetry.status_state import StatusState
 from holdfast.telemetry.tracing import export_spans
 
 _log = logging.getLogger("holdfast.flusher")
@@ -72,7 +72,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         events = EventLog(config.events, role="flusher")
         held.callback(events.close)
         store = open_store(config.store)
-        held.callback(_close_store, store)
+        held.callback(store.close)
         # Before all that others wait for: it may take seconds to end, and claim and ring are given back by then.
         held.enter_context(export_spans("flusher", store.url, events))
         directory = runtime_directory(config.store, config.runtime_dir)
@@ -81,21 +81,21 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         store.check(write=True)
         inbox = Inbox()
         held.callback(inbox.close)  # last of these: the threads of the others still speak into it
-        tenure = Tenure(store, config.heartbeat_seconds)
-        held.callback(tenure.end)
-        store = guarded(store, tenure.check_once)
-        context = FlusherContext(store, tenure, inbox, events)
+        lease = WriterLease(store, config.heartbeat_seconds)
+        held.callback(lease.end)
+        store = guarded(store, lease.check_once)
+        context = FlusherContext(store, lease, inbox, events)
         keep = Keep(config.keep_last, config.keep_every, config.hourly_kept, config.daily_kept)
-        rules = UpkeepRules(
+        rules = MaintenanceRules(
             config.verify, keep, config.reuse, refuse_nonfinite=config.on_nonfinite == "refuse"
         )
-        upkeep = Upkeep(context, rules, set_aside=lambda: read_set_aside(directory))
-        held.callback(upkeep.stop)
+        maintenance = Maintenance(context, rules, set_aside=lambda: read_set_aside(directory))
+        held.callback(maintenance.stop)
         found = _find_ring(directory, events)
         try:
-            _clean_store(store, tenure.attempt, recorded(found) if found is not None else [], events)
+            _clean_store(store, lease.attempt, recorded(found) if found is not None else [], events)
             if found is not None and not _fits(found, config):
-                _publish_leftovers(found, config, context, upkeep)
+                _publish_leftovers(found, config, context, maintenance)
                 found.close()
                 found = None
         except BaseException:
@@ -103,38 +103,38 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
                 found.close()
             raise
         ring = held.enter_context(
-            _ring(directory, config, store, tenure.attempt, found, lambda: service.leaves_ring)
+            _ring(directory, config, store, lease.attempt, found, lambda: service.leaves_ring)
         )
         room = held.enter_context(RingRoom(ring, inbox, grows=config.ring_bytes is None))
         held.enter_context(serve_metrics(config, events, ring=ring, store=store))
-        board = Board("flusher", store.url)
-        events.listen(board.hear)
-        held.enter_context(serve_status(directory, "flusher", board.said))
-        upkeep.catch_up()
+        state = StatusState("flusher", store.url)
+        events.listen(state.hear)
+        held.enter_context(serve_status(directory, "flusher", state.said))
+        maintenance.catch_up()
         listener = Listener(directory / SOCKET_NAME)
         held.callback(listener.close)
         service = FlusherService(
             config,
             ring,
             context,
-            upkeep=upkeep,
+            maintenance=maintenance,
             listener=listener,
             want_room=room.want,
             adopted=found is not None,
         )
-        events.emit("flusher_ready", {"attempt": tenure.attempt, "directory": str(directory)})
-        ready({"directory": str(directory), "attempt": tenure.attempt})
+        events.emit("flusher_ready", {"attempt": lease.attempt, "directory": str(directory)})
+        ready({"directory": str(directory), "attempt": lease.attempt})
         for number in ENDING_SIGNALS:
             # `run` hears them; when it is over, told to end is not cut short
             signal.signal(number, signal.SIG_IGN)
         service.run()
-        upkeep.end()
-        events.emit("flusher_ended", {"attempt": tenure.attempt})
+        maintenance.end()
+        events.emit("flusher_ended", {"attempt": lease.attempt})
 
 
 @contextlib.contextmanager
 def _instance(directory: Path) -> Iterator[None]:
-    instance = Instance(directory)
+    instance = InstanceLease(directory)
     try:
         yield
     except BaseException:
@@ -179,12 +179,6 @@ def _total_bytes(directory: Path) -> int:
     """The size of the file system: a ring there can never become larger."""
     found = os.statvfs(directory)
     return found.f_blocks * found.f_frsize
-
-
-def _close_store(store: Store) -> None:
-    close = getattr(store, "close", None)
-    if close is not None:
-        close()
 
 
 def _find_ring(directory: Path, events: EventLog) -> Ring | None:
@@ -234,12 +228,16 @@ def _clean_store(store: Store, attempt: int, wanted: list[Progress], events: Eve
         events.emit("swept", {"what": f"file without a manifest {orphan}"})
 
 
-def _publish_leftovers(ring: Ring, config: FlusherConfig, context: FlusherContext, upkeep: Upkeep) -> None:
+def _publish_leftovers(
+    ring: Ring, config: FlusherConfig, context: FlusherContext, maintenance: Maintenance
+) -> None:
     """Publish what is staged in a ring of another size, which no stager can use any more."""
-    engine = Engine(ring, context, upkeep, writers=writing(config.store, config.writers), listener=_Quiet())
+    engine = Engine(
+        ring, context, maintenance, writers=writing(config.store, config.writers), listener=_Quiet()
+    )
     try:
         settle(engine, ring, "its flusher ended, and the ring has another size now")
-        while not engine.idle or upkeep.owes_marks:
+        while not engine.idle or maintenance.marks.owed:
             context.inbox.wait(engine.wait_seconds())
             engine.turn()
     finally:
@@ -249,7 +247,7 @@ def _publish_leftovers(ring: Ring, config: FlusherConfig, context: FlusherContex
 class _Quiet:
     """A listener for a flusher without a stager; the event log has everything."""
 
-    def began(self, key: Key, part_chunks: int) -> None:
+    def began(self, key: CheckpointId, part_chunks: int) -> None:
         pass
 
     def freed(self, slots: tuple[int, ...]) -> None:
@@ -258,11 +256,11 @@ class _Quiet:
     def grown(self, note: str) -> None:
         pass
 
-    def durable(self, key: Key, durable: DurableStep) -> None:
+    def durable(self, key: CheckpointId, durable: DurableStep) -> None:
         _log.info("%s: recovered from the ring as %s", key, durable.file)
 
     def read_back(self, result: ReadBack) -> None:
         pass
 
-    def failed(self, key: Key, error: HoldfastError) -> None:
+    def failed(self, key: CheckpointId, error: HoldfastError) -> None:
         _log.error("%s: could not be recovered from the ring: %s", key, error)

@@ -1,4 +1,4 @@
-"""Listeners that are told how checkpoints end: the stager's desk, or none while there is no stager."""
+"""Listeners that are told how checkpoints end: the stager's handler, or none while there is no stager."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flusher.jobs import Jobs
-from flusher.upkeep import ReadBack
+from flusher.verify_and_prune import ReadBack
 from flusher.workers import Inbox, Workers
 from holdfast.errors import HoldfastError, PeerLost
-from holdfast.image.manifest import Key, Manifest
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import Manifest
 
 
 class FlushListener(Protocol):
     """The interface of a listener; its methods are called in the loop's thread."""
 
-    def began(self, key: Key, part_chunks: int) -> None:
+    def began(self, key: CheckpointId, part_chunks: int) -> None:
         """The upload takes parts of this many chunks: the ring must keep that many slots for the lowest one."""
         ...
 
@@ -26,13 +27,13 @@ class FlushListener(Protocol):
         """The ring has more slots, as its journal says. `note`: to be told, once it grows no further; or empty."""
         ...
 
-    def durable(self, key: Key, durable: DurableStep) -> None: ...
+    def durable(self, key: CheckpointId, durable: DurableStep) -> None: ...
 
     def read_back(self, result: ReadBack) -> None:
         """Verified, bad, or not known."""
         ...
 
-    def failed(self, key: Key, error: HoldfastError) -> None:
+    def failed(self, key: CheckpointId, error: HoldfastError) -> None:
         """Given up; nothing of it is in the store."""
         ...
 
@@ -59,30 +60,23 @@ class LookedUp:
 
     __match_args__ = ("key", "ended")
 
-    def __init__(self, key: Key, ended: DurableStep | HoldfastError) -> None:
+    def __init__(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
         self.key, self.ended = key, ended
 
 
 class EndedCheckpoints:
-    """See the module. For the loop's thread.
-
-    Args:
-        jobs: Reads manifests.
-        workers: Whose threads wait for the store.
-        inbox: Where they answer.
-        listener: Who is told.
-    """
+    """See the module. For the loop's thread."""
 
     def __init__(self, jobs: Jobs, workers: Workers, inbox: Inbox, listener: FlushListener) -> None:
         self._jobs, self._workers, self._inbox, self._listener = jobs, workers, inbox, listener
-        self._ended: OrderedDict[Key, DurableStep | HoldfastError] = OrderedDict()
+        self._ended: OrderedDict[CheckpointId, DurableStep | HoldfastError] = OrderedDict()
 
-    def remember(self, key: Key, ended: DurableStep | HoldfastError) -> None:
+    def remember(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
         self._ended[key] = ended
         while len(self._ended) > _KEPT:
             self._ended.popitem(last=False)
 
-    def ask(self, key: Key) -> None:
+    def ask(self, key: CheckpointId) -> None:
         """Have the listener told how it ended, now or when the store has answered."""
         ended = self._ended.get(key)
         if ended is None:
@@ -90,13 +84,13 @@ class EndedCheckpoints:
         else:
             self.say(key, ended)
 
-    def say(self, key: Key, ended: DurableStep | HoldfastError) -> None:
+    def say(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
         if isinstance(ended, DurableStep):
             self._listener.durable(key, ended)
         else:
             self._listener.failed(key, ended)
 
-    def _look_up(self, key: Key) -> None:
+    def _look_up(self, key: CheckpointId) -> None:
         """In a worker thread."""
         try:
             manifest = self._jobs.known_manifest(key)

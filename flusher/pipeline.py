@@ -48,7 +48,7 @@ from flusher.steps import (
 )
 from holdfast.crc import combine_all
 from holdfast.errors import BusyError, ConfigError, HoldfastError, ProtocolError, StoreError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 
 
 class Pipeline:
@@ -63,14 +63,14 @@ class Pipeline:
 
     def __init__(self, ring_chunks: int) -> None:
         self.ring_chunks = ring_chunks
-        self._flights: dict[Key, Flight] = {}
+        self._flights: dict[CheckpointId, Flight] = {}
 
     @property
     def idle(self) -> bool:
         """Nothing is under way."""
         return not self._flights
 
-    def receiving(self) -> list[Key]:
+    def receiving(self) -> list[CheckpointId]:
         """Checkpoints that still wait for chunks or for `Staged`, oldest first."""
         return sorted(f.key for f in self._flights.values() if not f.staged and (f.error is None or f.anew))
 
@@ -79,7 +79,7 @@ class Pipeline:
         """Nothing is under way but checkpoints that still wait for chunks or for `Staged`, if any."""
         return len(self.receiving()) == len(self._flights)
 
-    def stranded(self) -> list[Key]:
+    def stranded(self) -> list[CheckpointId]:
         """Those of `receiving` that no other process could go on with, although parts of them were written."""
         flights = self._flights
         return [
@@ -93,7 +93,7 @@ class Pipeline:
         """Whether something waits only for the store."""
         return any(flight.staged and flight.error is None for flight in self._flights.values())
 
-    def superseded(self, *, begun: bool) -> tuple[Key, Key] | None:
+    def superseded(self, *, begun: bool) -> tuple[CheckpointId, CheckpointId] | None:
         """The oldest whole checkpoint that can make room, and the newest whole one, which takes its place.
 
         Args:
@@ -114,26 +114,26 @@ class Pipeline:
         may_go = [flight.key for flight in whole[:-1] if flight.may_go(begun=begun)]
         return (may_go[0], whole[-1].key) if may_go else None
 
-    def missing(self, key: Key) -> int:
+    def missing(self, key: CheckpointId) -> int:
         """How many chunks of this checkpoint have not come; it is one of `receiving`."""
         flight = self._flights[key]
         return flight.index.layout.chunks - len(flight.seen)
 
-    def knows(self, key: Key) -> bool:
+    def knows(self, key: CheckpointId) -> bool:
         """Whether this checkpoint is under way, or being given up."""
         return key in self._flights
 
-    def given_up(self, key: Key) -> HoldfastError | None:
+    def given_up(self, key: CheckpointId) -> HoldfastError | None:
         """Why this checkpoint is being given up, its slots freed; None if it is not."""
         flight = self._flights.get(key)
         return None if flight is None or flight.anew else flight.error
 
-    def is_dropping(self, key: Key) -> bool:
+    def is_dropping(self, key: CheckpointId) -> bool:
         """Whether this checkpoint is being given up: its jobs need not succeed any more."""
         flight = self._flights.get(key)
         return flight is not None and flight.error is not None and not flight.anew
 
-    def chunks_together(self, key: Key) -> int:
+    def chunks_together(self, key: CheckpointId) -> int:
         """How many chunks must be in the ring together before any slot of this checkpoint is freed; 0 if unknown.
 
         The stager keeps this many slots free of newer checkpoints.

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from flusher.steps import Resume
 from holdfast.crc import crc32
 from holdfast.errors import ProtocolError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.directory import machine_error, open_private_file
 
 _BYTES_MAX = 1 << 30
@@ -54,7 +54,7 @@ class _Published(_Line):
     published: Literal[True]
 
 
-def progress_path(directory: Path, key: Key) -> Path:
+def progress_path(directory: Path, key: CheckpointId) -> Path:
     """Where the record of one checkpoint lies."""
     return directory / f"flush-{key.attempt}-{key.step}"
 
@@ -63,9 +63,7 @@ class Progress:
     """The record of one checkpoint. Get one by `begin` or `load`; parts may be added from any thread.
 
     Attributes:
-        head: Where the checkpoint goes.
         parts: Per part that the store has, the CRCs of the segments of each of its chunks.
-        published: The file has its name.
     """
 
     def __init__(self, path: Path, head: Head) -> None:

@@ -16,19 +16,19 @@ import logging
 from flusher.engine import Engine
 from flusher.progress import Progress, progress_path
 from holdfast.errors import ConfigError, PeerLost, ProtocolError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import CheckpointRecord, Ring
 
 _log = logging.getLogger("holdfast.flusher")
 
 
-def take_up(engine: Engine, ring: Ring) -> list[Key]:
+def take_up(engine: Engine, ring: Ring) -> list[CheckpointId]:
     """Hand what is staged to an engine on the same ring, and free what belongs to nothing; give what was taken."""
-    keys = [Key(*name) for name in ring.checkpoint_names()]
+    keys = ring.checkpoint_names()
     slots = _full_slots(ring)
     for record in slots:
-        key = Key(record.attempt, record.step)
+        key = CheckpointId(record.attempt, record.step)
         if key not in keys and not engine.pipeline_knows(key):
             ring.free(record.slot)
     return [key for key in keys if not engine.knows(key) and _take_up_one(engine, ring, key, slots)]
@@ -44,7 +44,7 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
     """
     engine.doubt()  # the word of it may have been lost
     for record in _full_slots(ring):
-        key = Key(record.attempt, record.step)
+        key = CheckpointId(record.attempt, record.step)
         if engine.pipeline_knows(key):
             engine.chunk(record)  # heard before, or a message that was lost
     for key in engine.receiving():
@@ -61,7 +61,7 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
             _log.error("a slot of the ring stays out of use until the next start: %s", error)
     take_up(engine, ring)
     slots = _full_slots(ring)
-    for key in (Key(*name) for name in ring.checkpoint_names()):
+    for key in ring.checkpoint_names():
         if not engine.knows(key):
             for record in slots:
                 if (record.attempt, record.step) == key:
@@ -69,7 +69,7 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
             engine.give_up(key, _not_staged(key, why))
 
 
-def _not_staged(key: Key, why: str, missing: int | None = None) -> PeerLost:
+def _not_staged(key: CheckpointId, why: str, missing: int | None = None) -> PeerLost:
     """The reason for giving up what was never staged. `missing`: how many chunks have not come, where that is known."""
     if missing == 0:
         return PeerLost(f"{key}: {why} before every rank had said that its bytes are as they were at save()")
@@ -81,9 +81,9 @@ def _not_staged(key: Key, why: str, missing: int | None = None) -> PeerLost:
 def recorded(ring: Ring) -> list[Progress]:
     """The records of uploads in the ring's directory that can be read."""
     found: list[Progress] = []
-    for name in ring.checkpoint_names():
+    for key in ring.checkpoint_names():
         try:
-            progress = Progress.load(progress_path(ring.directory, Key(*name)))
+            progress = Progress.load(progress_path(ring.directory, key))
         except (ProtocolError, ConfigError) as error:
             _log.error("%s", error)
         else:
@@ -103,7 +103,7 @@ def _full_slots(ring: Ring) -> list[SlotRecord]:
     return found
 
 
-def _take_up_one(engine: Engine, ring: Ring, key: Key, slots: list[SlotRecord]) -> bool:
+def _take_up_one(engine: Engine, ring: Ring, key: CheckpointId, slots: list[SlotRecord]) -> bool:
     try:
         said = _said(ring, key)
         if said is None or said.state != "staged":
@@ -120,7 +120,7 @@ def _take_up_one(engine: Engine, ring: Ring, key: Key, slots: list[SlotRecord]) 
     return True
 
 
-def _said(ring: Ring, key: Key) -> CheckpointRecord | None:
+def _said(ring: Ring, key: CheckpointId) -> CheckpointRecord | None:
     """What the checkpoint's file says; None if it is gone or damaged."""
     try:
         return ring.checkpoint(*key)

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Self
 
-from holdfast.image.manifest import Key, Manifest, State
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import Manifest, State
 
 _SET_ASIDE_MAX = 3  # each is as large as any other
 _HOUR_SECONDS = 3600
@@ -60,9 +61,8 @@ class StoredStep:
     nonfinite: int | None = None
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Newer checkpoints have a higher one."""
-        return (self.attempt, self.step)
+    def order(self) -> CheckpointId:
+        return CheckpointId(self.attempt, self.step)
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
@@ -118,7 +118,9 @@ class Keep:
         return Keep(self.last, self.every)
 
 
-def to_remove(known: Sequence[StoredStep], keep: Keep, set_aside: Sequence[Key] = ()) -> list[StoredStep]:
+def to_remove(
+    known: Sequence[StoredStep], keep: Keep, set_aside: Sequence[CheckpointId] = ()
+) -> list[StoredStep]:
     """Those of `known` that need not be kept, oldest first.
 
     Args:

@@ -39,8 +39,6 @@ class RingRoom:
     """See the module. A context: the thread ends with it.
 
     Args:
-        ring: The ring.
-        inbox: Where `RingGrown` goes.
         grows: Whether it may grow; else the thread only cares for huge pages.
     """
 

@@ -3,10 +3,10 @@
     wait for a stager ─► serve ──finish──────────► drain ─► drained ─► end, or wait for the next (linger, keeper)
                            └──stager gone─► dead ─► settle ─► drain ─► grace ─► end, or the next stager attaches
                                             └ alive: waited for until it is dead, or comes back
-    kept by `holdfast run` (holdfast/ring/wanted.py): nothing ends it but a signal, until the keeper is gone
+    kept by `holdfast run` (holdfast/ring/ring_keeper.py): nothing ends it but a signal, until the keeper is gone
     a signal at any time (SIGTERM, SIGINT, SIGHUP) ─► publish what is staged, leave the rest in the ring, end
 
-Draining is nothing special: the engine and the upkeep become idle. The loop sleeps in one `select` over the stager's
+Draining is nothing special: engine and maintenance become idle. The loop sleeps in one `select` over the stager's
 socket, the listening socket and the threads' inbox.
 """
 
@@ -24,16 +24,16 @@ from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
 from flusher.recovery import settle, take_up
-from flusher.stager_desk import StagerDesk
-from flusher.upkeep import ReadBack, Upkeep
+from flusher.stager_handler import StagerHandler
+from flusher.verify_and_prune import Maintenance, ReadBack
 from holdfast.config import FlusherConfig
 from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.doorbell import Listener
 from holdfast.ring.ring import Ring
-from holdfast.ring.wanted import is_kept
-from holdfast.store.lanes import writing
+from holdfast.ring.ring_keeper import is_kept
+from holdfast.store.concurrency import writing
 
 _log = logging.getLogger("holdfast.flusher")
 _FIRST_STAGER_SECONDS_MAX = 120.0  # a stager that started us and died must not leave us here for ever
@@ -49,12 +49,7 @@ class FlusherService:
     """Serves stagers.
 
     Args:
-        config: The settings.
         ring: The ring. `adopted`: it is one that a dead flusher left, and a stager may still have it mapped.
-        context: The run, and where the threads answer.
-        upkeep: Verification and retention.
-        listener: Where stagers connect.
-        want_room: As of `Engine`.
 
     Attributes:
         leaves_ring: It was told to end, and the ring is still needed: by checkpoints in it, or by a stager.
@@ -66,23 +61,23 @@ class FlusherService:
         ring: Ring,
         context: FlusherContext,
         *,
-        upkeep: Upkeep,
+        maintenance: Maintenance,
         listener: Listener,
         want_room: Callable[[int], bool] = lambda _: False,
         adopted: bool = False,
     ) -> None:
-        self._config, self._ring, self._upkeep, self._listener = config, ring, upkeep, listener
-        self._store, self._tenure = context.store, context.tenure
+        self._config, self._ring, self._maintenance, self._listener = config, ring, maintenance, listener
+        self._store, self._lease = context.store, context.lease
         self._inbox, self._events = context.inbox, context.events
         self._engine = Engine(
             ring,
             context,
-            upkeep,
+            maintenance,
             writers=writing(config.store, config.writers),
             listener=_Relay(self),
             want_room=want_room,
         )
-        self._desk: StagerDesk | None = None
+        self._handler: StagerHandler | None = None
         self._is_ours = not adopted  # the ring's attempt is the claim's, and no stager has had it yet
         self._waits_for_old_stager = adopted
         self._grace_after_wait_seconds = 0.0
@@ -100,18 +95,16 @@ class FlusherService:
         self._selector = selectors.DefaultSelector()
 
     @property
-    def desk(self) -> StagerDesk | None:
+    def handler(self) -> StagerHandler | None:
         """The attached stager, if there is one."""
-        return self._desk
+        return self._handler
 
     def run(self) -> None:
-        """Serve until all is done.
-
-        Raises:
-            FencedError: Another writer took the run over. What was staged is its business now.
+        """Serve until all is done. Raises `FencedError`: another writer took the run over. What was staged is its
+        business now.
         """
         before = {number: signal.signal(number, self._on_signal) for number in ENDING_SIGNALS}
-        self._tenure.start_beating(self._inbox.put)
+        self._lease.start_beating(self._inbox.put)
         self._selector.register(self._inbox, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:
@@ -125,13 +118,13 @@ class FlusherService:
             self._say_last_words()
         except FencedError as error:
             self._events.emit("fenced", {"message": str(error)})
-            if self._desk is not None:
-                self._desk.refuse(error)
+            if self._handler is not None:
+                self._handler.refuse(error)
             raise
         finally:
             self._engine.stop()
-            if self._desk is not None:
-                self._desk.channel.close()
+            if self._handler is not None:
+                self._handler.channel.close()
             self._selector.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -140,7 +133,8 @@ class FlusherService:
 
     def _turn(self) -> bool:
         """Do all that can be done now; False when it is over."""
-        upkeep_was_idle = self._upkeep.idle  # before the inbox is emptied: its last words are then in it
+        # Before the inbox is emptied: its last words are then in it
+        maintenance_was_idle = self._maintenance.idle
         self._engine.turn()
         self._hear()
         self._accept()
@@ -148,15 +142,15 @@ class FlusherService:
         if self._terminating:
             self._take_no_more()
         self._end_if_held()
-        if self._desk is not None:
-            self._desk.say_held(self._engine.failing)
-        upkeep_is_idle = self._upkeep.idle
+        if self._handler is not None:
+            self._handler.say_held(self._engine.failing)
+        upkeep_is_idle = self._maintenance.idle
         # It may have ended after the first look, and its last word been taken above: nothing would wake the loop again.
-        self._look_again = upkeep_is_idle and not upkeep_was_idle
+        self._look_again = upkeep_is_idle and not maintenance_was_idle
         done = self._engine.only_receiving if self._terminating else self._engine.idle
-        drained = upkeep_was_idle and done and upkeep_is_idle
-        if drained and self._desk is not None and self._desk.finishing and not self._drained_said:
-            self._desk.channel.send("drained")
+        drained = maintenance_was_idle and done and upkeep_is_idle
+        if drained and self._handler is not None and self._handler.finishing and not self._drained_said:
+            self._handler.channel.send("drained")
             self._events.emit("drained")
             self._drained_said = True
             if not self._config.linger and not self._is_kept():
@@ -168,7 +162,7 @@ class FlusherService:
         """Whether, with nothing left to do, nobody is expected any more."""
         if self._terminating:
             return True
-        if self._desk is not None or self._config.linger or self._ends_at is None:
+        if self._handler is not None or self._config.linger or self._ends_at is None:
             return False
         return time.monotonic() >= self._ends_at and not self._is_kept()
 
@@ -180,106 +174,106 @@ class FlusherService:
         if self._look_again:
             return 0.0
         waits = [self._engine.wait_seconds()]
-        if self._desk is None and self._kept:
+        if self._handler is None and self._kept:
             waits.append(_LOOK_FOR_KEEPER_SECONDS)
         refused = self._refused()
-        if self._desk is None and refused is not None:
+        if self._handler is None and refused is not None:
             left_seconds = self._config.held_seconds_max - refused[0]
             if left_seconds > 0 or not self._kept:
                 waits.append(max(0.0, left_seconds) + 0.001)
         waiting = self._waits_for_old_stager or not self._config.linger
-        if self._desk is None and self._ends_at is not None and waiting:
+        if self._handler is None and self._ends_at is not None and waiting:
             left_seconds = self._ends_at - time.monotonic()
             if left_seconds > 0:  # later than that, only the end of the drain matters, and the inbox tells it
                 waits.append(left_seconds + 0.001)
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _hear(self) -> None:
-        desk = self._desk
-        if desk is None:
+        handler = self._handler
+        if handler is None:
             return
         try:
-            if not desk.hear(self._engine):
-                self._welcome(desk)
+            if not handler.hear(self._engine):
+                self._welcome(handler)
         except ProtocolError as error:
-            _log.error("the stager (process %d) is taken for lost: %s", desk.channel.peer_pid, error)
+            _log.error("the stager (process %d) is taken for lost: %s", handler.channel.peer_pid, error)
             self._events.emit("stager_refused", {"message": str(error)})
-            self._forget_channel(desk)
-            desk.refuse(error)
-        if desk.channel.closed:
-            self._stager_gone(desk)
+            self._forget_channel(handler)
+            handler.refuse(error)
+        if handler.channel.closed:
+            self._stager_gone(handler)
 
     def _accept(self) -> None:
         busy = ""
-        if self._desk is not None:
+        if self._handler is not None:
             busy = (
-                f"{self._store.url}: process {self._desk.channel.peer_pid} on {platform.node()} is already the stager "
-                "of this run. Wait for it or end it; each run has one"
+                f"{self._store.url}: process {self._handler.channel.peer_pid} on {platform.node()} is already the "
+                "stager of this run. Wait for it or end it; each run has one"
             )
         elif self._terminating:
             busy = "this flusher was told to end"
         channel = self._listener.accept(busy=busy)
         if channel is None:
             return
-        self._desk = StagerDesk(channel, self._ring, self._store.url)
+        self._handler = StagerHandler(channel, self._ring, self._store.url)
         self._drained_said = False
         self._selector.register(channel, selectors.EVENT_READ)
         self._hear()  # hello may be there already
 
-    def _welcome(self, desk: StagerDesk) -> None:
-        resumed = self._waits_for_old_stager and desk.attempt == self._ring.attempt
+    def _welcome(self, handler: StagerHandler) -> None:
+        resumed = self._waits_for_old_stager and handler.attempt == self._ring.attempt
         try:
             if not resumed:
                 self._check_old_stager_is_gone()
                 self._end_waiting("its stager did not come back: another job began")
                 if not self._is_ours:
-                    attempt = self._tenure.attempt
-                    self._ring.set_attempt(attempt if attempt > self._ring.attempt else self._tenure.renew())
+                    attempt = self._lease.attempt
+                    self._ring.set_attempt(attempt if attempt > self._ring.attempt else self._lease.renew())
         except FencedError:
             raise
         except HoldfastError as error:
-            self._forget_channel(desk)
-            desk.refuse(error)
+            self._forget_channel(handler)
+            handler.refuse(error)
             return
         self._is_ours = self._waits_for_old_stager = self._kept = False
         self._ends_at = None
-        desk.welcome(resumed=resumed)
-        told = {"pid": desk.channel.peer_pid, "attempt": self._ring.attempt, "resumed": resumed}
+        handler.welcome(resumed=resumed)
+        told = {"pid": handler.channel.peer_pid, "attempt": self._ring.attempt, "resumed": resumed}
         self._events.emit("stager_attached", told)
         if not resumed:
-            self._upkeep.attached(self._ring.attempt)
-        desk.hear(self._engine)
+            self._maintenance.attached(self._ring.attempt)
+        handler.hear(self._engine)
 
-    def _stager_gone(self, desk: StagerDesk) -> None:
-        self._forget_channel(desk)
-        self._desk = None
-        if desk.welcomed:
-            self._events.emit("stager_gone", {"pid": desk.channel.peer_pid, "finished": desk.finishing})
-            if not desk.finishing and self._ring.is_held():
+    def _stager_gone(self, handler: StagerHandler) -> None:
+        self._forget_channel(handler)
+        self._handler = None
+        if handler.welcomed:
+            self._events.emit("stager_gone", {"pid": handler.channel.peer_pid, "finished": handler.finishing})
+            if not handler.finishing and self._ring.is_held():
                 # It lives: we hung up on it, or it on us. It comes back with the attempt that it has, and until it does
                 # or is dead, what it was filling is its own.
                 self._waits_for_old_stager, self._said_it_stands_still = True, False
                 self._grace_after_wait_seconds = self._config.grace_seconds
                 self._ends_at = time.monotonic() + _DYING_SECONDS
                 return
-            settle(self._engine, self._ring, f"the stager (process {desk.channel.peer_pid}) ended")
-            grace_seconds = 0.0 if desk.finishing else self._config.grace_seconds
+            settle(self._engine, self._ring, f"the stager (process {handler.channel.peer_pid}) ended")
+            grace_seconds = 0.0 if handler.finishing else self._config.grace_seconds
             self._ends_at = time.monotonic() + grace_seconds
         elif self._ends_at is None:
             self._ends_at = time.monotonic() + self._config.grace_seconds
 
-    def _forget_channel(self, desk: StagerDesk) -> None:
+    def _forget_channel(self, handler: StagerHandler) -> None:
         """Stop watching it. A closed socket has already left the selector's kernel side; its key has not."""
         for key in list(self._selector.get_map().values()):
-            if key.fileobj is desk.channel:
-                self._selector.unregister(desk.channel)
+            if key.fileobj is handler.channel:
+                self._selector.unregister(handler.channel)
 
     def _watch_writable(self) -> None:
-        if self._desk is None:
+        if self._handler is None:
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._desk.channel.unsent else 0)
-        if self._selector.get_key(self._desk.channel).events != wanted:
-            self._selector.modify(self._desk.channel, wanted)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._handler.channel.unsent else 0)
+        if self._selector.get_key(self._handler.channel).events != wanted:
+            self._selector.modify(self._handler.channel, wanted)
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -289,7 +283,7 @@ class FlusherService:
 
     def _give_up_waiting(self) -> None:
         """The stager of this ring has not come back in time."""
-        if not self._waits_for_old_stager or self._desk is not None:
+        if not self._waits_for_old_stager or self._handler is not None:
             return
         if self._ends_at is None or time.monotonic() < self._ends_at:
             return
@@ -322,7 +316,7 @@ class FlusherService:
     def _end_if_held(self) -> None:
         """Leave the ring to the next flusher when the store takes nothing and there is no more use in waiting."""
         refused = self._refused()
-        if refused is None or (self._desk is not None and not self._terminating):
+        if refused is None or (self._handler is not None and not self._terminating):
             return
         waited_seconds, error = refused
         if self._terminating or (waited_seconds >= self._config.held_seconds_max and not self._is_kept()):
@@ -337,7 +331,7 @@ class FlusherService:
         error = self._engine.held_error
         if error is not None:
             return self._engine.held_seconds(), error
-        return self._upkeep.marks_refused if self._engine.idle else None
+        return self._maintenance.marks.refused if self._engine.idle else None
 
     def _take_no_more(self) -> None:
         """Told to end: what is staged is published. What is being received may be called staged at this very moment.
@@ -347,15 +341,15 @@ class FlusherService:
         reason = "this flusher was told to end"
         if self._waits_for_old_stager and not self._ring.is_held():
             self._end_waiting(reason)
-        self._upkeep.stop()
-        if self._desk is not None:
-            self._desk.refuse_begins = reason
+        self._maintenance.stop()
+        if self._handler is not None:
+            self._handler.refuse_begins = reason
         self._engine.abort_stranded(PeerLost(f"{reason}, and the store cannot go on with what it wrote"))
 
     def _leave_ring(self) -> None:
-        finishing = self._desk is not None and self._desk.finishing
+        finishing = self._handler is not None and self._handler.finishing
         wanted = bool(self._ring.checkpoint_names()) or (self._ring.is_held() and not finishing)
-        wanted = wanted or self._upkeep.owes_marks
+        wanted = wanted or self._maintenance.marks.owed
         self.leaves_ring = self._terminating and wanted
         if self.leaves_ring:
             _log.warning(
@@ -366,10 +360,10 @@ class FlusherService:
 
     def _say_last_words(self) -> None:
         until = time.monotonic() + _LAST_WORDS_SECONDS_MAX
-        while self._desk is not None and self._desk.channel.unsent and time.monotonic() < until:
+        while self._handler is not None and self._handler.channel.unsent and time.monotonic() < until:
             self._watch_writable()
             self._selector.select(0.1)
-            self._desk.channel.flush()
+            self._handler.channel.flush()
 
 
 class _Relay:
@@ -378,26 +372,26 @@ class _Relay:
     def __init__(self, service: FlusherService) -> None:
         self._service = service
 
-    def began(self, key: Key, part_chunks: int) -> None:
-        if self._service.desk is not None:
-            self._service.desk.began(key, part_chunks)
+    def began(self, key: CheckpointId, part_chunks: int) -> None:
+        if self._service.handler is not None:
+            self._service.handler.began(key, part_chunks)
 
     def freed(self, slots: tuple[int, ...]) -> None:
-        if self._service.desk is not None:
-            self._service.desk.freed(slots)
+        if self._service.handler is not None:
+            self._service.handler.freed(slots)
 
     def grown(self, note: str) -> None:
-        if self._service.desk is not None:
-            self._service.desk.grown(note)
+        if self._service.handler is not None:
+            self._service.handler.grown(note)
 
-    def durable(self, key: Key, durable: DurableStep) -> None:
-        if self._service.desk is not None:
-            self._service.desk.durable(key, durable)
+    def durable(self, key: CheckpointId, durable: DurableStep) -> None:
+        if self._service.handler is not None:
+            self._service.handler.durable(key, durable)
 
     def read_back(self, result: ReadBack) -> None:
-        if self._service.desk is not None:
-            self._service.desk.read_back(result)
+        if self._service.handler is not None:
+            self._service.handler.read_back(result)
 
-    def failed(self, key: Key, error: HoldfastError) -> None:
-        if self._service.desk is not None:
-            self._service.desk.failed(key, error)
+    def failed(self, key: CheckpointId, error: HoldfastError) -> None:
+        if self._service.handler is not None:
+            self._service.handler.failed(key, error)

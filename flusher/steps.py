@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source
 from holdfast.image.index import LayoutIndex
-from holdfast.image.manifest import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,6 @@ class Resume:
     """A checkpoint that a dead flusher has begun, and how far it came.
 
     Attributes:
-        part_chunks: Chunks to a part of its upload.
         parts: Per part that the store has, for each of its chunks the CRCs of the segments as they stand there.
     """
 
@@ -31,7 +30,7 @@ class Resume:
 class Begin:
     """Chunks of a checkpoint are going to come; with `resume`, only those that the store does not have yet."""
 
-    key: Key
+    key: CheckpointId
     index: LayoutIndex
     resume: Resume | None = None
 
@@ -40,7 +39,7 @@ class Begin:
 class ChunkFull:
     """All senders' bytes of `chunk` are in `slot`."""
 
-    key: Key
+    key: CheckpointId
     slot: int
     chunk: int
     nbytes: int
@@ -51,14 +50,14 @@ class ChunkFull:
 class Staged:
     """All slices of the checkpoint were sent; no further chunk will come."""
 
-    key: Key
+    key: CheckpointId
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
     """The checkpoint is given up; `error` says by whom and why."""
 
-    key: Key
+    key: CheckpointId
     error: HoldfastError
 
 
@@ -69,7 +68,7 @@ class Aborted:
 class Opened:
     """The upload takes parts of `part_chunks` chunks. One that is not `resumable` dies with this process."""
 
-    key: Key
+    key: CheckpointId
     part_chunks: int
     resumable: bool = True
 
@@ -78,7 +77,7 @@ class Opened:
 class Verified:
     """Every sender's CRC held; these are the CRCs of the chunk's segments, in order."""
 
-    key: Key
+    key: CheckpointId
     chunk: int
     segment_crcs: tuple[int, ...]
 
@@ -87,7 +86,7 @@ class Verified:
 class Patched:
     """The CRC fields are in place; `(index, crc)` of the segments they lie in."""
 
-    key: Key
+    key: CheckpointId
     chunk: int
     segment_crcs: tuple[tuple[int, int], ...]
 
@@ -96,7 +95,7 @@ class Patched:
 class PartWritten:
     """The store has the part; its chunks are no longer needed."""
 
-    key: Key
+    key: CheckpointId
     part: int
 
 
@@ -104,14 +103,14 @@ class PartWritten:
 class Published:
     """The manifest is written: the checkpoint exists."""
 
-    key: Key
+    key: CheckpointId
 
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
     """The job that worked on `slots` of this checkpoint gave up."""
 
-    key: Key
+    key: CheckpointId
     slots: tuple[int, ...]
     error: HoldfastError
 
@@ -128,7 +127,7 @@ Event = (
 class Open:
     """Start the upload, or go on with the one of a dead flusher. Answer: `Opened`; `Published` if it was all done."""
 
-    key: Key
+    key: CheckpointId
     index: LayoutIndex
     resume: Resume | None = None
 
@@ -139,7 +138,7 @@ class Open:
 class Verify:
     """Zero the CRC fields, then check every sender's frame. Answer: `Verified`."""
 
-    key: Key
+    key: CheckpointId
     slots: tuple[int, ...]  # one
     chunk: int
     sources: tuple[Source, ...]
@@ -150,7 +149,7 @@ class Verify:
 class Patch:
     """Fill the CRC fields, and CRC the segments that they lie in. Answer: `Patched`."""
 
-    key: Key
+    key: CheckpointId
     slots: tuple[int, ...]  # one
     chunk: int
     entry_crcs: tuple[int, ...]  # for the fields: see `holdfast.image.index.ChunkFields.entries`
@@ -162,7 +161,7 @@ class Patch:
 class WritePart:
     """Write `(slot, nbytes)` back to back as one part, and record its segments' CRCs. Answer: `PartWritten`."""
 
-    key: Key
+    key: CheckpointId
     part: int
     pieces: tuple[tuple[int, int], ...]
     crc32: int
@@ -177,7 +176,7 @@ class WritePart:
 class Publish:
     """Make it visible and write its manifest. Answer: `Published`."""
 
-    key: Key
+    key: CheckpointId
     index: LayoutIndex
     image_crc32: int
     chunk_crc32s: tuple[int, ...]
@@ -200,7 +199,7 @@ class FreeSlots:
 class Discard:
     """Take back what was written; no job of this checkpoint is left. `error` says why."""
 
-    key: Key
+    key: CheckpointId
     error: HoldfastError
 
 

@@ -5,7 +5,7 @@
     published  ─► sets of jobs before that of a checkpoint that is good          end ─► sets that became files here
 
 What a job may still restore from stays until that job has a checkpoint of its own: its ranks may be reading the slices
-at this very moment. Everything here runs in the upkeep's thread, and gives way to what the training waits for.
+at this very moment. Everything here runs in the maintenance's thread, and gives way to what the training waits for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from flusher.tenure import Tenure
+from flusher.writer_lease import WriterLease
 from holdfast.checkpoints.assembly import assemble
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.slice_sets import (
@@ -26,7 +26,8 @@ from holdfast.checkpoints.slice_sets import (
     sweep_uploads,
 )
 from holdfast.errors import BusyError, DamageError
-from holdfast.image.manifest import Key, Manifest
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 
@@ -34,21 +35,19 @@ _log = logging.getLogger("holdfast.flusher")
 
 
 class Slices:
-    """The slices of one run. For one thread, the upkeep's.
+    """The slices of one run. For one thread, the maintenance's.
 
     Args:
-        store: The run.
         patient: The same, for long reads: it waits while anything waits to be written.
-        tenure: The claim, checked before anything changes.
-        events: The event log.
+        lease: The claim, checked before anything changes.
     """
 
-    def __init__(self, store: Store, patient: Store, tenure: Tenure, events: EventLog | None) -> None:
-        self._store, self._patient, self._tenure, self._events = store, patient, tenure, events
+    def __init__(self, store: Store, patient: Store, lease: WriterLease, events: EventLog | None) -> None:
+        self._store, self._patient, self._lease, self._events = store, patient, lease, events
         self._made: list[SliceSet] = []  # files by now, their slices still there
         self._cleared_attempt = 0  # of the jobs before it nothing is left
 
-    def assemble_newest(self, under_way: Callable[[], Collection[Key]]) -> Manifest | None:
+    def assemble_newest(self, under_way: Callable[[], Collection[CheckpointId]]) -> Manifest | None:
         """Publish the newest complete set that is good and newer than every good manifest; None if there is none.
 
         Args:
@@ -58,7 +57,7 @@ class Slices:
             FencedError: The run is another's.
             StoreError: The store failed; what was written is taken back, the slices are there.
         """
-        passed_over: set[tuple[Key, int]] = set()
+        passed_over: set[tuple[CheckpointId, int]] = set()
         while True:
             found = self._newest(passed_over)
             if found is None or found.order in under_way():
@@ -67,8 +66,8 @@ class Slices:
                 manifest = assemble(
                     self._patient,
                     load_set(self._store, found),
-                    attempt=self._tenure.attempt,
-                    check=self._tenure.check,
+                    attempt=self._lease.attempt,
+                    check=self._lease.check,
                 )
             except (DamageError, BusyError) as error:
                 # Damaged, or gone while it was read: a living job removes a set when a newer one is complete.
@@ -82,12 +81,10 @@ class Slices:
             return manifest
 
     def attached(self, attempt: int) -> None:
-        """A job of this attempt has begun, so those before it are over: remove what they left half done.
-
-        Raises:
-            FencedError, StoreError: As `assemble_newest`.
+        """A job of this attempt has begun, so those before it are over: remove what they left half done. Raises
+        `FencedError` or `StoreError`: as `assemble_newest`.
         """
-        self._tenure.check()
+        self._lease.check()
         removed = sweep_uploads(self._store, attempt)
         removed += remove_stale(self._store, attempt)
         for what in removed:
@@ -107,15 +104,13 @@ class Slices:
         self._remove([found for found in sets if found.attempt < manifest.attempt])
         self._cleared_attempt = manifest.attempt
 
-    def ended(self, good: Callable[[Key], bool]) -> None:
-        """No stager is attached any more: remove the slices that this flusher has made into good files.
-
-        Raises:
-            FencedError, StoreError: As `assemble_newest`.
+    def ended(self, good: Callable[[CheckpointId], bool]) -> None:
+        """No stager is attached any more: remove the slices that this flusher has made into good files. Raises
+        `FencedError` or `StoreError`: as `assemble_newest`.
         """
         self._remove([found for found in self._made if good(found.order)])
 
-    def _newest(self, passed_over: Collection[tuple[Key, int]]) -> SliceSet | None:
+    def _newest(self, passed_over: Collection[tuple[CheckpointId, int]]) -> SliceSet | None:
         sets = complete_sets(find_sets(self._store.list()))
         sets = [found for found in sets if (found.order, found.ranks) not in passed_over]
         if not sets:
@@ -126,7 +121,7 @@ class Slices:
     def _remove(self, sets: Collection[SliceSet]) -> None:
         if not sets:
             return
-        self._tenure.check()
+        self._lease.check()
         for found in sets:
             names = remove_set(self._store, found)
             self._emit("swept", {"what": f"{len(names)} objects of the slices of {found.order}"})

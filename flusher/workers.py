@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.process import wait_readable
-from holdfast.store.lanes import Lanes
+from holdfast.store.concurrency import ConcurrencyLimit
 
 
 class Inbox:
@@ -58,14 +58,12 @@ class Workers:
     """Threads for one kind of job; the most urgent job first. A thread begins when a job finds all others busy.
 
     Args:
-        name: Names the threads.
-        threads: How many at most.
-        lanes: Lets them run; None: all at once.
+        limit: Lets them run; None: all at once.
     """
 
-    def __init__(self, name: str, threads: int, lanes: Lanes | None = None) -> None:
+    def __init__(self, name: str, threads: int, limit: ConcurrencyLimit | None = None) -> None:
         self._name, self._threads_max = name, threads
-        self._lanes = lanes or Lanes(threads)
+        self._limit = limit or ConcurrencyLimit(threads)
         self._ready = threading.Condition()
         self._jobs: list[tuple[tuple[int, ...], int, Callable[[], int | None]]] = []
         self._order = itertools.count()
@@ -103,9 +101,9 @@ class Workers:
                 self._idle -= 1
                 if self._ended:
                     return
-            with self._lanes.lane() as lane:
+            with self._limit.request() as request:
                 with self._ready:  # only now: meanwhile a more urgent one may have come
                     job = heapq.heappop(self._jobs)[2] if self._jobs else None
                 if job is not None:
-                    lane.nbytes = job() or 0
+                    request.nbytes = job() or 0
             del job  # what it holds may be large, and the next one may be long in coming

@@ -21,7 +21,7 @@ integrations/  the names of trainer_side/frameworks for scripts: Lightning, Trai
 
 errors, config, config_sources    the public errors and settings, and the places where settings are read
 crc, sealed              checksums, and JSON documents with one
-price, pickle_price      the cost of parsing a document or a pickle, known before it is parsed
+parse_cost, pickle_cost  the cost of parsing a document or a pickle, known before it is parsed
 supervised, mpirun       lines from a job to its supervisor, and the mpirun command line
 stager_key               the key that a stager outside MPI shares with its ranks
 process, faultpoint      CPU priority, and the named points at which tests kill a process

@@ -37,8 +37,8 @@ from pydantic_core.core_schema import ValidationInfo
 from pydantic_settings import NoDecode
 
 from holdfast.config_sources import RoleConfig
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import CHUNK_BYTES
-from holdfast.image.manifest import Key
 from holdfast.net.address import parse_address
 
 __all__ = [
@@ -69,10 +69,8 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
 
 
 def parse_size(value: int | str) -> int:
-    """Number of bytes that `value` names: a number, or a text such as `512MiB`, `1.5GiB` or `16 MB`.
-
-    Raises:
-        ValueError: `value` is not a size, or not a whole number of bytes.
+    """Number of bytes that `value` names: a number, or a text such as `512MiB`, `1.5GiB` or `16 MB`. Raises
+    `ValueError`: `value` is not a size, or not a whole number of bytes.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -127,7 +125,9 @@ def _listed(value: Any) -> Any:
 def _checkpoints(value: Any) -> Any:
     # One message for all of them: it has the whole value, and where it was set.
     try:
-        return tuple(one if isinstance(one, Key) else Key.of_label(one) for one in _listed(value))
+        return tuple(
+            one if isinstance(one, CheckpointId) else CheckpointId.of_label(one) for one in _listed(value)
+        )
     except (TypeError, ValueError):
         raise ValueError("checkpoints as STEP-aATTEMPT, such as 1200-a3, separated by commas") from None
 
@@ -270,7 +270,7 @@ class TrainerConfig(RoleConfig):
     mtbf_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     dollars_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     restore_without_store: bool = False
-    restore_set_aside: Annotated[tuple[Key, ...], BeforeValidator(_checkpoints), NoDecode] = ()
+    restore_set_aside: Annotated[tuple[CheckpointId, ...], BeforeValidator(_checkpoints), NoDecode] = ()
     stager: _HostPort | None = None
     key: SecretStr | None = None
     key_file: Path | None = None

@@ -100,10 +100,8 @@ class Fault(NamedTuple):
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Read `VICTIM@POINT[#N]=kill|stop`, separated by commas.
-
-    Raises:
-        ConfigError: naming the part that is wrong, and what is allowed.
+    """Read `VICTIM@POINT[#N]=kill|stop`, separated by commas. Raises `ConfigError`: naming the part that is wrong, and
+    what is allowed.
     """
     found = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -125,9 +123,7 @@ _reached: dict[
 
 def identify(victim: str) -> None:
     """Say who this process is (`rank:1`, `stager`, `flusher`), and read what is armed for it. Once, at its start.
-
-    Raises:
-        ConfigError: `HOLDFAST_FAULT` is not readable.
+    Raises `ConfigError`: `HOLDFAST_FAULT` is not readable.
     """
     _armed.clear()
     for fault in parse_faults(os.environ.get(VARIABLE, "")):

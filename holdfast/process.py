@@ -113,11 +113,7 @@ def end_within(seconds_max: float, call: Callable[[], object], what: str, *, cod
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """What the kernel could give without swapping, and what the limits of this process's control groups leave of it.
-
-    Args:
-        root: Where `proc` and `sys` are.
-    """
+    """What the kernel could give without swapping, and what the limits of this process's control groups leave of it."""
     rows = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     least = next(int(row[1]) for row in rows if row[0] == "MemAvailable:") * 1024
     for folder in _memory_groups(root):
@@ -128,9 +124,6 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 def memory_kills(root: Path = Path("/")) -> int:
     """How many processes the kernel has killed to free memory: of this process's control group; of the whole machine
     where no group counts them; 0 where nobody does.
-
-    Args:
-        root: Where `proc` and `sys` are.
     """
     counters = [
         folder / name

@@ -24,13 +24,8 @@ def stager_key_path(address: Address) -> Path:
 
 
 class StagerKey:
-    """A key for the ranks of a stager that listens at `address`, until `close`.
-
-    Attributes:
-        key: It.
-
-    Raises:
-        ConfigError: It cannot be put where ranks would find it.
+    """A key for the ranks of a stager that listens at `address`, until `close`. Raises `ConfigError`: it cannot be put
+    where ranks would find it.
     """
 
     def __init__(self, address: Address) -> None:
@@ -62,10 +57,7 @@ class StagerKey:
 
 def key_found(address: Address) -> bytes:
     """The key of a stager of this user on this machine. For a rank that was given none, once it is connected: the
-    stager has put the key there before it answers.
-
-    Raises:
-        ConfigError: There is none.
+    stager has put the key there before it answers. Raises `ConfigError`: there is none.
     """
     path = stager_key_path(address)
     try:

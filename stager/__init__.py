@@ -6,7 +6,7 @@
         [3] receive the payload straight into the slot; record FILLING, then FULL, in the journal   payloads, actions
         [4] tell the flusher about each full chunk (doorbell)                                     flusher_line
         [5] all chunks are FULL: the step is STAGED. First write the journal, then tell the ranks   actions
-        [6] the flusher reports slots that are free again, and DURABLE: pass it on to the ranks   flusher_desk
+        [6] the flusher reports slots that are free again, and DURABLE: pass it on to the ranks   flusher_handler
 
 Not guaranteed: that a staged checkpoint survives the loss of this machine before it is durable. CRCs are not checked
 here: the flusher checks each chunk before it is written.
@@ -14,17 +14,16 @@ here: the flusher checks each chunk before it is written.
 session/       decides which rank may send which chunk, and when; pure
 
 command                          `holdfast stager`
-serving, service, stager_context     one job, from its flusher to its end; the loop; the objects that its parts share
-standing, reception              a stager outside MPI: one job after the other; accepts connections, finds their job
+service                          one job: its flusher, its loop, its end; or tells every rank why a start fails
+standing, job_listener           a stager outside MPI: one job after the other; accepts connections, finds their job
 trainers, trainers_port          the ranks, when each was last heard; the interface of a transport
 mpi, segments                    ranks in the same MPI job; leftovers in Open MPI's shared memory
 tcp, payload_line, reactor       ranks over TCP; payloads from a socket into the ring; epoll
-trainer_desk, doubt_desk         handle the messages of ranks; a rank's doubt about its copies
+rank_handler, doubt_handler      handle the messages of ranks; a rank's doubt about its copies
 actions                          gives events to the session, and carries out its answers
 payloads, fetches                chunks on their way into slots, and out of slots for a restore
-flusher_process, flusher_line, flusher_desk    starts the flusher, holds the connection, handles its messages
+flusher_process, flusher_line, flusher_handler    starts the flusher, holds the connection, handles its messages
 notices, interval_agreement      all ranks save at one step after a notice; all change the interval at one step
-inheritance                      waits for checkpoints of earlier jobs that are still in the ring
-refusal                          tells every rank why a start fails
+previous_jobs                    waits for checkpoints of earlier jobs that are still in the ring
 checks, doctor_job               the stager's part of `holdfast doctor`
 """

@@ -16,9 +16,14 @@ from collections.abc import Callable
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import StepRecord
 from holdfast.notices.sparing import warning_of
+from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
+from stager.flusher_line import FlusherLine
+from stager.notices import Notices
+from stager.payloads import Payloads
 from stager.session.session import Session
 from stager.session.session_messages import (
     Abort,
@@ -36,31 +41,33 @@ from stager.session.session_messages import (
     MarkStaged,
     Tell,
 )
-from stager.stager_context import StagerContext
+from stager.trainers import Trainers
 
 _log = logging.getLogger("holdfast.stager")
 
 
 class Actions:
-    """The session's hands. For the loop's thread.
-
-    Args:
-        session: Decides.
-        context: Whom its actions concern.
-        clock: Seconds that only go forward.
-    """
+    """The session's hands. For the loop's thread."""
 
     def __init__(
         self,
         session: Session,
-        context: StagerContext,
+        line: FlusherLine,
+        trainers: Trainers,
+        payloads: Payloads,
+        notices: Notices,
+        events: EventLog,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._session = session
-        self._line, self._trainers = context.line, context.trainers
-        self._payloads, self._notices = context.payloads, context.notices
-        self._events, self._clock = context.events, clock
+        self._session, self._clock = session, clock
+        self.line, self.trainers, self.payloads, self.notices, self.events = (
+            line,
+            trainers,
+            payloads,
+            notices,
+            events,
+        )
         self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
         self._begun_at: dict[int, float] = {}
         self._said = ""  # the last verdict that was logged
@@ -102,11 +109,11 @@ class Actions:
                 self.take(Failed(action.step, code, f"stager: {error}"))
 
     def _carry_out(self, action: Action) -> None:
-        ring, line, attempt = self._line.flusher.ring, self._line, self._line.flusher.attempt
+        ring, line, attempt = self.line.flusher.ring, self.line, self.line.flusher.attempt
         match action:
             case GrantCredit(rank, step, chunk, slot, layout):
-                self._payloads.post(rank, slot, step, chunk, layout)
-                self._trainers.send(
+                self.payloads.post(rank, slot, step, chunk, layout)
+                self.trainers.send(
                     rank, wire.encode(Kind.CREDIT, attempt=attempt, step=step, chunk=chunk, arg=slot)
                 )
             case FillSlot(slot, step, chunk):
@@ -119,7 +126,7 @@ class Actions:
             case FreeSlot(slot):
                 ring.free(slot)
             case CancelReceive(rank, slot):
-                self._payloads.cancel(rank, slot)
+                self.payloads.cancel(rank, slot)
             case Tell():
                 self._tell(action)
             case BeginReceiving(step, layout):
@@ -129,16 +136,16 @@ class Actions:
                 ring.write_checkpoint(attempt, step, "receiving", layout.digest, {})
                 line.send("begin", attempt=attempt, step=step, layout_digest=layout.digest)
             case HandedOver(rank, step):
-                name = self._trainers.name(rank)
+                name = self.trainers.name(rank)
                 _log.warning(
                     "%s has handed over all its bytes of step %d, so its end does not harm the step",
                     name,
                     step,
                 )
-                self._events.emit("handed_over", {"of_rank": rank, "name": name}, step=step)
+                self.events.emit("handed_over", {"of_rank": rank, "name": name}, step=step)
             case Diverged(step, message, body):
                 _log.error("%s", message)
-                self._events.emit("divergence", dict(body), step=step)
+                self.events.emit("divergence", dict(body), step=step)
             case MarkStaged():
                 self._staged(action)
             case Abort(step, reason):
@@ -149,7 +156,7 @@ class Actions:
             return
         self._warned_of = layout.digest
         for rank in layout.spared:
-            warning = warning_of(layout, rank, self._trainers.name(rank))
+            warning = warning_of(layout, rank, self.trainers.name(rank))
             if warning:
                 _log.warning("step %d: %s", step, warning)
 
@@ -160,57 +167,47 @@ class Actions:
             seconds = now - self._offered_at.pop(action.step, now)
             self._begun_at.pop(action.step, None)
             # A slow store declines every step for the same reason: it is said once, and the events count them.
-            if self._line.held:
-                reason = f"{reason}; the store takes nothing: {self._line.held}"
+            if self.line.held:
+                reason = f"{reason}; the store takes nothing: {self.line.held}"
             said = re.sub(r"[0-9]+", "#", str(reason))
             if said != self._said:
                 _log.warning("step %d is %s: %s", action.step, action.kind.name.lower(), reason)
                 self._said = said
             told = {**action.body, "seconds": round(seconds, 6)}
-            self._events.emit(action.kind.name.lower(), told, step=action.step)
+            self.events.emit(action.kind.name.lower(), told, step=action.step)
         message = wire.encode(
-            action.kind, attempt=self._line.flusher.attempt, step=action.step, body=wire.to_json(action.body)
+            action.kind, attempt=self.line.flusher.attempt, step=action.step, body=wire.to_json(action.body)
         )
         if action.rank is None:
-            self._trainers.send_all(message)
+            self.trainers.send_all(message)
             if action.kind in {Kind.FAILED, Kind.DECLINED}:
                 body = action.body
-                self._notices.ended(action.step, str(body.get("message") or body.get("reason")))
+                self.notices.ended(action.step, str(body.get("message") or body.get("reason")))
         else:
-            self._trainers.send(action.rank, message)
+            self.trainers.send(action.rank, message)
 
     def _staged(self, action: MarkStaged) -> None:
-        ring, attempt = self._line.flusher.ring, self._line.flusher.attempt
+        ring, attempt = self.line.flusher.ring, self.line.flusher.attempt
         staged_at_unix = time.time()
-        saved = [record.get("saved_at_unix") for record in action.records.values()]
-        known = [float(at) for at in saved if isinstance(at, (int, float))]
-        pgt1_seconds = max(0.0, staged_at_unix - min(known)) if known else 0.0
+        record = StepRecord(dict(action.records), staged_at_unix, drift=action.drift)
+        saved_at_unix = record.saved_at_unix
+        pgt1_seconds = 0.0 if saved_at_unix is None else max(0.0, staged_at_unix - saved_at_unix)
         now = self._clock()
         begun_at = self._begun_at.get(action.step, now)
         offered_at = self._offered_at.get(action.step, begun_at)
-        stager = {
-            "staged_at_unix": staged_at_unix,
-            "pgt1_seconds": pgt1_seconds,
-            "offers_seconds": begun_at - offered_at,
-            "receive_seconds": now - begun_at,
-        }
+        record.pgt1_seconds, record.offers_seconds = pgt1_seconds, begun_at - offered_at
+        record.receive_seconds = now - begun_at
         for times in (self._offered_at, self._begun_at):
             for step in [step for step in times if step <= action.step]:
                 del times[step]
-        record = {
-            "ranks": {str(rank): dict(said) for rank, said in sorted(action.records.items())},
-            "stager": stager,
-        }
-        if action.drift:
-            record["divergence"] = {"message": action.drift}
         reach(Point.SEALED)
-        ring.write_checkpoint(attempt, action.step, "staged", action.layout.digest, record)
+        ring.write_checkpoint(attempt, action.step, "staged", action.layout.digest, record.to_json())
         reach(Point.STAGED)
-        self._line.send("staged", attempt=attempt, step=action.step)
-        self._events.emit(
+        self.line.send("staged", attempt=attempt, step=action.step)
+        self.events.emit(
             "staged",
             {"pgt1_seconds": pgt1_seconds, "image_bytes": action.layout.image_bytes},
             step=action.step,
         )
         self._tell(Tell(None, Kind.STAGED, action.step, {"pgt1_seconds": pgt1_seconds}))
-        self._notices.staged(action.step, action.layout.image_bytes, now - offered_at)
+        self.notices.staged(action.step, action.layout.image_bytes, now - offered_at)

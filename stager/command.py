@@ -105,7 +105,7 @@ def _take_part(config: StagerConfig | None, problem: HoldfastError | None) -> No
     """As a process of an MPI job."""
     # Here and not above: importing `stager.mpi` starts MPI, which waits for all ranks; `holdfast --help` must not.
     from stager.flusher_process import FlusherAhead
-    from stager.serving import StartRefused, serve
+    from stager.service import StartRefused, serve
 
     ahead = FlusherAhead(config) if config else None
     from stager.mpi import MpiTrainersPort

@@ -30,12 +30,7 @@ _QUESTION_BYTES_MAX = 256
 
 
 class Fetches:
-    """The requests of ranks for bytes of the ring. All methods belong to the loop's thread.
-
-    Args:
-        port: The trainers.
-        line: Whose ring it is.
-    """
+    """The requests of ranks for bytes of the ring. All methods belong to the loop's thread."""
 
     def __init__(self, port: TrainersPort, line: FlusherLine) -> None:
         self._port, self._line = port, line
@@ -50,11 +45,7 @@ class Fetches:
         return bool(self._waiting)
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """A rank asks.
-
-        Raises:
-            ProtocolError: The question makes no sense.
-        """
+        """A rank asks. Raises `ProtocolError`: the question makes no sense."""
         if frame.flags not in set(Asked):
             raise ProtocolError(
                 f"FETCH from rank {rank}: flags {frame.flags}, expected 0 to {len(Asked) - 1}"

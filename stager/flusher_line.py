@@ -37,12 +37,6 @@ _UNSENT_MAX = 1024
 class FlusherLine:
     """The stager's connection to its flusher. All methods belong to the loop's thread.
 
-    Args:
-        config: Settings.
-        flusher: The attached flusher.
-        events: Event log.
-        clock: Seconds that only go forward.
-
     Attributes:
         flusher: The one that is attached, or was; its ring stays mapped.
         cut: Why there is no flusher; empty while there is one.

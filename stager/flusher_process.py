@@ -48,9 +48,6 @@ _started: dict[subprocess.Popen[bytes], int] = {}
 class FlusherAhead:
     """A flusher that has its modules and waits to be told to begin; it ends with this process. None is made where one
     answers already. Main thread.
-
-    Args:
-        config: Settings.
     """
 
     def __init__(self, config: StagerConfig) -> None:
@@ -87,11 +84,6 @@ class Flusher:
     """The flusher of this run, attached to.
 
     Attributes:
-        channel: Messages from and to it.
-        ring: The ring it owns.
-        attempt: The attempt it gave this stager.
-        store_url: Where it writes.
-        pid: Its process.
         resumed: It has kept the ring, and the attempt, that the flusher before it had.
     """
 
@@ -212,11 +204,7 @@ def _greet(
 
 
 def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any] | None:
-    """Its answer; None: it hung up.
-
-    Raises:
-        HoldfastError: It refuses, by its own error; or it says nothing in time.
-    """
+    """Its answer; None: it hung up. Raises `HoldfastError`: it refuses, or it says nothing in time."""
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
         while (left_seconds := deadline - time.monotonic()) > 0:

@@ -32,12 +32,7 @@ _REASON_CHARACTERS = 300
 
 
 class IntervalAgreement:
-    """Events in, effects out; see the module. `now`: seconds of a clock that only goes forward.
-
-    Args:
-        ranks: Training ranks.
-        answer_seconds_max: How long a rank's answer is waited for.
-    """
+    """Events in, effects out; see the module. `now`: seconds of a clock that only goes forward."""
 
     def __init__(self, ranks: int, *, answer_seconds_max: float = 10.0) -> None:
         self._agreement = StepAgreement(
@@ -126,16 +121,10 @@ class IntervalAgreement:
         return [loose, EventLine("interval_loose", text, {"reason": why})]
 
 
-class IntervalDesk:
+class IntervalHandler:
     """WISH and HERE of the ranks, losses and ticks to the agreement; its effects to the ranks, log and events.
 
     The loop's thread.
-
-    Args:
-        trainers: The ranks.
-        events: Event log.
-        attempt: Gives the job's attempt now.
-        clock: Seconds that only go forward.
     """
 
     def __init__(
@@ -150,11 +139,7 @@ class IntervalDesk:
         self._agreement = IntervalAgreement(trainers.ranks)
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """WISH or HERE of a rank.
-
-        Raises:
-            ProtocolError: The message does not hold what it should.
-        """
+        """WISH or HERE of a rank. Raises `ProtocolError`."""
         if frame.kind is Kind.WISH:
             body = wire.json_body(frame)
             if rank != 0:

@@ -23,14 +23,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class Notices:
-    """See the module. The loop's thread.
-
-    Args:
-        trainers: The ranks.
-        in_flight: What is on its way, oldest first.
-        attempt: The job's attempt now.
-        clock: Seconds that only go forward.
-    """
+    """See the module. The loop's thread."""
 
     def __init__(
         self,
@@ -51,11 +44,7 @@ class Notices:
         )
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """NOTICE or AT of a rank.
-
-        Raises:
-            ProtocolError: The message does not hold what it should.
-        """
+        """NOTICE or AT of a rank. Raises `ProtocolError`."""
         name, machine = self._trainers.name(rank), self._trainers.on_machine_of(rank)
         self._do(self._emergency.hear(rank, name, frame, self._clock(), machine))
 

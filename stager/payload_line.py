@@ -31,10 +31,7 @@ class Place:
     """Where a payload belongs.
 
     Attributes:
-        memory: The slot.
         pieces: Parts of it, in the order of the payload's bytes.
-        nbytes: Of all pieces together.
-        wanted: Nothing has filled or withdrawn it yet.
     """
 
     memory: memoryview
@@ -47,7 +44,6 @@ class PayloadLine:
     """See the module. One thread.
 
     Args:
-        sock: The connection; it does not block.
         open_place: Where this payload belongs; None if it is to be dropped.
         taken: Called with its header when all of a payload has been read, and with the place that was open for it when
             it began; None if that is not wanted any more.
@@ -141,11 +137,7 @@ class PayloadLine:
             )
 
     def write(self) -> None:
-        """Send the receipts that are due, as far as there is room.
-
-        Raises:
-            OSError: The connection is broken.
-        """
+        """Send the receipts that are due, as far as there is room. Raises `OSError`: the connection is broken."""
         if self._receipts:
             with contextlib.suppress(BlockingIOError):
                 del self._receipts[: self._sock.send(self._receipts)]

@@ -28,12 +28,7 @@ class Arrival(NamedTuple):
 
 
 class Payloads:
-    """Receives of one stager. For one thread.
-
-    Args:
-        port: The trainers.
-        ring: Where payloads go.
-    """
+    """Receives of one stager. For one thread."""
 
     def __init__(self, port: TrainersPort, ring: Ring) -> None:
         self._port = port

@@ -1,14 +1,15 @@
-"""The stager's loop: messages of the trainers, payloads, and the flusher in; the session's actions out.
+"""One job at the stager: the loop from its first rank to the last durable step, and a start that is refused.
 
-    TrainerDesk ── messages, payloads, who is silent or dead ─┐               ┌─► Trainers     credits, verdicts
-    FlusherDesk ── began, freed, durable, failed ─────────────┼─► Session ────┼─► Payloads     receives
-    the clock ── ticks ───────────────────────────────────────┘   (Actions)   ├─► Ring         FILLING, FULL, FREE
-                                                                              └─► FlusherLine  doorbell
+    RankHandler ── messages, payloads, silent or dead ranks ─┐               ┌─► Trainers     credits, verdicts
+    FlusherHandler ── began, freed, durable, failed ─────────┼─► Session ────┼─► Payloads     receives
+    the clock ── ticks ──────────────────────────────────────┘   (Actions)   ├─► Ring         FILLING, FULL, FREE
+                                                                             └─► FlusherLine  doorbell
+
 One thread. It never blocks on a peer; when nothing happens it sleeps on the flusher's socket, longer each time. A
-flusher that dies changes nothing for the trainers: another one is found meanwhile, and told what the session knows. The
-loop ends when every trainer has left or is dead; the flusher is then told to finish, and waited for. A stager that is
-told to stop declines what is offered from then on, and does the same once nothing more can become staged; the trainers
-that are there hear how their steps end, and are then left alone.
+flusher that dies changes nothing for the trainers: another one is found, and told what the session knows. The loop ends
+when every trainer has left or is dead; the flusher is then told to finish, and waited for. A stager that is told to
+stop declines every further offer, and ends once nothing more can become staged. The ranks that are still there hear how
+their steps end.
 """
 
 from __future__ import annotations
@@ -18,21 +19,29 @@ import time
 from collections.abc import Callable
 
 from holdfast.config import StagerConfig
-from holdfast.errors import PeerLost
-from holdfast.ring.wanted import is_kept
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.process import yield_to_training
+from holdfast.ring.ring_keeper import is_kept
 from holdfast.telemetry.events import EventLog
-from holdfast.telemetry.status_document import RankSaid
+from holdfast.telemetry.metrics_page import serve_metrics
+from holdfast.telemetry.status_document import RankStatus, Transport
+from holdfast.telemetry.status_socket import serve_status
+from holdfast.telemetry.status_state import StatusState
+from holdfast.telemetry.tracing import export_spans
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind
+from holdfast.wire.welcome import Welcome
 from stager.actions import Actions
-from stager.doubt_desk import DoubtDesk
-from stager.flusher_desk import FlusherDesk, slot_owners
+from stager.doubt_handler import DoubtHandler
+from stager.flusher_handler import FlusherHandler, slot_owners
 from stager.flusher_line import FlusherLine
-from stager.flusher_process import Flusher, reap
+from stager.flusher_process import Flusher, FlusherAhead, attach, reap
 from stager.notices import Notices
 from stager.payloads import Payloads
+from stager.rank_handler import RankHandler
+from stager.segments import SegmentList
 from stager.session.session import Session
 from stager.session.session_messages import FlusherGone, Tick
-from stager.stager_context import StagerContext
-from stager.trainer_desk import TrainerDesk
 from stager.trainers import Trainers
 from stager.trainers_port import TrainersPort
 
@@ -46,6 +55,7 @@ _BUSY_PAUSE_SECONDS_MAX = 0.5e-3  # while bytes are under way: sleeping longer w
 _IDLE_PAUSE_SECONDS_MAX = 5e-3
 # A full ring waits for the store: a look at the ranks every moment finds nothing.
 _PAUSE_PER_SECOND_WAITED = 0.02
+_REFUSAL_PAUSE_SECONDS = 5e-3
 _STREAMING_SECONDS = 0.02  # scattered payloads come in fragments that move only while we poll
 
 
@@ -53,12 +63,7 @@ class StagerService:
     """Serves one job.
 
     Args:
-        config: Settings.
-        port: The trainers.
-        flusher: The attached flusher.
-        events: Event log.
         is_stopping: Whether the stager was told to stop; asked at each turn.
-        clock: Seconds that only go forward; deadlines are measured with it.
     """
 
     def __init__(
@@ -93,11 +98,14 @@ class StagerService:
             attempt=lambda: self._line.flusher.attempt,
             clock=clock,
         )
-        doubts = DoubtDesk(self._line, self._trainers, events)
-        context = StagerContext(self._line, self._trainers, self._payloads, notices, doubts, events)
-        self._actions = Actions(self._session, context, clock=clock)
-        self._trainer_desk = TrainerDesk(config, port, context, self._actions, clock=clock)
-        self._flusher_desk = FlusherDesk(self._line, self._session, self._payloads, self._actions, doubts)
+        doubts = DoubtHandler(self._line, self._trainers, events)
+        self._actions = Actions(
+            self._session, self._line, self._trainers, self._payloads, notices, events, clock=clock
+        )
+        self._rank_handler = RankHandler(config, port, self._actions, doubts, clock=clock)
+        self._flusher_handler = FlusherHandler(
+            self._line, self._session, self._payloads, self._actions, doubts
+        )
         self._tick_at = 0.0
         self._active_at = 0.0
         self._pause_seconds = _PAUSE_SECONDS_MIN
@@ -107,7 +115,7 @@ class StagerService:
         """Trainers that died, were dropped, or were left alone by a stager that stops, rather than left."""
         return self._trainers.lost
 
-    def ranks_said(self) -> list[RankSaid]:
+    def ranks_said(self) -> list[RankStatus]:
         """What is known of each rank, for `holdfast status`. From any thread."""
         return self._trainers.said()
 
@@ -130,7 +138,7 @@ class StagerService:
     def close(self) -> None:
         """Leave ring and flusher, which goes on by itself."""
         self._payloads.close()
-        self._flusher_desk.close()
+        self._flusher_handler.close()
 
     def _is_over(self) -> bool:
         if not self._trainers.present:
@@ -144,9 +152,9 @@ class StagerService:
 
     def _turn(self) -> bool:
         """Look at everything once; whether anything had happened."""
-        happened = self._trainer_desk.turn()
-        happened |= self._flusher_desk.hear()
-        self._flusher_desk.mend()
+        happened = self._rank_handler.turn()
+        happened |= self._flusher_handler.hear()
+        self._flusher_handler.mend()
         now = self._clock()
         if now >= self._tick_at:
             self._tick_at = now + _TICK_SECONDS
@@ -158,7 +166,7 @@ class StagerService:
         if self._line.cut:
             self._actions.take(FlusherGone(self._line.cut))  # again: by now more may be known of why
         self._actions.take(Tick())
-        self._trainer_desk.tick(now)
+        self._rank_handler.tick(now)
 
     def _rest(self) -> None:
         """Give the core away; wake at once when the flusher says something, or a rank over TCP."""
@@ -166,7 +174,7 @@ class StagerService:
         if wakes is not None:
             self._line.wait(_TICK_SECONDS, wakes)
             return
-        waited_seconds, streaming = self._clock() - self._active_at, self._trainer_desk.streaming
+        waited_seconds, streaming = self._clock() - self._active_at, self._rank_handler.streaming
         if streaming and waited_seconds < _STREAMING_SECONDS:
             time.sleep(0)
             return
@@ -186,7 +194,7 @@ class StagerService:
         told: Flusher | None = None
         deadline = self._clock() + _DRAIN_SECONDS_MAX
         said = ""
-        while told is None or not self._flusher_desk.drained:
+        while told is None or not self._flusher_handler.drained:
             is_settled = not (self._line.cut or self._session.may_stage)
             if self.lost_ranks and is_settled and is_kept(self._line.flusher.ring.directory):
                 return
@@ -212,8 +220,8 @@ class StagerService:
             if self._trainers.present:
                 self._turn()
                 continue
-            self._flusher_desk.hear()
-            self._flusher_desk.mend()
+            self._flusher_handler.hear()
+            self._flusher_handler.mend()
             self._actions.take(Tick())
             reap()
 
@@ -234,3 +242,117 @@ class StagerService:
             f"then start the job, or `holdfast flusher --store {flusher.store_url}`: it publishes what is in "
             f"{flusher.ring.directory}"
         )
+
+
+class StartRefused(Exception):
+    """The ranks have been told why there is no stager for them, and one of them says it."""
+
+    def __init__(self, error: HoldfastError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def serve(
+    port: TrainersPort,
+    config: StagerConfig | None,
+    problem: HoldfastError | None = None,
+    attached: Flusher | None = None,
+    ahead: FlusherAhead | None = None,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> set[int]:
+    """Receive until the ranks have left, or the stager is stopping, and all that is staged is in the store.
+
+    Args:
+        port: The ranks.
+        config: Settings; None if they are wrong.
+        problem: What is wrong with them.
+        attached: The flusher, if this stager has attached to it already.
+        ahead: A flusher that waits to begin.
+        is_stopping: Whether the stager was told to stop; asked again and again.
+
+    Returns:
+        The ranks that were lost, or are left alone.
+
+    Raises:
+        StartRefused: There is no flusher, or there are no settings, and the ranks were told.
+        HoldfastError: The same, and no rank has asked; or staged checkpoints could not be written.
+    """
+    segments = None
+    try:
+        if config is None:
+            assert problem is not None
+            raise problem
+        segments = SegmentList(config.runtime_dir)
+        flusher = attached or attach(config, ahead=ahead)
+    except HoldfastError as error:
+        is_told = refuse_start(port, error, is_stopping)
+        if segments is not None:
+            segments.close()
+        if is_told:  # the lowest rank says it: once for the job
+            _log.debug("the start was refused", exc_info=error)
+            raise StartRefused(error) from None
+        raise
+    events = EventLog(config.events, role="stager")
+    service = StagerService(config, port, flusher, events=events, is_stopping=is_stopping)
+    with export_spans("stager", flusher.store_url, events):  # around all else: it may take seconds to end
+        try:
+            state = StatusState("stager", flusher.store_url, ranks=service.ranks_said)
+            events.listen(state.hear)
+            with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", state.said):
+                events.emit(
+                    "stager_ready",
+                    {
+                        "attempt": flusher.attempt,
+                        "ranks": port.ranks,
+                        "flusher_pid": flusher.pid,
+                        "transport": _transport(config),
+                    },
+                )
+                # Not before: the ranks wait for all of this, and would keep the cores from it.
+                yield_to_training(config.niceness)
+                service.run()
+                events.emit("stager_ended")
+        finally:
+            service.close()
+            events.close()
+            segments.close()
+    return service.lost_ranks
+
+
+def _transport(config: StagerConfig) -> Transport:
+    if config.listen is None:
+        return "mpi"
+    return "tcp" if config.tls_cert is None else "tls"
+
+
+def refuse_start(
+    port: TrainersPort, error: HoldfastError, is_stopping: Callable[[], bool] = lambda: False
+) -> bool:
+    """Tell every trainer why there will be no stager, and stay until each has heard it or is gone.
+
+    A script may load its model for minutes before it makes its Checkpointer, so nothing but their leaving ends this, or
+    that this stager was told to stop.
+
+    Returns:
+        Whether a trainer has asked, and so says it.
+    """
+    waiting = set(range(port.ranks))
+    message = Welcome.refusal(error)
+    is_told = False
+    while waiting and not is_stopping():
+        seen = port.poll()
+        for rank, raw in seen.messages:
+            try:
+                kind = wire.decode(raw).kind
+            except ProtocolError as broken:
+                _log.warning("rank %d: %s", rank, broken)
+                waiting.discard(rank)
+                continue
+            if kind is Kind.HELLO:
+                port.send(rank, message)
+                is_told = True
+            elif kind is Kind.BYE:
+                waiting.discard(rank)
+        waiting -= {rank for rank, _ in seen.lost}
+        time.sleep(_REFUSAL_PAUSE_SECONDS)
+    return is_told

@@ -26,16 +26,16 @@ from holdfast.net.key import read_key
 from holdfast.net.tls import StagerTls
 from holdfast.process import ENDING_SIGNALS, wait_readable
 from holdfast.ring.directory import runtime_directory
-from holdfast.ring.wanted import RingKeeper
+from holdfast.ring.ring_keeper import RingKeeper
 from holdfast.stager_key import StagerKey
 from holdfast.store import normalise_url
+from holdfast.telemetry.event_text import cut
 from holdfast.telemetry.status_document import TEXT_CHARACTERS_MAX, StatusDocument
 from holdfast.telemetry.status_socket import serve_status
-from holdfast.telemetry.told import cut
 from stager.flusher_process import Flusher, attach, reap
+from stager.job_listener import JobListener, listen
 from stager.reactor import Reactor
-from stager.reception import Reception, listen
-from stager.serving import StartRefused, serve
+from stager.service import StartRefused, serve
 from stager.tcp import TcpTrainersPort
 
 _log = logging.getLogger("holdfast.stager")
@@ -47,10 +47,8 @@ _ANY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - no address to connec
 
 
 def key_of(config: StagerConfig) -> bytes:
-    """The key with which ranks are to prove themselves; empty: one is to be made for ranks of this machine.
-
-    Raises:
-        ConfigError: There is none, and the address can be reached from other machines.
+    """The key with which ranks are to prove themselves; empty: one is to be made for ranks of this machine. Raises
+    `ConfigError`: there is none, and the address can be reached from other machines.
     """
     key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
     address = parse_address(config.listen or "")
@@ -65,10 +63,8 @@ def key_of(config: StagerConfig) -> bytes:
 
 
 def tls_of(config: StagerConfig) -> StagerTls | None:
-    """The certificate that is shown to ranks; None where connections have no TLS.
-
-    Raises:
-        ConfigError: Only one of certificate and private key is given, or they cannot be used.
+    """The certificate that is shown to ranks; None where connections have no TLS. Raises `ConfigError`: only one of
+    certificate and private key is given, or they cannot be used.
     """
     if config.tls_cert is None and config.tls_key is None:
         return None
@@ -82,9 +78,6 @@ def tls_of(config: StagerConfig) -> StagerTls | None:
 
 class StandingStager:
     """See the module. Main thread.
-
-    Args:
-        config: Settings, with `listen` among them.
 
     Attributes:
         address: Where it listens; its port is known when it was chosen by the system.
@@ -106,7 +99,7 @@ class StandingStager:
             key = self._own_key.key
         self._keeper: RingKeeper | None = RingKeeper(runtime_directory(config.store, config.runtime_dir))
         self._reactor = Reactor()
-        self._reception = Reception(sock, self._reactor, key, ranks=config.ranks, tls=tls)
+        self._listener = JobListener(sock, self._reactor, key, ranks=config.ranks, tls=tls)
         self._stopped = False
         self._left_alone: list[int] = []  # ranks of a job that was not over when this stager was told to stop
         # A signal wakes the loop, which then stops between two turns and not in the middle of one.
@@ -150,8 +143,8 @@ class StandingStager:
                     self._serve_next()
                     served += 1
         finally:
-            self._reception.end()
-            self._reception.close()
+            self._listener.end()
+            self._listener.close()
             if self._attached is not None:
                 self._attached.close()
             if self._keeper is not None:
@@ -167,11 +160,11 @@ class StandingStager:
     def _await_job(self) -> bool:
         directory = runtime_directory(self._config.store, self._config.runtime_dir)
         waiting = functools.partial(self._said, time.time())
-        # A job has a document of its own (serving.py); between jobs nothing is at risk, and this says who waits.
+        # A job has a document of its own (`serve`); between jobs nothing is at risk, and this says who waits.
         with serve_status(directory, "stager", waiting) if directory.is_dir() else contextlib.nullcontext():
             while not self._stopped:
                 reap()
-                if self._reception.next_job() is not None:
+                if self._listener.next_job() is not None:
                     return True
                 wait_readable([self._reactor.fileno()], _TICK_SECONDS)
                 self._reactor.turn()
@@ -188,7 +181,7 @@ class StandingStager:
         )
 
     def _serve_next(self) -> None:
-        hello = self._reception.next_job()
+        hello = self._listener.next_job()
         assert hello is not None
         port = TcpTrainersPort(
             self._reactor,
@@ -198,7 +191,7 @@ class StandingStager:
         )
         _log.info("a job of %d ranks joins (%s)", hello.ranks, hello.launch)
         begun = time.monotonic()
-        self._reception.open(port)
+        self._listener.open(port)
         try:
             attached, self._attached = self._attached, None
             lost = serve(port, self._config, attached=attached, is_stopping=lambda: self._stopped)
@@ -216,7 +209,7 @@ class StandingStager:
                 raise
             _log.error("the job has ended, and not all of its checkpoints are in the store: %s", error)
         finally:
-            self._reception.close_job()
+            self._listener.close_job()
             connected = port.connected
             port.close()
             if self._stopped:
@@ -225,7 +218,7 @@ class StandingStager:
     def _say_goodbye(self, ranks: set[int]) -> None:
         """Have the ranks hear that this stager is stopping, before nobody answers them: they would wait for it."""
         deadline = time.monotonic() + _GOODBYE_SECONDS_MAX
-        while not ranks <= self._reception.turned_away and time.monotonic() < deadline:
+        while not ranks <= self._listener.turned_away and time.monotonic() < deadline:
             wait_readable([self._reactor.fileno()], _TICK_SECONDS)
             self._reactor.turn()
 
@@ -240,7 +233,7 @@ class StandingStager:
         if not self._stopped:
             return  # of another signal
         _log.warning("stopping: no further job is taken, and what is staged is written to the store")
-        self._reception.end()
+        self._listener.end()
         if self._keeper is not None:  # nobody comes back to this ring
             self._keeper.close()
             self._keeper = None

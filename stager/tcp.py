@@ -50,11 +50,9 @@ class TcpTrainersPort:
     """See the module; a `TrainersPort`.
 
     Args:
-        reactor: Tells which sockets can be read.
         hello: What the first rank of the job has said: its launch, its incarnation, the number of ranks.
         reconnect_seconds_max: How long a rank whose connection was cut may take to come again.
         start_seconds_max: How long after the first rank the others may come.
-        clock: Seconds that only go forward.
 
     Attributes:
         ranks: How many there are. `launch`, `incarnation`, `generation`: which job it is (`Hello`).

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.telemetry.status_document import RankSaid, RankState
+from holdfast.telemetry.status_document import RankState, RankStatus
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from stager.trainers_port import TrainersPort
@@ -45,16 +45,8 @@ class _Heard:
 class Trainers:
     """Everything about the ranks but what they send.
 
-    Args:
-        port: The way to them.
-        rank_seconds_max: How long a rank may say nothing.
-        clock: Seconds that only go forward.
-
     Attributes:
-        ranks: How many there were at start-up.
-        present: Ranks that have not left.
         lost: Ranks that died or were dropped, rather than left.
-        beat_seconds: How often a beat is sent.
     """
 
     def __init__(
@@ -103,7 +95,7 @@ class Trainers:
         if known is not None:
             known.step = step
 
-    def said(self) -> list[RankSaid]:
+    def said(self) -> list[RankStatus]:
         """Every rank, for `holdfast status`. From any thread: what it looks at is replaced, or one word."""
         known, present, lost = dict(self._known), set(self.present), set(self.lost)
         return [
@@ -152,13 +144,13 @@ class Trainers:
         return found
 
 
-def _said(rank: int, known: _Heard | None, is_present: bool, is_lost: bool, now: float) -> RankSaid:
+def _said(rank: int, known: _Heard | None, is_present: bool, is_lost: bool, now: float) -> RankStatus:
     state: RankState = "lost" if is_lost else "left"
     if is_present:
         state = "coming" if known is None else "silent" if known.silent else "here"
     if known is None:
-        return RankSaid(rank=rank, state=state)
+        return RankStatus(rank=rank, state=state)
     quiet_seconds = round(max(0.0, now - known.at), 3) if is_present else None
-    return RankSaid(
+    return RankStatus(
         rank=rank, host=known.host, pid=known.pid, state=state, quiet_seconds=quiet_seconds, step=known.step
     )

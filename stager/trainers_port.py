@@ -20,11 +20,7 @@ class PollResult:
 
 
 class TrainersPort(Protocol):
-    """Everything between the stager and its training ranks, who are numbered 0 to `ranks` - 1.
-
-    Attributes:
-        ranks: How many there are.
-    """
+    """Everything between the stager and its training ranks, who are numbered 0 to `ranks` - 1."""
 
     ranks: int
 

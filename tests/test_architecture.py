@@ -131,7 +131,7 @@ def test_naming_the_package_starts_neither_torch_nor_mpi() -> None:
 def test_a_stager_and_a_flusher_load_nothing_that_only_other_stores_metrics_or_failures_need() -> None:
     unused = {"boto3", "fsspec", "http.server", "opentelemetry", "prometheus_client", "tenacity"}
     result = python(
-        f"import sys, stager.command, stager.serving, flusher.command; print(sorted({unused} & set(sys.modules)))"
+        f"import sys, stager.command, stager.service, flusher.command; print(sorted({unused} & set(sys.modules)))"
     )
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 

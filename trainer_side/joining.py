@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 
 from holdfast.checkpoints.catalog import CatalogLook
-from holdfast.checkpoints.claim import may_live, note_attempt
+from holdfast.checkpoints.lease import may_live, note_attempt
 from holdfast.checkpoints.slice_sets import sweep_uploads
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError

@@ -12,8 +12,9 @@ import threading
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
+from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import Reason
 
 
@@ -62,7 +63,7 @@ class Transfer:
     """
 
     step: int
-    record: dict[str, Any]
+    record: SaveRecord
     state: TransferState = TransferState.OFFERED
     reason: Reason | None = None
     fingerprints: str = ""
@@ -73,8 +74,8 @@ class Transfer:
     ended: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
-    def none(cls, step: int, record: dict[str, Any], reason: Reason | None = None) -> Transfer:
-        """Of a step that the stager does not get: it is at its end."""
+    def none(cls, step: int, record: SaveRecord, reason: Reason | None = None) -> Transfer:
+        """A finished transfer for a step that is not sent to the stager."""
         transfer = cls(step, record, TransferState.DECLINED, reason)
         for event in (transfer.released, transfer.settled, transfer.ended):
             event.set()
@@ -86,16 +87,9 @@ class Transfer:
             return
         self.reason = reason
         self.state = state
-        saved_at_unix = self.record.get("saved_at_unix")
-        if isinstance(saved_at_unix, (int, float)):
-            self.record[f"{state.value}_seconds"] = max(0.0, time.time() - saved_at_unix)
+        if self.record.saved_at_unix is not None:
+            setattr(self.record, f"{state.value}_seconds", max(0.0, time.time() - self.record.saved_at_unix))
         if state is TransferState.STAGED or state.final:
             self.settled.set()
         if state.final:
             self.ended.set()
-
-    def summary(self) -> dict[str, Any]:
-        """The record as it is now, only what JSON knows."""
-        return {
-            name: value for name, value in dict(self.record).items() if isinstance(value, (str, int, float))
-        }

@@ -15,9 +15,9 @@ import psutil
 
 from holdfast.image.entries import REPLICATED, SPLIT
 from holdfast.image.regions import Region
-from holdfast.wire.agreement import Round
 from holdfast.wire.frames import decode
 from holdfast.wire.held_regions import HeldRegions
+from holdfast.wire.layout_agreement import LayoutRound
 from holdfast.wire.state_messages import Agreement, Proposal
 
 __all__ = ["STATES", "agree"]
@@ -47,7 +47,7 @@ def _round(frames: Iterable[bytes], ranks: int) -> tuple[float, int, int]:
     """CPU seconds of whoever leads the round, without those in which the ranks make their proposals; bytes received,
     and resident when all but the last had come.
     """
-    round_, seconds, received_bytes = Round(ranks, 60.0), 0.0, 0
+    round_, seconds, received_bytes = LayoutRound(ranks, 60.0), 0.0, 0
     resident_bytes = 0
     for rank, message in enumerate(frames):
         received_bytes += len(message)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.lease import Lease
 from holdfast.image.manifest import EntryRecord, Manifest, State, TensorRecord, manifest_name, step_file_name
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -39,7 +39,7 @@ def catalogue(checkpoints: int, tensors: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         claimed, unclaimed = Path(folder) / "claimed", Path(folder) / "unclaimed"
         claimed.mkdir()
-        Claim.take(open_store(str(claimed))).release()
+        Lease.take(open_store(str(claimed))).release()
         _fill(claimed, checkpoints, tensors)
         unclaimed.mkdir()
         for path in claimed.iterdir():

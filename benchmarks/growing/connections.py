@@ -1,6 +1,6 @@
 """How much of what a store lets pass is used: parts sent by the flusher's writers, a file read back, slices assembled.
 
-    Workers, lanes, S3 store, verify_file, publish_image: the product's ─► sink.py: a process that keeps only sizes
+    Workers, limits, S3 store, verify_file, publish_image: the product's ─► sink.py: a process that keeps only sizes
 
 The sink limits each connection, or all of them together. Each way goes on for some seconds, of which the first half,
 in which the number of connections is found, does not count.
@@ -26,14 +26,15 @@ from holdfast.checkpoints.assembly import ChunkFinisher
 from holdfast.checkpoints.image_writing import Finished, Read, write_parts
 from holdfast.checkpoints.verification import verify_file
 from holdfast.crc import combine_all, crc32
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source
 from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import EntryRecord, Key, Manifest
+from holdfast.image.manifest import EntryRecord, Manifest
 from holdfast.ring.pages import direct_window
 from holdfast.store import open_store
 from holdfast.store.base import Store, Upload
-from holdfast.store.lanes import LANES_MAX, Lanes, reading, writing
+from holdfast.store.concurrency import REQUESTS_MAX, ConcurrencyLimit, reading, writing
 
 __all__ = ["SINKS", "connections"]
 
@@ -50,7 +51,7 @@ class SinkSpeed(NamedTuple):
     @property
     def most(self) -> float:
         """With as many connections as there may be."""
-        each = self.each * LANES_MAX if self.each else float("inf")
+        each = self.each * REQUESTS_MAX if self.each else float("inf")
         return min(each, self.in_all or float("inf"))
 
 
@@ -73,7 +74,9 @@ def connections(speed: SinkSpeed, seconds: float) -> dict[str, dict[str, float]]
         store = open_store(url)
         ways: dict[str, Callable[[Callable[[int], None]], None]] = {
             f"sent, {_BEFORE} connections": lambda count: _send(store, writing(url, _BEFORE), count),
-            f"sent, {LANES_MAX} connections": lambda count: _send(store, writing(url, LANES_MAX), count),
+            f"sent, {REQUESTS_MAX} connections": lambda count: _send(
+                store, writing(url, REQUESTS_MAX), count
+            ),
             "sent": lambda count: _send(store, writing(url), count),
             "read back": lambda count: _read_back(store, count),
             "assembled": lambda count: _assemble(store, count),
@@ -116,13 +119,13 @@ def _measure(way: Callable[[Callable[[int], None]], None], port: int, seconds: f
     }
 
 
-def _send(store: Store, lanes: Lanes, count: Callable[[int], None]) -> None:
+def _send(store: Store, limit: ConcurrencyLimit, count: Callable[[int], None]) -> None:
     """Uploads one after the other, as the flusher's writers send them; none is completed."""
-    nbytes = 2 * LANES_MAX * _CHUNK_BYTES
+    nbytes = 2 * REQUESTS_MAX * _CHUNK_BYTES
     memory = direct_window(_CHUNK_BYTES)
     sum32 = crc32(memory)
-    workers = Workers("writer", lanes.most, lanes)
-    room, ended = threading.Semaphore(2 * LANES_MAX), list[BaseException]()
+    workers = Workers("writer", limit.most, limit)
+    room, ended = threading.Semaphore(2 * REQUESTS_MAX), list[BaseException]()
 
     def send(upload: Upload, part: int) -> int:
         try:
@@ -148,7 +151,7 @@ def _send(store: Store, lanes: Lanes, count: Callable[[int], None]) -> None:
 
 def _read_back(store: Store, count: Callable[[int], None]) -> None:
     """One large file of zeros, again and again."""
-    chunks = 4 * LANES_MAX
+    chunks = 4 * REQUESTS_MAX
     nbytes = chunks * _CHUNK_BYTES
     _make(store, "zeros.pt", nbytes)
     sum32 = crc32(bytes(_CHUNK_BYTES))
@@ -181,7 +184,7 @@ class _Zeros:
         nbytes = chunks * _CHUNK_BYTES
         entry = Entry("zeros", 64, nbytes - _CHUNK_BYTES, REPLICATED, ())
         self.layout = Layout(nbytes, _CHUNK_BYTES, 2, (entry,))
-        self._finisher = ChunkFinisher(Key(1, 1), self.layout)
+        self._finisher = ChunkFinisher(CheckpointId(1, 1), self.layout)
         self._sums: dict[int, int] = {}
 
     def senders(self, chunk: int) -> tuple[int, ...]:
@@ -208,10 +211,10 @@ class _Zeros:
 
 
 def _assemble(store: Store, count: Callable[[int], None]) -> None:
-    image_chunks = 4 * LANES_MAX
+    image_chunks = 4 * REQUESTS_MAX
     image = _Zeros(image_chunks)
     _make(store, "slices/zeros.slice", image.layout.image_bytes)
-    lanes = reading(store.url), writing(store.url)
+    limits = reading(store.url), writing(store.url)
     while True:
         upload = store.begin(
             "image.pt", nbytes=image.layout.image_bytes, chunk_bytes=_CHUNK_BYTES, write_id="w"
@@ -221,7 +224,7 @@ def _assemble(store: Store, count: Callable[[int], None]) -> None:
         def read(rank: int, offset: int, view: memoryview) -> None:  # noqa: ARG001 - one object is that of all
             store.read_into("slices/zeros.slice", offset, view)
 
-        for nbytes in write_parts(upload, fresh, read, *lanes):
+        for nbytes in write_parts(upload, fresh, read, *limits):
             count(nbytes)
 
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.checkpoints.claim import Claimed
 from holdfast.checkpoints.image_writing import Finished, Image, Parts, Read, write_parts
 from holdfast.checkpoints.intents import Intent, forget_intent, take_back
+from holdfast.checkpoints.lease import LeasedRun
 from holdfast.checkpoints.publish import (
     ASSEMBLY,
     ManifestFacts,
@@ -30,20 +30,20 @@ from holdfast.checkpoints.publish import (
     list_file,
     writer_id,
 )
-from holdfast.checkpoints.slice_doubts import read_doubts_of
-from holdfast.checkpoints.slice_sets import LoadedSet
+from holdfast.checkpoints.slice_sets import LoadedSet, read_doubts_of
 from holdfast.crc import combine, combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, StoreMissing
 from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source, patch_chunk, verify_chunk
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key, Manifest
+from holdfast.image.manifest import Manifest
 from holdfast.image.slices import SliceFrame, frames_of
 from holdfast.ring.doubts import doubt_about
 from holdfast.store import is_s3
 from holdfast.store.base import Store
-from holdfast.store.lanes import Lanes, reading, writing
+from holdfast.store.concurrency import ConcurrencyLimit, reading, writing
 
 _log = logging.getLogger("holdfast.assembly")
 _READERS = 4
@@ -52,7 +52,7 @@ _RECORD_BYTES_MAX = 1 << 16  # of one rank, in the manifest; it is input from ou
 
 @dataclass(frozen=True, slots=True)
 class _Verify:
-    key: Key
+    key: CheckpointId
     chunk: int
     sources: tuple[Source, ...]
     index: LayoutIndex
@@ -60,7 +60,7 @@ class _Verify:
 
 @dataclass(frozen=True, slots=True)
 class _Patch:
-    key: Key
+    key: CheckpointId
     chunk: int
     entry_crcs: tuple[int, ...]
     verified_crcs: tuple[int, ...]
@@ -68,14 +68,9 @@ class _Patch:
 
 
 class ChunkFinisher:
-    """Fills the CRC fields of an image's chunks, which come in order, and keeps the sums.
+    """Fills the CRC fields of an image's chunks, which come in order, and keeps the sums."""
 
-    Args:
-        key: The checkpoint.
-        layout: The image.
-    """
-
-    def __init__(self, key: Key, layout: Layout) -> None:
+    def __init__(self, key: CheckpointId, layout: Layout) -> None:
         self._key, self._layout = key, layout
         self.index = LayoutIndex(layout)
         self._chunk_crcs: list[int] = []
@@ -128,7 +123,6 @@ class Assembler:
     """Makes the chunks of one image, in order, from the slices of all ranks. No store, no threads of its own.
 
     Args:
-        loaded: The set.
         where: Names the place of a rank's slice, for messages.
     """
 
@@ -217,7 +211,7 @@ def assemble(
     """
     assembler, read = _assembler_of(store, loaded)
     manifest = publish_image(
-        Claimed(store, attempt, check),
+        LeasedRun(store, attempt, check),
         loaded.found.order,
         assembler,
         read,
@@ -234,8 +228,8 @@ def assemble(
 
 
 def publish_image(
-    ours: Claimed,
-    key: Key,
+    ours: LeasedRun,
+    key: CheckpointId,
     image: Image,
     read: Read,
     *,
@@ -268,8 +262,12 @@ def publish_image(
     upload = store.begin(file, **sizes, write_id=write_id)
     try:
         Intent.to_publish(file, upload, **sizes, write_id=write_id).write(store)
-        lanes = (reading(store.url), writing(store.url)) if is_s3(store.url) else (Lanes(_READERS), Lanes(1))
-        with contextlib.closing(write_parts(upload, image, read, *lanes)) as parts:
+        limits = (
+            (reading(store.url), writing(store.url))
+            if is_s3(store.url)
+            else (ConcurrencyLimit(_READERS), ConcurrencyLimit(1))
+        )
+        with contextlib.closing(write_parts(upload, image, read, *limits)) as parts:
             for nbytes in parts:
                 check()
                 if progress is not None:
@@ -314,7 +312,7 @@ def copy_out(
     assembler, read = _assembler_of(store, loaded)
     # A file takes its parts in their order, so one at a time.
     with contextlib.closing(
-        write_parts(parts, assembler, read, reading(store.url, _READERS), Lanes(1))
+        write_parts(parts, assembler, read, reading(store.url, _READERS), ConcurrencyLimit(1))
     ) as written:
         for nbytes in written:
             if progress is not None:

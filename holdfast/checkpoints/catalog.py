@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from holdfast.checkpoints.claim import names_tell
+from holdfast.checkpoints.lease import names_tell
 from holdfast.checkpoints.manifest_order import ListedManifest, manifests_in, newest_first, step_of
-from holdfast.checkpoints.slice_doubts import read_doubts_of
-from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets
+from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets, read_doubts_of
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.image.manifest import MANIFEST_BYTES_MAX, Key, Manifest, State, manifest_name
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import MANIFEST_BYTES_MAX, Manifest, State, manifest_name
 from holdfast.ring.doubts import doubt_about
 from holdfast.store.base import ObjectInfo, Store
 
@@ -39,9 +39,7 @@ class CatalogItem:
     """One manifest of the run, readable or not.
 
     Attributes:
-        name: Name of the manifest's object.
         attempt: The attempt; of one that cannot be read and has it not in its name, the newest of the run.
-        step: The step, from the name.
         manifest: What it says; None when it cannot be read.
         fault: Why restore does not use it, for people; empty when it may.
         file_bytes: Size of the portable file in the store; None when there is none.
@@ -57,9 +55,9 @@ class CatalogItem:
     unopened: bool = False
 
     @property
-    def order(self) -> Key:
+    def order(self) -> CheckpointId:
         """Newer checkpoints have a higher one."""
-        return Key(self.attempt, self.step)
+        return CheckpointId(self.attempt, self.step)
 
     @property
     def is_good(self) -> bool:
@@ -95,11 +93,9 @@ class CatalogLook:
     """One listing of a run, of which manifests are read one by one. May be used from any thread.
 
     Args:
-        store: The run.
         step: Only of this step; None: of all.
 
     Attributes:
-        names: The manifests, newest first.
         is_empty: Whether there is nothing at all at the URL.
     """
 
@@ -165,7 +161,7 @@ class CatalogLook:
         """As `Catalog.slices`, of this listing."""
         return find_sets(self._objects)
 
-    def doubted_slices(self) -> Mapping[Key, str]:
+    def doubted_slices(self) -> Mapping[CheckpointId, str]:
         """The sets of slices that may be torn, with the reason. Raises `StoreError`."""
         doubts = read_doubts_of(self._store, self._objects)
         found = {one.order: doubt_about(doubts, one.order) for one in self.slices()} if doubts else {}
@@ -242,10 +238,8 @@ class Catalog:
         return list(self.newest_first())
 
     def newest_good(self) -> CatalogItem | None:
-        """The newest that restore may use, with a caveat or not. Reads no manifest of an older one.
-
-        Raises:
-            StoreError: The store failed.
+        """The newest that restore may use, with a caveat or not. Reads no manifest of an older one. Raises
+        `StoreError`.
         """
         return next((item for item in self.newest_first() if item.is_good), None)
 
@@ -315,10 +309,8 @@ class Catalog:
         raise DamageError(f"{self._store.url}: step {step}: {items[0].fault}")
 
     def slices(self) -> Sequence[SliceSet]:
-        """What ranks wrote to the store themselves and is no file yet, newest first; by name, nothing is read.
-
-        Raises:
-            StoreError: The store failed.
+        """What ranks wrote to the store themselves and is no file yet, newest first; by name, nothing is read. Raises
+        `StoreError`.
         """
         return find_sets(self._store.list())
 

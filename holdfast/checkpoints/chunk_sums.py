@@ -26,7 +26,6 @@ class ChunkSums(NamedTuple):
 
     Attributes:
         entries: Of each run. `crc32s`: its CRC-32. `sizes`: its bytes.
-        crc32: Of the chunk.
         nonfinite: Entry → how many of its numbers here are not finite, if any are; None: a read has cut one in two.
     """
 

@@ -15,10 +15,7 @@ class Identity:
     """The process and the machine of a writer.
 
     Attributes:
-        host: Name of the machine, for people.
-        boot_id: Random for each start of the machine's kernel.
         pid_namespace: Pids mean something only within it: containers of one machine share host and boot.
-        pid: The process.
         started: Its start time in ticks since boot, 0 where the system does not tell.
     """
 

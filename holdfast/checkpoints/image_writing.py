@@ -1,9 +1,9 @@
 """Writes an image part by part, while the frames of the parts after it are being read.
 
-    frames in lanes ─► all of a part are there ─► its chunks finished, in their order ─► part written, in a lane
-          └ as many parts at once as lanes make faster, and as there is memory for (to a file two, one after the other)
+    frames are read ─► all of a part are there ─► its chunks finished, in their order ─► part written
+          └ as many parts at once as are faster, and as there is memory for (to a file two, one after the other)
 
-What has no lane yet when something fails, or when the caller wants no more, does not begin.
+After a failure or cancellation, queued parts are not started.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Protocol
 from holdfast.crc import combine_all
 from holdfast.errors import ProtocolError
 from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.process import available_memory_bytes
 from holdfast.ring.pages import direct_window
-from holdfast.store.lanes import Lanes, LanesUntilFailure, LaneUse
+from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, LimitedUntilFailure
 
 _BUFFERS_MIN = 2  # one is filled while the other is written
 _BYTES_MAX, _MEMORY_SHARE = 4 << 30, 4  # of all parts at once, and of what is available
@@ -49,7 +49,7 @@ class Parts(Protocol):
 class Finished:
     """The facts of an image that a manifest states."""
 
-    key: Key
+    key: CheckpointId
     index: LayoutIndex
     image_crc32: int
     chunk_crc32s: tuple[int, ...]
@@ -86,19 +86,19 @@ class _PartAtWork:
 
 
 def write_parts(
-    upload: Parts, image: Image, read: Read, readers: Lanes, writers: Lanes
+    upload: Parts, image: Image, read: Read, readers: ConcurrencyLimit, writers: ConcurrencyLimit
 ) -> Generator[int, None, None]:
     """Write all parts; gives the bytes of each when it is written. Blocks; a consumer that stops closes it.
 
-    Memory is two parts where one is written at a time; else one for each lane, within a quarter of the memory that is
-    available and 4 GiB, the copies among it that frames of several pieces take while they are read.
+    Memory is two parts where one is written at a time; else one for each request, within a quarter of the available
+    memory and 4 GiB, the copies among it that frames of several pieces take while they are read.
 
     Args:
-        upload: Where the parts go. With one lane for writers it gets them in their order.
+        upload: Where the parts go. With a limit of one writer it gets them in their order.
         image: Makes the chunks.
         read: Reads a rank's bytes. Any thread.
-        readers: Lanes for frames.
-        writers: Lanes for parts.
+        readers: The limit for frames.
+        writers: The limit for parts.
 
     Raises:
         ProtocolError: The parts are no multiple of the chunks.
@@ -112,23 +112,23 @@ def write_parts(
     ends: SimpleQueue[tuple[Future[int], _PartAtWork]] = SimpleQueue()
     free: list[memoryview] = []
     at_work = 0
-    requests = LanesUntilFailure()
+    requests = LimitedUntilFailure()
 
     def read_frame(chunk: int, rank: int, memory: memoryview) -> int:
-        def request(lane: LaneUse) -> int:
+        def call(request: LimitedRequest) -> int:
             image.read_frame(chunk, rank, memory, read)
-            lane.nbytes = sum(extent.nbytes for extent in layout.pieces(chunk, rank))
-            return lane.nbytes
+            request.nbytes = sum(extent.nbytes for extent in layout.pieces(chunk, rank))
+            return request.nbytes
 
-        return requests.run(readers, request)
+        return requests.run(readers, call)
 
     def write(part: _PartAtWork, crc: int) -> int:
-        def request(lane: LaneUse) -> int:
+        def call(request: LimitedRequest) -> int:
             upload.write_part(part.number, part.chunks, crc)
-            lane.nbytes = sum(chunk.nbytes for chunk in part.chunks)
-            return lane.nbytes
+            request.nbytes = sum(chunk.nbytes for chunk in part.chunks)
+            return request.nbytes
 
-        return requests.run(writers, request)
+        return requests.run(writers, call)
 
     def submit(part: _PartAtWork, future: Future[int]) -> None:
         future.add_done_callback(lambda ended: ends.put((ended, part)))
@@ -180,6 +180,6 @@ def _part_chunks(upload: Parts, layout: Layout) -> int:
 
 
 def _buffers(nbytes: int) -> int:
-    """How many parts may be at work where there are lanes for all: each takes its memory twice at the most."""
+    """How many parts may be at work where the limit allows all: each takes its memory twice at the most."""
     share_bytes = min(_BYTES_MAX, available_memory_bytes() // _MEMORY_SHARE)
     return max(_BUFFERS_MIN, share_bytes // (2 * nbytes))

@@ -41,12 +41,6 @@ class Intent(BaseModel):
     """One file that is about to get its name, or to lose it.
 
     Attributes:
-        act: Which of the two.
-        file: Its name.
-        write_id: Of the upload that wrote it.
-        nbytes: Its size.
-        chunk_bytes: As given to `Store.begin`.
-        part_bytes: The upload's, with `publish`.
         token: The upload's, with `publish`, where the store has one: it tells this write from any other.
     """
 
@@ -136,10 +130,8 @@ def clear_intents(store: Store, before_attempt: int, is_wanted: Callable[[str], 
 
 
 def take_back(store: Store, write_id: str) -> str:
-    """Remove the file of this write if it is there and not listed, and the intent; the file's name, or nothing.
-
-    Raises:
-        StoreError: The store failed; may be called again.
+    """Remove the file of this write if it is there and not listed, and the intent; the file's name, or nothing. Raises
+    `StoreError`: the store failed; may be called again.
     """
     intent = _read(store, intent_name(write_id))
     if intent is None:

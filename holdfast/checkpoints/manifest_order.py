@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.image.manifest import Key, Manifest, is_manifest_name
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import Manifest, is_manifest_name
 from holdfast.store.base import ObjectInfo, Store
 
 _NAME = re.compile(r"step-(\d+)(?:-a(\d+))?\.json")
@@ -31,7 +32,7 @@ _READERS = 16
 class ListedManifest(NamedTuple):
     """One manifest of a listing. Without an attempt it counts as the newest attempt of all."""
 
-    order: Key
+    order: CheckpointId
     name: str
     nbytes: int
 
@@ -54,7 +55,7 @@ def newest_first(
     Args:
         store: The run, of which the beginnings of manifests are read where names do not tell the attempt.
         objects: Its listing.
-        names_tell: Whether a plain name means attempt 1 (`holdfast.checkpoints.claim.names_tell`).
+        names_tell: Whether a plain name means attempt 1 (`holdfast.checkpoints.lease.names_tell`).
 
     Raises:
         StoreError: The store failed.
@@ -71,7 +72,9 @@ def newest_first(
     told |= dict(zip((info.name for info in unsaid), _attempts_said(store, unsaid), strict=True))
     newest = max((attempt for attempt in told.values() if attempt is not None), default=0)
     found = [
-        ListedManifest(Key(newest if (said := told[info.name]) is None else said, step_of(info.name)), *info)
+        ListedManifest(
+            CheckpointId(newest if (said := told[info.name]) is None else said, step_of(info.name)), *info
+        )
         for info in listed
     ]
     return sorted(found, reverse=True)

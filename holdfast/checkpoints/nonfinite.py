@@ -28,7 +28,6 @@ class FloatFormat:
     """The layout of a floating-point dtype in memory.
 
     Attributes:
-        nbytes: Of one value.
         mask: The bits that are all set in a value that is not finite, and in no other. Those above are the sign.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import uuid
 from collections.abc import Collection, Mapping
@@ -11,21 +10,13 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from holdfast.errors import BusyError, DamageError, StoreError, StoreMissing
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
-from holdfast.image.manifest import (
-    EntryRecord,
-    Key,
-    Manifest,
-    State,
-    manifest_name,
-    step_file_name,
-)
+from holdfast.image.manifest import EntryRecord, Manifest, State, manifest_name, step_file_name
 from holdfast.image.replicas import drift_of
+from holdfast.image.save_record import StepRecord
 from holdfast.image.split_record import SPLITS_MAX, SplitRecord
 from holdfast.store.base import Store
-
-_STALL_SECONDS_MAX = 1e9  # in a record from outside; longer is no stall of anything
-_RANK_DIGITS_MAX = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +32,6 @@ class ManifestFacts:
     """Facts about a checkpoint that its manifest states beside the bytes.
 
     Attributes:
-        times: When it was staged and durable.
         record: Times and bytes of the ranks and the stager, for people.
         writer: Key in the record with the times of the process that wrote the file.
         doubt: Why the checkpoint may be torn, as far as is known; empty where nobody doubts it.
@@ -57,7 +47,7 @@ class Publishing(Protocol):
     """A checkpoint whose bytes are all in the store: what its manifest says of them."""
 
     @property
-    def key(self) -> Key: ...
+    def key(self) -> CheckpointId: ...
 
     @property
     def index(self) -> LayoutIndex: ...
@@ -72,7 +62,7 @@ class Publishing(Protocol):
     def entry_crc32s(self) -> tuple[int, ...]: ...
 
 
-def choose_name(store: Store, key: Key, taken: Collection[str]) -> str:
+def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
     """The name under which a checkpoint is published. No other attempt ever writes it, however late it wakes up.
 
     The first attempt of a run has the plain names, each later one carries its number. A name at which anything stands
@@ -99,14 +89,14 @@ def choose_name(store: Store, key: Key, taken: Collection[str]) -> str:
     )
 
 
-def names_of(key: Key) -> tuple[str, ...]:
+def names_of(key: CheckpointId) -> tuple[str, ...]:
     """The names that a checkpoint may have, in order; those behind the first are for where a stranger's file stands."""
     plain, numbered = step_file_name(key.step), step_file_name(key.step, attempt=key.attempt)
     zero = numbered.replace("-a", "-a0")
     return (plain, numbered, zero) if key.attempt == 1 else (numbered, zero)
 
 
-def _is_manifest_there(store: Store, file: str, key: Key) -> bool:
+def _is_manifest_there(store: Store, file: str, key: CheckpointId) -> bool:
     """Whether anything stands at the name of this file's manifest; raises `BusyError` if that is this checkpoint."""
     name = manifest_name(file)
     try:
@@ -172,31 +162,6 @@ def writer_attempt(write_id: str) -> int:
     return int(match[1]) if match else 0
 
 
-def saved_at_unix(record: Mapping[str, Any]) -> float | None:
-    """The earliest `saved_at_unix` of the ranks; None if none says so. The record is input from outside."""
-    ranks = record.get("ranks")
-    found: list[float] = []
-    for said in ranks.values() if isinstance(ranks, dict) else []:
-        value = said.get("saved_at_unix") if isinstance(said, dict) else None
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            found.append(float(value))
-    return min(found, default=None)
-
-
-def stall_seconds_of(record: Any) -> dict[int, float]:
-    """Seconds that a checkpoint cost the training thread of each rank (CST). The record is input from outside."""
-    ranks = record.get("ranks") if isinstance(record, Mapping) else None
-    found: dict[int, float] = {}
-    for rank, said in ranks.items() if isinstance(ranks, Mapping) else []:
-        value = said.get("cst_seconds") if isinstance(said, Mapping) else None
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            continue
-        is_rank = len(str(rank)) <= _RANK_DIGITS_MAX and str(rank).isdecimal()
-        if is_rank and 0 <= value < _STALL_SECONDS_MAX:
-            found[int(rank)] = float(value)
-    return found
-
-
 def build_manifest(
     job: Publishing,
     *,
@@ -208,8 +173,8 @@ def build_manifest(
 ) -> Manifest:
     """The commit record of a checkpoint whose bytes are all in the store."""
     layout = job.index.layout
-    times, record = facts.times, facts.record
-    saved = saved_at_unix(record)
+    times, record = facts.times, StepRecord.from_json(facts.record)
+    saved = record.saved_at_unix
     began = times.staged_at_unix if saved is None else saved
     return Manifest(
         run=run,
@@ -235,5 +200,5 @@ def build_manifest(
         ),
         tensors=job.index.tensor_records,
         splits=tuple(map(SplitRecord.of, layout.patterns[:SPLITS_MAX])),
-        record={**record, facts.writer: dict(writer_record)},
+        record={**facts.record, facts.writer: dict(writer_record)},
     )

@@ -3,6 +3,7 @@
     RUN/slices/step-000000123-a002-r00001of00004.slice        frames, padded (holdfast/image/slices.py)
     RUN/slices/step-000000123-a002-r00001of00004.seal.json    written last: only now the slice exists
     RUN/slices/layout-a002-<digest>.layout                    of all slices of that attempt and layout, before any seal
+    RUN/slices/doubts-a002-r00001.json                        what rank 1 doubts, written once (holdfast/ring/doubts.py)
 
 A *set* is what the store has of one (attempt, step) for one number of ranks. It is complete when all its seals are
 there; nobody writes that down, so nobody can write it wrongly. Names say all that is needed to find and to remove one;
@@ -11,18 +12,19 @@ what is inside is input from outside and is read by `load`, with a limit on ever
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from holdfast.checkpoints.slice_doubts import attempt_of
 from holdfast.errors import DamageError, ProtocolError, StoreMissing
 from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.image.slices import SliceSeal, area_bytes
+from holdfast.ring.doubts import DoubtedSteps, from_bytes, to_bytes
 from holdfast.store.base import ObjectInfo, Store
 
 PREFIX = "slices/"
@@ -34,6 +36,10 @@ _SLICE = re.compile(r"slices/step-(\d{9,19})-a(\d{3,18})-r(\d{5,10})of(\d{5,10})
 _LAYOUT = re.compile(r"slices/layout-a(\d{3,18})-([0-9a-f]{64})\.layout")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _UPLOAD = re.compile(r"slice-a(\d{3,18})-")
+_DOUBTS = re.compile(r"slices/doubts-a(\d{3,18})-r(\d{5,10})\.json")
+_DOUBTS_BYTES_MAX = 1 << 20
+
+_log = logging.getLogger("holdfast.catalog")
 
 
 class SliceName(NamedTuple):
@@ -57,8 +63,8 @@ class SliceName(NamedTuple):
         return f"{self._base}.seal.json"
 
     @property
-    def order(self) -> Key:
-        return Key(self.attempt, self.step)
+    def order(self) -> CheckpointId:
+        return CheckpointId(self.attempt, self.step)
 
 
 def layout_name(attempt: int, digest: str) -> str:
@@ -106,9 +112,9 @@ class SliceSet:
     slices: dict[int, int] = field(default_factory=dict)
 
     @property
-    def order(self) -> Key:
+    def order(self) -> CheckpointId:
         """Newer checkpoints have a higher one (as `Manifest.order`)."""
-        return Key(self.attempt, self.step)
+        return CheckpointId(self.attempt, self.step)
 
     @property
     def complete(self) -> bool:
@@ -134,13 +140,7 @@ class SliceSet:
 
 
 class LoadedSet(NamedTuple):
-    """A complete set whose seals agree.
-
-    Attributes:
-        found: The set.
-        layout: Of the image.
-        seals: Of each rank, in order of rank.
-    """
+    """A complete set whose seals agree."""
 
     found: SliceSet
     layout: Layout
@@ -165,10 +165,6 @@ def find_sets(objects: Iterable[ObjectInfo]) -> list[SliceSet]:
 
 def read_seal(store: Store, name: SliceName) -> SliceSeal:
     """The seal of one slice.
-
-    Args:
-        store: The run.
-        name: Whose.
 
     Raises:
         StoreMissing: It is gone.
@@ -227,7 +223,7 @@ def load_set(store: Store, found: SliceSet) -> LoadedSet:
                     f"{store.url}: {found.order}: {names[0].seal} is of layout {seals[0].layout_digest[:16]}, "
                     f"{name.seal} of {seal.layout_digest[:16]}: they are no parts of one image"
                 )
-            if seal.record.get("job") != seals[0].record.get("job"):
+            if seal.save_record.job != seals[0].save_record.job:
                 raise DamageError(
                     f"{store.url}: {found.order}: {names[0].seal} and {name.seal} are of two jobs with one attempt: "
                     "they are no parts of one image"
@@ -308,3 +304,33 @@ def sweep_uploads(store: Store, before_attempt: int) -> list[str]:
 def complete_sets(sets: Sequence[SliceSet]) -> list[SliceSet]:
     """Those that look whole, newest first."""
     return sorted((found for found in sets if found.complete), key=lambda one: one.order, reverse=True)
+
+
+# -- doubts ------------------------------------------------------------------------------------------------------
+
+
+def attempt_of(name: str) -> int | None:
+    """The attempt in the name of a file of doubts; None for other names."""
+    match = _DOUBTS.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def write_doubt(store: Store, steps: DoubtedSteps) -> None:
+    """Write down what a rank doubts. Raises `StoreError`."""
+    name = f"slices/doubts-a{steps.attempt:03d}-r{steps.doubt.rank:05d}.json"
+    store.write(name, to_bytes([steps]))
+
+
+def read_doubts_of(store: Store, objects: Iterable[ObjectInfo]) -> list[DoubtedSteps]:
+    """What ranks doubt, by this listing of the run. Raises `StoreError`."""
+    found: list[DoubtedSteps] = []
+    for info in objects:
+        if attempt_of(info.name) is None:
+            continue
+        try:
+            found += from_bytes(store.read(info.name, _DOUBTS_BYTES_MAX), source=f"{store.url}/{info.name}")
+        except StoreMissing:  # its attempt was cleared away meanwhile
+            continue
+        except DamageError as error:
+            _log.error("%s: which slices are doubtful cannot be read: %s", info.name, error)
+    return found

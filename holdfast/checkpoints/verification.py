@@ -34,7 +34,7 @@ from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import EntryRecord, Manifest, NonfiniteRecord
 from holdfast.ring.pages import direct_window
 from holdfast.store.base import Store
-from holdfast.store.lanes import Lanes, LanesUntilFailure, LaneUse, reading
+from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, LimitedUntilFailure, reading
 from holdfast.store.ranged import RangedFile
 
 _log = logging.getLogger("holdfast.verify")
@@ -73,10 +73,7 @@ class VerifyReport:
     """The outcome of reading one checkpoint back.
 
     Attributes:
-        file: Name of the file.
-        step: Its step.
         checked_bytes: How many bytes were read and checked.
-        damage: What does not hold; empty when all does.
         nonfinite: Numbers that are not finite; None when they could not be counted, as of a damaged file.
     """
 
@@ -158,8 +155,8 @@ def verify_file(
         return report(Damage("file", shorter, longer - shorter, *lengths, tensors))
     found = _Found(manifest)
     try:
-        lanes = reading(store.url, threads)
-        with closing(_chunk_sums(store, manifest, lanes, buffer_bytes)) as chunks:
+        limit = reading(store.url, threads)
+        with closing(_chunk_sums(store, manifest, limit, buffer_bytes)) as chunks:
             for chunk, sums in enumerate(chunks):
                 found.add(chunk, sums)
                 if progress is not None:
@@ -177,23 +174,23 @@ def verify_file(
 
 
 def _chunk_sums(
-    store: Store, manifest: Manifest, lanes: Lanes, buffer_bytes: int
+    store: Store, manifest: Manifest, limit: ConcurrencyLimit, buffer_bytes: int
 ) -> Generator[ChunkSums, None, None]:
-    """The sums of each chunk, in order, each computed in a lane of its own."""
+    """The sums of each chunk, in order, each computed in a request of its own."""
     most_bytes = max(1, min(buffer_bytes, manifest.chunk_bytes, manifest.image_bytes))
     chunks = len(manifest.chunk_crc32s)
     buffers = _Buffers(most_bytes)
     bounds = EntryBounds(manifest.entries)
     formats = float_formats(manifest)
-    requests = LanesUntilFailure()
+    requests = LimitedUntilFailure()
 
     def sums_of(chunk: int) -> ChunkSums:
-        return requests.run(lanes, lambda lane: read(chunk, lane))
+        return requests.run(limit, lambda request: read(chunk, request))
 
-    def read(chunk: int, lane: LaneUse) -> ChunkSums:
-        with buffers.borrowed(lanes.width) as buffer:
+    def read(chunk: int, request: LimitedRequest) -> ChunkSums:
+        with buffers.borrowed(limit.width) as buffer:
             sums = sums_of_chunk(store, manifest, chunk, (bounds, formats), buffer)
-            lane.nbytes = bytes_of_chunk(manifest, chunk)
+            request.nbytes = bytes_of_chunk(manifest, chunk)
             if sums.crc32 == manifest.chunk_crc32s[chunk]:
                 return sums
             # A byte may have changed on its way here only: what lies in the store is the same every time.
@@ -206,8 +203,8 @@ def _chunk_sums(
                 )
             return again
 
-    # A result that waits for those before it is small, and the threads of lanes that are not used wait.
-    with ThreadPoolExecutor(min(lanes.most, chunks), thread_name_prefix="verify") as readers:
+    # A result that waits for those before it is small, and threads above the limit wait.
+    with ThreadPoolExecutor(min(limit.most, chunks), thread_name_prefix="verify") as readers:
         try:
             yield from readers.map(sums_of, range(chunks))
         except CancelledError:
@@ -217,20 +214,20 @@ def _chunk_sums(
 
 
 class _Buffers:
-    """One buffer for each lane: the more lanes, the smaller, so that all of them together stay below a limit."""
+    """One buffer for each request: the more requests, the smaller, so that all together stay below a bound."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._free: list[memoryview] = []
 
     @contextmanager
-    def borrowed(self, lanes: int) -> Iterator[memoryview]:
-        share_bytes = max(_BUFFER_BYTES_MIN, _BUFFERS_BYTES_MAX // lanes & -_BUFFER_BYTES_MIN)
+    def borrowed(self, requests: int) -> Iterator[memoryview]:
+        share_bytes = max(_BUFFER_BYTES_MIN, _BUFFERS_BYTES_MAX // requests & -_BUFFER_BYTES_MIN)
         nbytes = min(self._most_bytes, share_bytes)
         buffer = None
         with suppress(IndexError):
             buffer = self._free.pop()
-        if buffer is None or len(buffer) != nbytes:  # the number of lanes has changed
+        if buffer is None or len(buffer) != nbytes:  # the limit has changed
             buffer = direct_window(nbytes)
         yield buffer
         self._free.append(buffer)

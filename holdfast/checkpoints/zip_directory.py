@@ -56,16 +56,7 @@ class StatedRecord(NamedTuple):
 
 
 def plain_directory(store: Store, name: str, nbytes: int) -> dict[bytes, StatedRecord] | None:
-    """The records of a zip file by name; None if its directory is not plain, or none at all.
-
-    Args:
-        store: The run.
-        name: The file.
-        nbytes: Its size.
-
-    Raises:
-        StoreError: The store failed.
-    """
+    """The records of a zip file by name; None if its directory is not plain, or none at all. Raises `StoreError`."""
     tail = _read(store, name, max(0, nbytes - _TAIL_BYTES), min(nbytes, _TAIL_BYTES))
     if len(tail) < _TAIL_BYTES:
         return None

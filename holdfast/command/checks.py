@@ -22,7 +22,6 @@ class Finding:
 
     Attributes:
         check: Short and stable name, such as `mpi ulfm`; for `--json` and for people who grep.
-        state: How the check ended.
         seen: What the check found, with figures.
         fix: What to do about it; empty if the state is ok.
     """
@@ -39,9 +38,7 @@ class CheckPlan:
 
     Attributes:
         store: URL of the run; None: the store is not checked.
-        runtime_dir: Directory of the ring.
         ring_bytes: Size of the ring, at first.
-        chunk_bytes: Size of a chunk.
         hostfile: Hosts of the MPI job, for mpirun; None: this machine alone.
         ring_grows: It becomes larger when a checkpoint needs it.
     """

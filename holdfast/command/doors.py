@@ -11,7 +11,7 @@ from holdfast.extras import install_line
 
 if TYPE_CHECKING:
     from holdfast.checkpoints.image_writing import Image
-    from holdfast.image.manifest import Key
+    from holdfast.image.checkpoint_id import CheckpointId
 
 
 _GROUP = "holdfast.doors"
@@ -21,8 +21,6 @@ class Exported(NamedTuple):
     """An export that was written.
 
     Attributes:
-        nbytes: Size of the export.
-        tensors: Number of tensors.
         tied: Tied tensors: name to the name of the tensor that it shares memory with.
     """
 
@@ -52,14 +50,12 @@ class Foreign(Protocol):
         """Size of the checkpoint file."""
         ...
 
-    def image(self, key: Key) -> Image: ...
+    def image(self, key: CheckpointId) -> Image: ...
 
 
 def door(name: str) -> Any:
-    """Load the exporter or importer that is registered under this name.
-
-    Raises:
-        ConfigError: It cannot be loaded here; the message says what to install.
+    """Load the exporter or importer that is registered under this name. Raises `ConfigError`: it cannot be loaded here;
+    the message says what to install.
     """
     point = next(iter(entry_points(group=_GROUP, name=name)), None)
     if point is None:

@@ -16,10 +16,8 @@ from holdfast.errors import ConfigError, StoreError
 
 
 def place(destination: Path, file_name: str, *, force: bool) -> Path:
-    """Where the file goes: `destination`, or in it if that is a directory.
-
-    Raises:
-        ConfigError: It cannot go there; said before anything is read.
+    """Where the file goes: `destination`, or in it if that is a directory. Raises `ConfigError`: it cannot go there;
+    said before anything is read.
     """
     try:
         path = destination / file_name if destination.is_dir() else destination

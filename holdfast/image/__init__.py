@@ -1,9 +1,10 @@
 """The place of every byte of a checkpoint.
 
 layout, layout_fields, index    each byte's place and its sender; the fields on the wire and on disk; lookups per chunk
-entries, chunks, chunk_size     the entries of the image; work on one chunk; the size of chunks
+entries, chunks                 the entries of the image; work on one chunk
 regions, split_record           the parts of a split tensor; how it was split, for the manifest
 replicas                        whether replicas are the same on all ranks
 slices                          one rank's slice, as a tier keeps it
+checkpoint_id, save_record      the name of a checkpoint; times and bytes of one save
 manifest                        the commit record of a checkpoint
 """

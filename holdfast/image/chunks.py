@@ -14,8 +14,8 @@ import numpy as np
 
 from holdfast.crc import combine, combine_all, crc32, crc32_of_each
 from holdfast.errors import DamageError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
-from holdfast.image.manifest import Key
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -34,7 +34,7 @@ class VerifyJob(Protocol):
     """A chunk to verify, and the CRC that each sender stated for its frame."""
 
     @property
-    def key(self) -> Key: ...
+    def key(self) -> CheckpointId: ...
 
     @property
     def chunk(self) -> int: ...
@@ -50,12 +50,11 @@ class PatchJob(Protocol):
     """A chunk to patch: the CRCs for its fields, and those so far of the segments that they lie in.
 
     Attributes:
-        entry_crcs: For each of `LayoutIndex.fields[chunk].entries`.
         verified_crcs: Of each of its `segments`, their fields zero.
     """
 
     @property
-    def key(self) -> Key: ...
+    def key(self) -> CheckpointId: ...
 
     @property
     def chunk(self) -> int: ...

@@ -29,10 +29,7 @@ class SentPart(NamedTuple):
     """The bytes of one segment that one rank sends.
 
     Attributes:
-        entry: Of the segment.
         inside: Number of its first byte among those that the rank holds of the entry; of literals 0.
-        nbytes: How many.
-        extents: Where they lie in the image, ascending.
     """
 
     entry: int | None
@@ -72,8 +69,6 @@ class TensorInfo:
 
     Attributes:
         path: Path in the state, such as `model/blocks.0.weight`.
-        dtype: Name of the dtype without `torch.`.
-        shape: Its shape.
         entry: Index of the entry that holds its storage (tied tensors share one).
     """
 

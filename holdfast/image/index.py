@@ -29,9 +29,7 @@ class FieldPart(NamedTuple):
     """The part of one CRC field that lies in one chunk.
 
     Attributes:
-        offset: Where it begins in the chunk.
         first: Which of the field's four bytes is its first. `nbytes`: how many there are.
-        entry: The entry whose CRC it states.
     """
 
     offset: int
@@ -69,8 +67,6 @@ class LayoutIndex:
     """Lookups over one layout. Immutable after construction; may be read from any thread.
 
     Attributes:
-        layout: The layout.
-        fields: Per chunk, the CRC fields in it.
         needs: Per chunk, the entries whose CRC must be known before it can be written.
         waiting: Per entry, the chunks that hold its CRC fields.
         places: Per entry, `(chunk, index of the segment in the chunk)` of all its bytes, in order.

@@ -14,7 +14,7 @@ from typing import Any, Self
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import SPLIT, TEXT_MAX, Entry, TensorInfo
 from holdfast.image.regions import Pattern
-from holdfast.price import inflate_json
+from holdfast.parse_cost import inflate_json
 
 ALIGNMENT_BYTES = 4096
 _FORMAT = 1
@@ -31,13 +31,8 @@ class LayoutFields:
     """The fields of a layout, as they travel and lie in files.
 
     Args:
-        image_bytes: Size of the final file.
         chunk_bytes: Size of a chunk; a multiple of 4096.
-        ranks: Number of training ranks.
-        entries: In order of offset, not overlapping.
-        tensors: What the entries hold.
         spared: Ranks without a slice, ascending; not all of them.
-        patterns: How entries are split that are.
 
     Raises:
         ProtocolError: The parts contradict each other. A layout also comes from outside (wire, disk), so all that is

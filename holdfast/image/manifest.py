@@ -4,23 +4,22 @@
 checkpoint. A manifest is written last and whole. It is written once more when the checkpoint has been read back
 (`state` becomes `verified` or `bad`, `note` and `nonfinite` are added), and when it turns out to be doubtful (`doubt`);
 nothing else in it changes then.
-
-Order is (attempt, step), never a clock: clocks jump, and step numbers repeat after a restart from an older step.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from holdfast.errors import DamageError
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.save_record import StepRecord
 from holdfast.image.split_record import SPLITS_MAX, SplitRecord
-from holdfast.price import PLAIN_FACTOR, TooDearError, check_price, json_price
+from holdfast.parse_cost import PLAIN_FACTOR, InputTooLarge, check_cost, json_cost
 from holdfast.sealed import seal, unseal
 
 _CRC_FIELD = "manifest_crc32"
@@ -30,42 +29,10 @@ MANIFEST_BYTES_MAX = 1 << 28  # over a million tensors; a larger one is not read
 _NAMES_TOLD = 4
 _COMPLAINTS_SHOWN = 3  # pydantic says each thing that is wrong, and all of the input with it
 _NAME = re.compile(r"step-(\d{9,19})(-a\d{3,10})?\.json")
-_LABEL = re.compile(r"(\d{1,18})-a0*([1-9]\d{0,17})", re.ASCII)
 READ_BACK = "read back and found whole"  # the note of a checkpoint that is whole, and drifted or doubtful
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 _Crc = Annotated[int, Field(ge=0, lt=2**32)]
 _Text = Annotated[str, Field(max_length=4096)]
-
-
-class Key(NamedTuple):
-    """Names one checkpoint; older ones compare lower."""
-
-    attempt: int
-    step: int
-
-    def __str__(self) -> str:
-        return f"step {self.step} (attempt {self.attempt})"
-
-    @property
-    def label(self) -> str:
-        """`STEP-aATTEMPT`, such as `1200-a3`: in settings and reports, where one word is wanted."""
-        return f"{self.step}-a{self.attempt}"
-
-    @classmethod
-    def of_label(cls, text: str) -> Self:
-        """Read what `label` wrote.
-
-        Raises:
-            ValueError: It is not one.
-        """
-        match = _LABEL.fullmatch(text)
-        if match is None:
-            raise ValueError(f"a checkpoint as STEP-aATTEMPT, such as 1200-a3, expected; got {text!r}")
-        return cls(attempt=int(match[2]), step=int(match[1]))
-
-    def is_set_aside(self, others: Iterable[Key]) -> bool:
-        """Whether it is one of `others`, or was saved after one by the same attempt."""
-        return any(other.attempt == self.attempt and other.step <= self.step for other in others)
 
 
 class State(StrEnum):
@@ -104,7 +71,6 @@ class NonfiniteRecord(_ManifestRecord):
 
     Attributes:
         values: How many there are. In a storage that several tensors share they count once.
-        tensors: How many tensors have some.
         named: How many each of those has, by path: the first `NONFINITE_NAMED_MAX` in the order of the state.
     """
 
@@ -127,7 +93,6 @@ class Manifest(_ManifestRecord):
     Attributes:
         run: Name of the run (last part of the URL).
         attempt: Fencing epoch of the writer; 1 for the first start of a run, more after each restart.
-        file: Name of the portable file beside the manifest.
         drift: Why the replicas of which it was put together are not the same; empty as far as is known. Where it is not
             empty, `state` is never `verified`: it stays `durable` when the file was found whole, and `note` says so.
         doubt: Why it may be torn: a rank that copied it while training went on has later seen its state change in a way
@@ -184,9 +149,8 @@ class Manifest(_ManifestRecord):
         return self
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Newer checkpoints have a higher one."""
-        return (self.attempt, self.step)
+    def order(self) -> CheckpointId:
+        return CheckpointId(self.attempt, self.step)
 
     @property
     def is_drifted(self) -> bool:
@@ -213,9 +177,7 @@ class Manifest(_ManifestRecord):
     @property
     def is_proven(self) -> bool:
         """Whether each rank has finished its copy inside `save()`. So it is where a record does not say otherwise."""
-        ranks = self.record.get("ranks")
-        said = ranks.values() if isinstance(ranks, dict) else ()
-        return not any(isinstance(one, dict) and one.get("copied_inside") is False for one in said)
+        return StepRecord.from_json(self.record).is_copied_inside
 
     def doubted(self, doubt: str) -> Self:
         """The same checkpoint, now doubtful. What read-back has found stays true of its bytes."""
@@ -243,7 +205,7 @@ class Manifest(_ManifestRecord):
         """
         body = _unsealed(data, source)
         try:
-            check_price(json_price(body), len(data), PLAIN_FACTOR)
+            check_cost(json_cost(body), len(data), PLAIN_FACTOR)
             # First: pydantic keeps a copy of all the input with each field that is missing.
             document = from_json(body)
             missing = [
@@ -257,7 +219,7 @@ class Manifest(_ManifestRecord):
                     f"{source}: this version cannot read the manifest: it has no {', '.join(missing)}"
                 )
             return cls.model_validate_json(body)
-        except TooDearError as error:
+        except InputTooLarge as error:
             raise DamageError(f"{source}: not read: {error}; find out who wrote it") from error
         except (ValidationError, ValueError, TypeError, RecursionError) as error:
             raise DamageError(

@@ -74,15 +74,6 @@ class Comb:
 
     Offsets count from the tensor's first byte. The region's own bytes are numbered as its holder has them: run after
     run. Immutable.
-
-    Args:
-        shape: Of the whole tensor.
-        item_bytes: Of one element.
-        region: Lies within `shape`; not empty.
-
-    Attributes:
-        nbytes: Of the region.
-        run_bytes: Of each run.
     """
 
     __slots__ = ("_outer", "_start", "_strides", "nbytes", "run_bytes")
@@ -182,8 +173,6 @@ class Pattern:
     """How the tensors of one shape are split. Immutable.
 
     Args:
-        shape: Of the whole tensor.
-        item_bytes: Of one element.
         regions: In any order; none of them empty.
         holders: Of each region, the ranks that hold it, ascending; at least one.
 
@@ -300,11 +289,7 @@ class Pattern:
 
     @classmethod
     def from_json(cls, document: Any) -> Self:
-        """Read what `to_json` made; it is input from outside.
-
-        Raises:
-            ProtocolError: It is not that.
-        """
+        """Read what `to_json` made; it is input from outside. Raises `ProtocolError`."""
         try:
             shape, item_bytes, regions = document
             return cls(

@@ -39,18 +39,17 @@ import numpy as np
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import REPLICATED
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import StepRecord
 
 OnDivergence = Literal["warn", "refuse", "off"]
 
 FIELD = "replicas"  # of DONE
-DIGEST_FIELD = "replicas_digest"  # of what a rank says of a step: in its record, and in the seal of its slice
 ROW_BYTES = 64  # a cache line: reading one byte of it costs as much as reading it all
 _ROWS_MAX = 64  # of one entry, at one checkpoint
 _NAMED_MAX = 5
 _LAYOUTS_KEPT = 4
 _GROUPS_MAX = 4
 _RANKS_MAX = 8
-_RANK_DIGITS_MAX = 10
 _DRIFT_CHARACTERS_MAX = 4000
 _WHOLE_BYTES_MAX = ROW_BYTES * _ROWS_MAX  # of an entry of which every row is looked at, each time
 _U64 = 2**64 - 1
@@ -119,11 +118,7 @@ def encode(crcs: Sequence[int]) -> str:
 
 
 def decode(text: Any, count: int) -> tuple[int, ...]:
-    """Read what `encode` made of `count` fingerprints.
-
-    Raises:
-        ProtocolError: It is not that.
-    """
+    """Read what `encode` made of `count` fingerprints. Raises `ProtocolError`."""
     if not isinstance(text, str):
         raise ProtocolError(f"DONE: {FIELD} is {type(text).__name__}, expected text")
     if len(text) != 4 * -(-4 * count // 3):
@@ -151,24 +146,16 @@ def groups_of(digests: Mapping[int, str]) -> list[list[int]]:
     return [*groups.values()]
 
 
-def drift_of(record: Mapping[str, Any], step: int) -> str:
+def drift_of(record: StepRecord, step: int) -> str:
     """Why the replicas of a checkpoint are not the same; empty as far as is known.
 
     Args:
-        record: What was said of it (docs/format.md): the stager's word in `divergence`, else the ranks' digests. It is
-            input from outside.
+        record: Its record: what the stager found, else the ranks' digests.
         step: Its step.
     """
-    said = record.get("divergence")
-    message = said.get("message") if isinstance(said, Mapping) else None
-    if isinstance(message, str) and message:
-        return message[:_DRIFT_CHARACTERS_MAX]
-    ranks = record.get("ranks")
-    digests = {
-        int(rank): str(of_rank.get(DIGEST_FIELD, ""))
-        for rank, of_rank in (ranks.items() if isinstance(ranks, Mapping) else ())
-        if isinstance(of_rank, Mapping) and str(rank).isdecimal() and len(str(rank)) < _RANK_DIGITS_MAX
-    }
+    if record.drift:
+        return record.drift[:_DRIFT_CHARACTERS_MAX]
+    digests = {rank: one.replicas_digest or "" for rank, one in record.ranks.items()}
     return drifted_groups(groups_of(digests), step)
 
 
@@ -186,7 +173,6 @@ class Divergence:
     """Replicas that differ at one checkpoint.
 
     Attributes:
-        step: The checkpoint's step.
         drifted: rank → paths of tensors in which it differs from most ranks.
         undecided: Paths in which no majority agrees, so that nobody can say who drifted → the groups of equal ranks.
     """
@@ -260,11 +246,7 @@ class Replicas:
         return Divergence(step, drifted, undecided) if drifted or undecided else None
 
     def suspicion(self, step: int) -> str:
-        """What drifted at a step before, and was not shown to be equal since, as a sample may miss it; else empty.
-
-        Args:
-            step: That was compared last.
-        """
+        """What drifted at a step before, and was not shown to be equal since, as a sample may miss it; else empty."""
         if not self._open:
             return ""
         return (

@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import DamageError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Extent
+from holdfast.image.save_record import SaveRecord
 from holdfast.sealed import seal, unseal
 
 FRAME_ALIGNMENT_BYTES = 4096  # what O_DIRECT asks of memory, offset and length
@@ -70,10 +72,8 @@ class SliceSeal(BaseModel):
     """Written after the slice's bytes are durable; what makes them a slice.
 
     Attributes:
-        run: Name of the run, as in its URL.
         attempt: Of the job that wrote it. `step`: the step that is saved.
         rank: Whose slice. `ranks`: of how many.
-        layout_digest: Of the layout, which lies beside it.
         frame_crc32s: One for each of `frames_of(layout, rank)`, of its `nbytes` without the padding.
         sealed_at_unix: When it was sealed, for people and reports; 0 where nobody said so.
         record: Times and bytes, for people and reports; and `job`, a random name that all ranks of a job share: slices
@@ -94,9 +94,12 @@ class SliceSeal(BaseModel):
     record: dict[str, Any] = Field(default_factory=dict)
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Newer checkpoints have a higher one (as `Manifest.order`)."""
-        return (self.attempt, self.step)
+    def order(self) -> CheckpointId:
+        return CheckpointId(self.attempt, self.step)
+
+    @property
+    def save_record(self) -> SaveRecord:
+        return SaveRecord.from_json(self.record)
 
     def to_bytes(self) -> bytes:
         """JSON, with the CRC-32 of all the rest in its last line."""
@@ -121,11 +124,7 @@ class SliceSeal(BaseModel):
         return found
 
     def check_layout(self, layout: Layout, *, source: str) -> None:
-        """See that the seal belongs to `layout`.
-
-        Raises:
-            DamageError: It does not.
-        """
+        """See that the seal belongs to `layout`. Raises `DamageError`: it does not."""
         if self.layout_digest != layout.digest or self.ranks != layout.ranks:
             raise DamageError(f"{source}: the seal names another layout than the layout file beside it")
         if len(self.frame_crc32s) != len(frames_of(layout, self.rank)):

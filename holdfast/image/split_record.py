@@ -31,8 +31,6 @@ class SplitRecord(BaseModel):
         parts: How many different parts there were; ranks that held nothing do not count.
         cuts: Of each dimension the sizes into which it was cut, as size, how many of them, next size, and so on. Empty:
             the parts were no grid, or the sizes take too many runs.
-        copies: How many ranks held a part: the fewest.
-        copies_max: The most.
         ranks: Who held the parts, in the order of the parts' places: of each part its lowest rank; then of each part
             its next one, and so on. As first rank, distance to the next one, how many, and so on. Empty: parts were not
             held by the same number of ranks, or the ranks take too many runs.

@@ -120,11 +120,7 @@ class Hello:
 
 
 def hello_bytes(begun: bytes) -> int | None:
-    """How many bytes the hello has whose beginning this is; None as long as that is not known.
-
-    Raises:
-        ProtocolError: It is no hello.
-    """
+    """Size in bytes of the hello that begins so; None while it is not known. Raises `ProtocolError`."""
     if not is_hello(begun):
         raise ProtocolError("it speaks another protocol")
     if len(begun) < _HELLO.size:
@@ -234,9 +230,7 @@ class StagerAnswer:
     """The stager's last word, without its text.
 
     Attributes:
-        status: Whether, or why not.
         received: How much the stager has received on this channel before.
-        text_bytes: Length of the text that follows.
     """
 
     status: Status

@@ -32,9 +32,6 @@ class MessageLine:
 
     Args:
         scratch: Where bytes arrive, `SCRATCH_BYTES` long. Lines of one thread may share it; None: one of its own.
-
-    Attributes:
-        received: How many messages have arrived, over all connections.
     """
 
     def __init__(self, scratch: bytearray | None = None) -> None:
@@ -58,10 +55,8 @@ class MessageLine:
         return len(self._unacknowledged)
 
     def put(self, message: bytes) -> None:
-        """Send a message after all others.
-
-        Raises:
-            ProtocolError: The other side has not acknowledged so many that no more are kept.
+        """Send a message after all others. Raises `ProtocolError`: the other side has not acknowledged so many that no
+        more are kept.
         """
         if self._kept_bytes + len(message) + _KEPT_BYTES > UNACKNOWLEDGED_BYTES_MAX:
             raise ProtocolError(
@@ -107,10 +102,8 @@ class MessageLine:
         return memoryview(self._scratch)[begun:]
 
     def arrived(self, nbytes: int) -> list[bytes]:
-        """So many bytes were read into the last `room`; the messages that are complete now.
-
-        Raises:
-            ProtocolError: They are not what a line carries; the connection must be ended.
+        """So many bytes were read into the last `room`; the messages that are complete now. Raises `ProtocolError`:
+        they are not what a line carries; the connection must be ended.
         """
         if self._large is not None:
             self._large_filled += nbytes
@@ -167,10 +160,8 @@ class MessageLine:
     # -- cut ---------------------------------------------------------------------------------------------------------
 
     def resume(self, received: int) -> None:
-        """Go on over a new connection, whose other side has received `received` messages of ours so far.
-
-        Raises:
-            ProtocolError: It cannot have received so many, or so few.
+        """Go on over a new connection, whose other side has received `received` messages of ours so far. Raises
+        `ProtocolError`: it cannot have received so many, or so few.
         """
         sent = self._acknowledged + len(self._unacknowledged)
         if not self._acknowledged <= received <= sent:

@@ -25,8 +25,6 @@ class PayloadHeader(NamedTuple):
 
     Attributes:
         number: From 1 on.
-        slot: Of the ring, as its credit said.
-        nbytes: Of the payload.
     """
 
     number: int
@@ -55,11 +53,7 @@ class TakenNumbers:
         return ahead < 0 or bool(self._beyond >> ahead & 1)
 
     def check(self, number: int) -> None:
-        """See that this number can come now.
-
-        Raises:
-            ProtocolError: It is too far ahead of one that has not come.
-        """
+        """See that this number can come now. Raises `ProtocolError`: it is too far ahead of one that has not come."""
         if number > self._first_free + NUMBERS_AHEAD_MAX:
             raise ProtocolError(
                 f"payload {number}, and payload {self._first_free} has not come; expected at most "

@@ -29,20 +29,14 @@ _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class TlsSocket:
-    """A TCP connection with TLS, with the methods of a socket that are used here. One thread at a time.
-
-    Args:
-        sock: Wrapped by `ssl`, connected.
-    """
+    """A TCP connection with TLS, with the methods of a socket that are used here. One thread at a time."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
 
     def handshake(self) -> bool:
-        """Go on with the TLS handshake; whether it is over.
-
-        Raises:
-            OSError: The other side does not speak TLS, or refuses this one.
+        """Go on with the TLS handshake; whether it is over. Raises `OSError`: the other side does not speak TLS, or
+        refuses this one.
         """
         try:
             self._sock.do_handshake()
@@ -139,7 +133,6 @@ class StagerTls:
 
     Args:
         cert: File with the stager's certificate, and those between it and the authority that ranks trust.
-        key: File with its private key.
 
     Raises:
         ConfigError: They cannot be read, or do not belong together.
@@ -151,11 +144,7 @@ class StagerTls:
         self._seen = self._changed_at()
 
     def wrap(self, sock: socket.socket) -> TlsSocket:
-        """An accepted connection, which does not block, before the TLS handshake.
-
-        Raises:
-            OSError: It has ended.
-        """
+        """An accepted connection, which does not block, before the TLS handshake. Raises `OSError`: it has ended."""
         self._look()
         return TlsSocket(self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
 

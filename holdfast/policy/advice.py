@@ -38,11 +38,7 @@ class Hazard:
 
     @classmethod
     def of_mtbf(cls, mtbf_hours: float, dollars_per_hour: float | None = None) -> Hazard:
-        """From the mean time between two interruptions.
-
-        Raises:
-            ConfigError: `mtbf_hours` is not more than 0.
-        """
+        """From the mean time between two interruptions. Raises `ConfigError`: `mtbf_hours` is not more than 0."""
         if not mtbf_hours > 0:
             raise ConfigError(
                 f"mean time between interruptions: expected more than 0 hours, got {mtbf_hours}"
@@ -55,7 +51,6 @@ class Advice:
     """An interval with its reasons.
 
     Attributes:
-        every: Iterations between two checkpoints.
         overhead: Share of training time that checkpoints cost without interruptions; 0.03 means 3 %.
         lost_seconds: Time whose work an interruption takes away, on average: half a cycle, and the time that a
             checkpoint needs to be safe. Restart and restore come on top, whatever the interval.

@@ -36,7 +36,6 @@ class Governor:
     """See the module.
 
     Args:
-        hazard: How often losses come.
         overhead_max: Largest share of training time that checkpoints may cost; 0.03 means 3 %.
         every_seconds_max: The longest interval to accept. If none up to this one keeps `overhead_max`, this one is
             taken, and the change says so.

@@ -4,5 +4,5 @@ ring, journal, directory       the pool of slots; which chunk lies in each; wher
 doorbell                       messages between stager and flusher
 pages, growth                  huge pages; the size of a ring that nobody has set
 near_ring, remains             reading the ring on the same machine; checkpoints left in it
-side_files, doubts, set_aside, wanted    files beside it: doubted steps, steps set aside, the lock of `holdfast run`
+side_files, doubts, set_aside, ring_keeper    files beside it: doubted steps, steps set aside, the lock of a supervisor
 """

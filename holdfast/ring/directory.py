@@ -34,9 +34,7 @@ _ADVICE = {
 
 def run_key(store_url: str) -> str:
     """The name of a run's directory: equal for two spellings of the same store, `/mnt/run` and `file:///mnt/run/`.
-
-    Raises:
-        ConfigError: The URL is empty or malformed.
+    Raises `ConfigError`: the URL is empty or malformed.
     """
     return hashlib.sha256(normalise_url(store_url).encode()).hexdigest()[:_KEY_DIGITS]
 

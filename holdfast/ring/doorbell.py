@@ -85,11 +85,7 @@ class Message(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Message:
-        """Read one packet.
-
-        Raises:
-            ProtocolError: naming kind and field.
-        """
+        """Read one packet. Raises `ProtocolError`: naming kind and field."""
         try:
             document = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -104,11 +100,7 @@ class Message(NamedTuple):
         return cls(kind, document)
 
     def to_bytes(self) -> bytes:
-        """The packet.
-
-        Raises:
-            ProtocolError: A field is missing, or it is too large.
-        """
+        """The packet. Raises `ProtocolError`: a field is missing, or it is too large."""
         for name, expected in FIELDS[self.kind].items():
             _check(self.kind, name, expected, self.fields.get(name))
         data = json.dumps({"kind": self.kind, **self.fields}, separators=(",", ":")).encode()
@@ -136,7 +128,6 @@ class Channel:
 
     Attributes:
         closed: The peer is gone, or `close` was called. Messages that came before are still given by `poll`.
-        peer_pid: Its process id.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -157,10 +148,8 @@ class Channel:
         return 0 if self.closed else len(self._outbox)
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message, or keep it until `flush`. To a peer that is gone: nothing happens (see `closed`).
-
-        Raises:
-            ProtocolError: The message is not as `FIELDS` says (an error of ours).
+        """Send a message, or keep it until `flush`. To a peer that is gone: nothing happens (see `closed`). Raises
+        `ProtocolError`: the message is not as `FIELDS` says (an error of ours).
         """
         data = Message(kind, fields).to_bytes()
         if self.closed:

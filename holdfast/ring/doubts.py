@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import ConfigError, ProtocolError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.side_files import read_side_file, write_side_file
 from holdfast.sealed import seal, unseal
 from holdfast.wire.doubt import Doubt
@@ -36,7 +36,7 @@ class DoubtedSteps(NamedTuple):
     doubt: Doubt
 
 
-def doubt_about(found: Sequence[DoubtedSteps], key: Key) -> str:
+def doubt_about(found: Sequence[DoubtedSteps], key: CheckpointId) -> str:
     """Why this checkpoint is doubtful; empty where nobody doubts it."""
     for attempt, doubt in found:
         if attempt == key.attempt and doubt.covers(key.step):
@@ -45,11 +45,7 @@ def doubt_about(found: Sequence[DoubtedSteps], key: Key) -> str:
 
 
 def write_doubts(directory: Path, found: Sequence[DoubtedSteps]) -> None:
-    """Replace the file. Stager only.
-
-    Raises:
-        StoreError: The machine lacks room or descriptors.
-    """
+    """Replace the file. Stager only. Raises `StoreError`: the machine lacks room or descriptors."""
     write_side_file(directory / DOUBTS_NAME, to_bytes(found))
 
 

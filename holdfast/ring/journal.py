@@ -91,11 +91,7 @@ class Header(NamedTuple):
         return self.chunk_bytes * self.ring_chunks
 
     def checked(self, source: str) -> Header:
-        """Itself, if every field is in range.
-
-        Raises:
-            ProtocolError: naming `source` and the field.
-        """
+        """Itself, if every field is in range. Raises `ProtocolError`: naming `source` and the field."""
         page_multiple = self.chunk_bytes % _PAGE_BYTES == 0
         if not 0 < self.chunk_bytes <= CHUNK_BYTES_MAX or not page_multiple:
             raise ProtocolError(
@@ -113,7 +109,6 @@ class Journal:
 
     Args:
         memory: The whole journal file, mapped shared; it may have room for more records than there are slots.
-        source: Its path, for messages.
         more: The files for sources that a record has no room for.
 
     Raises:
@@ -150,11 +145,7 @@ class Journal:
         self.ring_chunks = ring_chunks
 
     def see_added(self) -> None:
-        """Look how many slots there are by now.
-
-        Raises:
-            ProtocolError: The file has no records for them.
-        """
+        """Look how many slots there are by now. Raises `ProtocolError`: the file has no records for them."""
         (added,) = _STATE.unpack_from(self._memory, _ADDED_OFFSET)
         ring_chunks = self.header.ring_chunks + added
         if ring_chunks > self.room_chunks:
@@ -211,11 +202,7 @@ class Journal:
         self._set(self._base(slot, {SlotState.FILLING, SlotState.FULL}), SlotState.FREE)
 
     def state(self, slot: int) -> SlotState:
-        """The state word alone: cheap enough to look at every slot.
-
-        Raises:
-            ProtocolError: It is no state.
-        """
+        """The state word alone: cheap enough to look at every slot. Raises `ProtocolError`: it is no state."""
         if not 0 <= slot < self.ring_chunks:
             raise ProtocolError(
                 f"{self._source}: there is no slot {slot}, the ring has {self.ring_chunks} slots"
@@ -226,11 +213,7 @@ class Journal:
         return _STATES[word]
 
     def record(self, slot: int) -> SlotRecord:
-        """The record of one slot, every field checked.
-
-        Raises:
-            ProtocolError: naming file, record and field.
-        """
+        """The record of one slot, every field checked. Raises `ProtocolError`: naming file, record and field."""
         state = self.state(slot)
         return SlotRecord(slot, state) if state is SlotState.FREE else self._read(slot, state)
 

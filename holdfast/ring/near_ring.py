@@ -61,9 +61,6 @@ class RingPlace(NamedTuple):
 class NearRing:
     """A ring of this machine, for reading. Any thread.
 
-    Args:
-        place: What the stager says.
-
     Raises:
         ConfigError: It is not on this machine, not this user's, or another one by now.
         ProtocolError: The journal is damaged.

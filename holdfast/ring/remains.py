@@ -19,10 +19,11 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, TypeAdapter, ValidationError
 
 from holdfast.errors import ProtocolError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.image.replicas import drift_of
+from holdfast.image.save_record import StepRecord
 from holdfast.ring.doubts import doubt_about, read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
@@ -78,23 +79,23 @@ class HeldCheckpoint(NamedTuple):
 
 def held_in(ring: Ring) -> list[HeldCheckpoint]:
     """All checkpoints of which the ring has something, newest first. Stager only."""
-    found: dict[tuple[int, int], dict[int, SlotRecord]] = {}
+    found: dict[CheckpointId, dict[int, SlotRecord]] = {}
     for record in ring.remains():
-        found.setdefault((record.attempt, record.step), {})[record.chunk] = record
-    return [
-        _held(ring, attempt, step, chunks) for (attempt, step), chunks in sorted(found.items(), reverse=True)
-    ]
+        found.setdefault(CheckpointId(record.attempt, record.step), {})[record.chunk] = record
+    return [_held(ring, key, chunks) for key, chunks in sorted(found.items(), reverse=True)]
 
 
-def _held(ring: Ring, attempt: int, step: int, chunks: dict[int, SlotRecord]) -> HeldCheckpoint:
+def _held(ring: Ring, key: CheckpointId, chunks: dict[int, SlotRecord]) -> HeldCheckpoint:
     try:
-        said = ring.checkpoint(attempt, step)
+        said = ring.checkpoint(*key)
     except ProtocolError:  # the flusher's to report
         said = None
     if said is None or said.state != "staged":
-        return HeldCheckpoint(attempt, step, "", chunks)
-    caveat = drift_of(said.record, step) or doubt_about(read_doubts(ring.directory), Key(attempt, step))
-    return HeldCheckpoint(attempt, step, said.layout_digest, chunks, caveat)
+        return HeldCheckpoint(*key, "", chunks)
+    caveat = drift_of(StepRecord.from_json(said.record), key.step) or doubt_about(
+        read_doubts(ring.directory), key
+    )
+    return HeldCheckpoint(*key, said.layout_digest, chunks, caveat)
 
 
 def tell_held(held: Iterable[HeldCheckpoint]) -> bytes:
@@ -111,10 +112,8 @@ def tell_held(held: Iterable[HeldCheckpoint]) -> bytes:
 
 
 def read_held(body: bytes) -> list[HeldCheckpoint]:
-    """What `tell_held` wrote; which slot it was is not in it.
-
-    Raises:
-        ProtocolError: It is not that. Never unpacks more than a limit.
+    """What `tell_held` wrote; which slot it was is not in it. Raises `ProtocolError`: it is not that. Never unpacks
+    more than a limit.
     """
     try:
         inflater = zlib.decompressobj()

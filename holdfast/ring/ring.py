@@ -8,7 +8,7 @@
         layout-<digest>            Layout.to_bytes()
         stager-<attempt>           locked by the stager of that attempt, with its token
         sources-<slot>             senders of a chunk for whom its record has no room
-        flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/tenure.py)
+        flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/writer_lease.py)
 
 The flusher makes and removes a ring, and may add slots; a stager or a tool attaches. Nothing here locks: each slot
 state has one writer.
@@ -33,6 +33,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ConfigError, ProtocolError, StoreError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
 from holdfast.ring.directory import (
     check_private_directory,
@@ -78,7 +79,6 @@ class Ring:
     one thread at a time may change a slot's state.
 
     Attributes:
-        directory: Where it lies.
         chunk_bytes: Size of a slot. `ring_chunks`: how many of them this process has mapped.
         token: Random, in the file of the stager that holds the ring, if this process is it: who finds it there sees
             this very ring.
@@ -400,8 +400,8 @@ class Ring:
         """The record of one checkpoint, or None. Raises `ProtocolError` when its file is damaged."""
         return read_checkpoint(self.directory, attempt, step)
 
-    def checkpoint_names(self) -> list[tuple[int, int]]:
-        """`(attempt, step)` of all checkpoint files, oldest first; their contents are not looked at.
+    def checkpoint_names(self) -> list[CheckpointId]:
+        """Ids of all checkpoint files, oldest first; their contents are not looked at.
 
         None, once the flusher has removed the ring: it may have ended since this process has opened it.
         """
@@ -418,10 +418,8 @@ class Ring:
         (self.directory / f"flush-{attempt}-{step}").unlink(missing_ok=True)
 
     def put_layout(self, layout: Layout) -> str:
-        """Lay a layout beside the ring and return its digest. Before the first checkpoint that uses it.
-
-        Raises:
-            ProtocolError: Its chunks are not of the ring's size.
+        """Lay a layout beside the ring and return its digest. Before the first checkpoint that uses it. Raises
+        `ProtocolError`: its chunks are not of the ring's size.
         """
         self._check_layout(layout, "new layout")
         name = f"layout-{layout.digest[:16]}"
@@ -431,11 +429,7 @@ class Ring:
         return layout.digest
 
     def layout(self, digest: str) -> Layout:
-        """The layout of that digest.
-
-        Raises:
-            ProtocolError: It is not there, not readable, or not the one named.
-        """
+        """The layout of that digest. Raises `ProtocolError`: it is not there, not readable, or not the one named."""
         if digest not in self._layouts:
             if not _DIGEST.fullmatch(digest):
                 raise ProtocolError(
@@ -462,11 +456,11 @@ class Ring:
         write_side_file(self.directory / name, data)
 
 
-def checkpoint_names(directory: Path) -> list[tuple[int, int]]:
-    """`(attempt, step)` of all checkpoint files beside a ring, oldest first; none where the directory is gone."""
+def checkpoint_names(directory: Path) -> list[CheckpointId]:
+    """Ids of all checkpoint files beside a ring, oldest first; none where the directory is gone."""
     with contextlib.suppress(FileNotFoundError):
         found = (_CHECKPOINT_NAME.fullmatch(path.name) for path in directory.iterdir())
-        return sorted((int(match[1]), int(match[2])) for match in found if match)
+        return sorted(CheckpointId(int(match[1]), int(match[2])) for match in found if match)
     return []
 
 

@@ -1,7 +1,7 @@
 """The checkpoints that `holdfast run` has set aside: a file of the run's runtime directory, which the flusher reads.
 
 They are evidence of what went wrong, so retention keeps them for as long as the run is supervised. Each has a line, as
-`Key.label` has it, added by one write: a line without its end is just being written.
+`CheckpointId.label` has it, added by one write: a line without its end is just being written.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 from pathlib import Path
 
 from holdfast.errors import ConfigError, StoreError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.directory import machine_error, open_private_file
 
 SET_ASIDE_NAME = "set-aside"
 _BYTES_MAX = 1 << 16
 
 
-def note_set_aside(directory: Path, key: Key) -> None:
+def note_set_aside(directory: Path, key: CheckpointId) -> None:
     """Add one.
 
     Raises:
@@ -35,7 +35,7 @@ def note_set_aside(directory: Path, key: Key) -> None:
         raise machine_error(path, error) from error
 
 
-def read_set_aside(directory: Path) -> list[Key]:
+def read_set_aside(directory: Path) -> list[CheckpointId]:
     """All of them, oldest first; none where there is no such file. What cannot be read is left out."""
     try:
         fd = open_private_file(directory / SET_ASIDE_NAME, os.O_RDONLY)
@@ -50,7 +50,7 @@ def read_set_aside(directory: Path) -> list[Key]:
     found = []
     for line in lines:
         try:
-            found.append(Key.of_label(line))
+            found.append(CheckpointId.of_label(line))
         except ValueError:
             continue
     return found

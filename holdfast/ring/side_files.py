@@ -16,11 +16,7 @@ _BYTES_MAX = 1 << 28
 
 
 class SourceFiles:
-    """The files `sources-<slot>` of one ring.
-
-    Args:
-        directory: The run's runtime directory.
-    """
+    """The files `sources-<slot>` of one ring."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

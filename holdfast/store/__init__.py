@@ -4,10 +4,10 @@
                                ├─► S3Store        s3://bucket/run
                                └─► GenericStore   any other URL that fsspec knows
 
-Each has its upload (`*_upload`), which counts its parts in a `PartLedger` (`parts`). Store and upload share what lies
-below both: `posix_io`, `s3_bucket`, `generic_folder`. `names` has the names inside a run, `ranged` reads an object as a
-file, `guarded` asks before each try whether the run is still ours. boto3 and fsspec are imported when a store of theirs
-is opened, so that tools on local files start quickly.
+Each has its upload (`*_upload`), a `PartedUpload` (`parts`). Store and upload share the layer below both: `posix_io`,
+`s3_bucket`, `generic_folder`. `names` has the names inside a run, `ranged` reads an object as a file. `wrapper` is the
+base of the stores in front of another: `retrying`, and `guarded`, which asks before each try whether the run is still
+ours. boto3 and fsspec are imported when a store of theirs is opened, so that tools on local files start quickly.
 """
 
 from __future__ import annotations

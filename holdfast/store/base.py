@@ -93,10 +93,7 @@ class BegunUpload(NamedTuple):
     """An upload that a dead process began, as far as it is known.
 
     Attributes:
-        nbytes: As given to `begin`.
         part_bytes: The upload's `part_bytes`.
-        write_id: As given to `begin`.
-        token: The upload's `token`.
         crc32s: CRC-32 of parts as the caller recorded them; a part that the store is known to hold with another one
             does not count as written.
     """
@@ -125,11 +122,12 @@ class Store(Protocol):
         """
         ...
 
-    def check(self, *, write: bool) -> None:
-        """See that the store answers, and with `write` that it takes, returns and deletes a small object.
+    def close(self) -> None:
+        """Give back what the store holds open; it is not used afterwards."""
 
-        Raises:
-            StoreError: naming URL, cause and what to do; not retriable for missing bucket, credentials, permission.
+    def check(self, *, write: bool) -> None:
+        """See that the store answers, and with `write` that it takes, returns and deletes a small object. Raises
+        `StoreError`: naming URL, cause and what to do; not retriable for missing bucket, credentials, permission.
         """
         ...
 
@@ -205,10 +203,8 @@ class Store(Protocol):
 
 
 def refuse_large(what: str, nbytes: int, bytes_max: int) -> None:
-    """Refuse an object that is to be read whole, by the size that its store tells.
-
-    Raises:
-        DamageError: It is above `bytes_max`.
+    """Refuse an object that is to be read whole, by the size that its store tells. Raises `DamageError`: it is above
+    `bytes_max`.
     """
     if nbytes > bytes_max:
         raise DamageError(

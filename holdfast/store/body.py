@@ -16,11 +16,7 @@ _READ_BYTES_MIN = 1 << 20
 
 
 class ViewsBody:
-    """Read-only, seekable. For one thread at a time.
-
-    Args:
-        buffers: The views, in order.
-    """
+    """Read-only, seekable. For one thread at a time."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]

@@ -26,13 +26,8 @@ _REQUEST_BYTES = 16 << 20  # behind most of these is a network
 
 
 class GenericStore:
-    """An fsspec file system's folder as a store. All methods may be called from any thread.
-
-    Args:
-        url: The URL, already normalised and without secrets.
-
-    Raises:
-        ConfigError: No driver for the scheme is installed, or its settings are refused.
+    """An fsspec file system's folder as a store. All methods may be called from any thread. Raises `ConfigError`: no
+    driver for the scheme is installed, or its settings are refused.
     """
 
     def __init__(self, url: str) -> None:
@@ -46,6 +41,9 @@ class GenericStore:
     @property
     def request_bytes(self) -> int:
         return _REQUEST_BYTES
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
     def check(self, *, write: bool) -> None:
         self._folder.check()

@@ -11,13 +11,8 @@ from holdfast.store.base import refuse_large
 
 
 class GenericFolder:
-    """A folder. Paths are full ones, as `path` gives them. All methods may be called from any thread.
-
-    Args:
-        url: The URL, already normalised and without secrets.
-
-    Raises:
-        ConfigError: No driver for the scheme is installed, or its settings are refused.
+    """A folder. Paths are full ones, as `path` gives them. All methods may be called from any thread. Raises
+    `ConfigError`: no driver for the scheme is installed, or its settings are refused.
     """
 
     def __init__(self, url: str) -> None:

@@ -16,21 +16,17 @@ from collections.abc import Mapping, Sequence
 from holdfast.crc import crc32 as crc32_of
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.store.generic_folder import GenericFolder
-from holdfast.store.parts import PartLedger
+from holdfast.store.parts import PartedUpload
 
 _MARKER_BYTES_MAX = 1 << 12
 _TOKEN_NEW = re.compile(r"new-[0-9a-f]{16}")
 
 
-class GenericUpload:
+class GenericUpload(PartedUpload):
     """One upload. `write_part` may be called from any thread.
 
     Args:
-        folder: The run's.
-        path: Full path of the object.
         temporary: Full path that its unfinished objects' names begin with.
-        nbytes: Size of the object.
-        part_bytes: Size of every part but the last.
         token: Of an upload that another process began and that goes on here; None begins one.
         crc32s: With `token`: CRC-32 of parts as they must be.
 
@@ -50,9 +46,8 @@ class GenericUpload:
         crc32s: Mapping[int, int] | None = None,
     ) -> None:
         self._folder, self._path, self._temporary = folder, path, temporary
-        self._ledger = PartLedger(path, nbytes=nbytes, part_bytes=part_bytes)
+        super().__init__(path, nbytes=nbytes, part_bytes=part_bytes)
         self._marker = f"{temporary}.begun"
-        self._published = False
         if token is None:
             # What stood under the name before is never taken for ours, should it have the same size.
             kind = "new" if folder.size_or_none(path) is None else "over"
@@ -63,21 +58,9 @@ class GenericUpload:
             self._resume(crc32s or {})
 
     @property
-    def part_bytes(self) -> int:
-        return self._ledger.part_bytes
-
-    @property
     def token(self) -> str:
         """The token that stands in the marker, too."""
         return self._token
-
-    @property
-    def published(self) -> bool:
-        return self._published
-
-    def written(self) -> frozenset[int]:
-        """Parts whose objects are there with their right size."""
-        return self._ledger.present()
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         """Write the part as an object of its own; its CRC-32 is checked here, since no driver does."""

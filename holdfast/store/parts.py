@@ -28,9 +28,7 @@ class PartLedger:
     """Counts the parts of one upload. Thread-safe.
 
     Args:
-        what: Full name of the file, for messages.
         nbytes: Size of the whole file; at least 1.
-        part_bytes: Size of every part but the last.
 
     Raises:
         StoreError: A size is not positive.
@@ -49,11 +47,7 @@ class PartLedger:
         self._changed = threading.Condition()
 
     def place(self, index: int) -> Part:
-        """Where part `index` lies.
-
-        Raises:
-            StoreError: There is no such part.
-        """
+        """Where part `index` lies. Raises `StoreError`: there is no such part."""
         if not 0 <= index < self.parts:
             raise StoreError(
                 f"{self.what}: there is no part {index}; {self.nbytes} bytes make {self.parts} parts"
@@ -63,10 +57,8 @@ class PartLedger:
 
     @contextmanager
     def entry(self, index: int, buffers: Sequence[memoryview]) -> Iterator[Part]:
-        """Around the sending of one part; it counts as present when the block ends without an error.
-
-        Raises:
-            StoreError: No such part, its buffers have another size, or the upload is over.
+        """Around the sending of one part; it counts as present when the block ends without an error. Raises
+        `StoreError`: no such part, its buffers have another size, or the upload is over.
         """
         part = self.place(index)
         given = sum(buffer.nbytes for buffer in buffers)
@@ -104,10 +96,8 @@ class PartLedger:
         self.assume(range(self.parts))
 
     def require_complete(self) -> None:
-        """See that every part is there and none is on its way.
-
-        Raises:
-            StoreError: Naming the first parts that are missing.
+        """See that every part is there and none is on its way. Raises `StoreError`: naming the first parts that are
+        missing.
         """
         with self._changed:
             missing = [index for index in range(self.parts) if index not in self._present]
@@ -138,3 +128,29 @@ class PartLedger:
         """Wait until no part is on its way; False if one still is after `seconds_max`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._active == 0, timeout=seconds_max)
+
+
+class PartedUpload:
+    """The half of an upload that is the same in every backend: its parts, and whether the file is in place.
+
+    Args:
+        nbytes: Size of the whole file; at least 1.
+
+    Raises:
+        StoreError: A size is not positive.
+    """
+
+    def __init__(self, what: str, *, nbytes: int, part_bytes: int) -> None:
+        self._ledger = PartLedger(what, nbytes=nbytes, part_bytes=part_bytes)
+        self._published = False
+
+    @property
+    def part_bytes(self) -> int:
+        return self._ledger.part_bytes
+
+    @property
+    def published(self) -> bool:
+        return self._published
+
+    def written(self) -> frozenset[int]:
+        return self._ledger.present()

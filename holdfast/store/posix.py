@@ -2,7 +2,7 @@
 
     begin ─► .holdfast/tmp/<write-id>-<name>, room reserved ─► parts (O_DIRECT) ─► count ─► fsync ─► link to its name
           ─► fsync of the directory
-      └── into the room of a retired file (posix_reuse.py)
+      └── into the room of a retired file (spare_room.py)
     resume ─► the same inode, by either name, goes on
 
 The link is the one visible act, and replaces nothing. It, and each write, creation and removal of a small file, is done
@@ -33,18 +33,14 @@ from holdfast.store.posix_io import (
     sync_directory,
     write_all,
 )
-from holdfast.store.posix_reuse import SpareRoom
 from holdfast.store.posix_upload import PosixUpload
+from holdfast.store.spare_room import SpareRoom
 
 _REQUEST_BYTES = 4 << 20
 
 
 class PosixStore:
-    """A directory as a store. All methods may be called from any thread.
-
-    Args:
-        root: The run's directory; it need not exist yet.
-    """
+    """A directory as a store. All methods may be called from any thread."""
 
     def __init__(self, root: Path) -> None:
         self._root = Path(os.path.abspath(root))  # noqa: PTH100  (Path.absolute keeps "..")

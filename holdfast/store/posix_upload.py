@@ -31,7 +31,7 @@ from typing import NoReturn
 
 from holdfast.errors import StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
-from holdfast.store.parts import PartLedger
+from holdfast.store.parts import PartedUpload
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import (
     PAGE_BYTES,
@@ -45,22 +45,18 @@ from holdfast.store.posix_io import (
     write_all,
     write_in_order,
 )
-from holdfast.store.posix_reuse import SpareRoom
+from holdfast.store.spare_room import SpareRoom
 
 _log = logging.getLogger("holdfast.store.posix")
 
 _TOKEN = re.compile(r"inode-([0-9]{1,20})")
 
 
-class PosixUpload:
+class PosixUpload(PartedUpload):
     """Upload to a temporary file; `publish` gives it its name. `write_part` may be called from any thread.
 
     Args:
-        root: The run's directory.
-        path: Where the file will stand, below `root`.
         temporary: Where it is written; on the same file system.
-        nbytes: Size of the file.
-        part_bytes: Size of a part.
         token: Of an upload that another process began and that goes on here; None begins one.
         room: Of a retired file, which a new upload may use.
 
@@ -80,9 +76,9 @@ class PosixUpload:
         token: str | None = None,
         room: SpareRoom | None = None,
     ) -> None:
-        self._ledger = PartLedger(str(path), nbytes=nbytes, part_bytes=part_bytes)
+        super().__init__(str(path), nbytes=nbytes, part_bytes=part_bytes)
         self._root, self._path, self._temporary = root, path, temporary
-        self._published = self._went_through_cache = False
+        self._went_through_cache = False
         self._failure: StoreError | None = None
         self._file = self._direct = self._inode = -1
         self._closing = threading.Lock()
@@ -92,25 +88,12 @@ class PosixUpload:
             self._resume(token)
 
     @property
-    def part_bytes(self) -> int:
-        return self._ledger.part_bytes
-
-    @property
     def token(self) -> str:
         """The inode of the temporary file, which the file keeps under its own name.
 
         Without the device: NFS gets another number at each mount, and the write-id is part of the name anyway.
         """
         return f"inode-{self._inode}"
-
-    @property
-    def published(self) -> bool:
-        """Whether the file has its name, durably."""
-        return self._published
-
-    def written(self) -> frozenset[int]:
-        """Parts that are not known to be missing: a file that is taken up again does not tell which it has."""
-        return self._ledger.present()
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:  # noqa: ARG002
         """Write a part to its place. The buffers' bytes are what is read back later; the file system checks

@@ -20,8 +20,6 @@ class RangedFile(io.RawIOBase):
     """Seekable and read-only. Has a position, so each thread takes its own.
 
     Args:
-        store: The run.
-        name: The object.
         nbytes: Its size in bytes if known; else the store is asked.
 
     Raises:

@@ -8,24 +8,22 @@ repeated safely: that is part of what the conformance suite checks.
 
 from __future__ import annotations
 
-import builtins
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from holdfast.errors import StoreError
-from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, Store, Upload
-from holdfast.store.names import Keep
+from holdfast.store.base import Store
+from holdfast.store.wrapper import Result, StoreWrapper
 
 if TYPE_CHECKING:
     import tenacity
 
 _log = logging.getLogger("holdfast.store.retrying")
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class RetryBudget:
     """The time for which one call may be retried.
 
     Attributes:
-        attempts_max: Attempts in all.
         seconds_max: No new attempt is begun after this many seconds.
         first_wait_seconds: Upper end of the first random wait; it doubles with each attempt.
         wait_seconds_max: Upper end of any wait, also of one that the server asks for.
@@ -69,7 +66,7 @@ class _Caller:
             self._failures[what] += 1
         _log_failure(what, state, level)
 
-    def __call__(self, what: str, call: Callable[[], _Result], budget: RetryBudget | None = None) -> _Result:
+    def __call__(self, what: str, call: Callable[[], Result], budget: RetryBudget | None = None) -> Result:
         begun = time.monotonic()
         try:
             return call()  # as a rule it succeeds, and there is nothing to keep count of
@@ -82,12 +79,12 @@ class _Caller:
     def _again(
         self,
         what: str,
-        call: Callable[[], _Result],
+        call: Callable[[], Result],
         first: StoreError,
         begun: float,
         limits: RetryBudget,
-    ) -> _Result:
-        """What is left to do of a call, of which the first attempt has failed with `first`."""
+    ) -> Result:
+        """Repeat a call whose first attempt failed with `first`."""
         import tenacity  # here: most processes never need it, and it brings asyncio with it
 
         random_seconds = tenacity.wait_random_exponential(
@@ -123,11 +120,11 @@ class _Caller:
             ) from last
 
 
-def _after(first: StoreError, call: Callable[[], _Result]) -> Callable[[], _Result]:
+def _after(first: StoreError, call: Callable[[], Result]) -> Callable[[], Result]:
     """`call`, of which the first attempt has been made and has failed with `first`."""
     made = [first]
 
-    def attempt() -> _Result:
+    def attempt() -> Result:
         if made:
             raise made.pop()
         return call()
@@ -135,19 +132,17 @@ def _after(first: StoreError, call: Callable[[], _Result]) -> Callable[[], _Resu
     return attempt
 
 
-class Retrying:
+class Retrying(StoreWrapper):
     """A store whose calls are tried again, those of its uploads as well.
 
     Args:
-        inner: The store.
-        budget: How long one call may be tried.
         sleep: Waits a number of seconds; tests hand in their own.
     """
 
     def __init__(
         self, inner: Store, *, budget: RetryBudget | None = None, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._call = _Caller(budget or RetryBudget(), sleep)
 
     def around(self, inner: Store) -> Retrying:
@@ -160,94 +155,9 @@ class Retrying:
         """How often each call failed and was tried again, so far. Any thread."""
         return self._call.failures()
 
-    @property
-    def inner(self) -> Store:
-        return self._inner
-
-    @property
-    def url(self) -> str:
-        return self._inner.url
-
-    @property
-    def request_bytes(self) -> int:
-        return self._inner.request_bytes
-
-    def close(self) -> None:
-        close = getattr(self._inner, "close", None)
-        if close is not None:
-            close()
-
-    def check(self, *, write: bool) -> None:
-        """As the store's, with few attempts."""
-        self._call("check", lambda: self._inner.check(write=write), _CHECK_BUDGET)
-
-    def list(self) -> list[ObjectInfo]:
-        return self._call("list", self._inner.list)
-
-    def size(self, name: str) -> int:
-        return self._call("size", lambda: self._inner.size(name))
-
-    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
-        return self._call("read", lambda: self._inner.read(name, bytes_max))
-
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        self._call("read_into", lambda: self._inner.read_into(name, offset, buffer))
-
-    def write(self, name: str, data: bytes) -> None:
-        self._call("write", lambda: self._inner.write(name, data))
-
-    def create(self, name: str, data: bytes) -> bool:
-        return self._call("create", lambda: self._inner.create(name, data))
-
-    def delete(self, name: str) -> None:
-        self._call("delete", lambda: self._inner.delete(name))
-
-    def retire(self, name: str) -> None:
-        self._call("retire", lambda: self._inner.retire(name))
-
-    def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> RetryingUpload:
-        upload = self._call(
-            "begin",
-            lambda: self._inner.begin(name, nbytes=nbytes, chunk_bytes=chunk_bytes, write_id=write_id),
-        )
-        return RetryingUpload(upload, self._call)
-
-    def resume(self, name: str, begun: BegunUpload) -> RetryingUpload:
-        return RetryingUpload(self._call("resume", lambda: self._inner.resume(name, begun)), self._call)
-
-    def sweep(self, keep: Keep = ()) -> builtins.list[str]:
-        return self._call("sweep", lambda: self._inner.sweep(keep))
-
-
-class RetryingUpload:
-    """An upload whose calls are tried again."""
-
-    def __init__(self, inner: Upload, call: _Caller) -> None:
-        self._inner, self._call = inner, call
-
-    @property
-    def part_bytes(self) -> int:
-        return self._inner.part_bytes
-
-    @property
-    def token(self) -> str | None:
-        return self._inner.token
-
-    @property
-    def published(self) -> bool:
-        return self._inner.published
-
-    def written(self) -> frozenset[int]:
-        return self._inner.written()
-
-    def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
-        self._call("write_part", lambda: self._inner.write_part(index, buffers, crc32))
-
-    def publish(self) -> None:
-        self._call("publish", self._inner.publish)
-
-    def abort(self) -> None:
-        self._call("abort", self._inner.abort)
+    def forward(self, what: str, call: Callable[[], Result], name: str = "") -> Result:  # noqa: ARG002
+        """See `StoreWrapper`. Few attempts for `check`."""
+        return self._call(what, call, _CHECK_BUDGET if what == "check" else None)
 
 
 def _log_failure(what: str, state: tenacity.RetryCallState, level: int) -> None:

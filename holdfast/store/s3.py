@@ -33,7 +33,6 @@ class S3Store:
     """A bucket's prefix as a store. All methods may be called from any thread. No network before the first call.
 
     Args:
-        bucket: Name of the bucket.
         prefix: The run's place in it, without slashes at its ends; "" for the bucket itself.
     """
 

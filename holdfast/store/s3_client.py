@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS_MAX = 10
 _READ_SECONDS_MAX = 120
-_CONNECTIONS_MAX = 288  # the most lanes each way (lanes.py), and some for what is small
+_CONNECTIONS_MAX = 288  # the most requests each way (concurrency.py), and some for small objects
 _AWS = (".amazonaws.com", ".amazonaws.com.cn")
 
 
@@ -29,9 +29,6 @@ def crc_header(value: int) -> str:
 
 def make_client(url: str) -> S3Client:
     """A client for AWS, or for the endpoint that the environment names. No network.
-
-    Args:
-        url: The run, for messages.
 
     Raises:
         ConfigError: The AWS settings of this process contradict themselves or name a profile that is not there.

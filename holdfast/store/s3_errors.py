@@ -84,12 +84,7 @@ def status_of(error: ClientError) -> int:
 
 @contextmanager
 def translated(doing: str, url: str) -> Iterator[None]:
-    """Turn an error of boto3 inside the block into ours.
-
-    Args:
-        doing: What is being done, such as "write".
-        url: To what; without secrets.
-    """
+    """Turn an error of boto3 inside the block into ours."""
     from botocore import exceptions
 
     try:

@@ -19,7 +19,7 @@ from holdfast.errors import StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.store.base import BegunUpload
 from holdfast.store.body import ViewsBody
-from holdfast.store.parts import PartLedger
+from holdfast.store.parts import PartedUpload
 from holdfast.store.s3_bucket import S3Bucket
 from holdfast.store.s3_client import crc_header
 
@@ -62,14 +62,11 @@ def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
     return part_bytes
 
 
-class S3Upload:
+class S3Upload(PartedUpload):
     """One multipart upload. `write_part` may be called from any thread.
 
     Args:
-        bucket: The run's.
-        key: Key of the object.
         record: Key of the record that names this upload for a sweep.
-        nbytes: Size of the object.
         part_bytes: Size of every part but the last; from `part_bytes_for`.
         write_id: Kept as metadata of the object; tells it from another writer's.
         begun: The upload of another process that goes on here; None begins one.
@@ -91,10 +88,10 @@ class S3Upload:
     ) -> None:
         self._bucket, self._key, self._record, self._write_id = bucket, key, record, write_id
         self._name = bucket.url(key)
-        self._ledger = PartLedger(self._name, nbytes=nbytes, part_bytes=part_bytes)
+        super().__init__(self._name, nbytes=nbytes, part_bytes=part_bytes)
         self._sent: dict[int, CompletedPartTypeDef] = {}
         self._noting = threading.Lock()
-        self._completed = self._published = self._ended = False
+        self._completed = self._ended = False
         self._endings = 0
         self._resumed = begun is not None
         if begun is None:
@@ -104,21 +101,8 @@ class S3Upload:
             self._resume(begun.crc32s)
 
     @property
-    def part_bytes(self) -> int:
-        return self._ledger.part_bytes
-
-    @property
     def token(self) -> str:
         return self._upload_id
-
-    @property
-    def published(self) -> bool:
-        """Whether the object was seen to be ours."""
-        return self._published
-
-    def written(self) -> frozenset[int]:
-        """Parts that the server has confirmed, by its answer or in its list."""
-        return self._ledger.present()
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         """Send a part; the server refuses it if its bytes do not have this CRC-32."""

@@ -18,12 +18,7 @@ STATES_DIFFER = "the ranks' states differ"
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a step is not taken.
-
-    Attributes:
-        cause: A `DeclineCause`, or that of an error's code.
-        text: A sentence for people.
-    """
+    """Why a step is not taken."""
 
     cause: str
     text: str

@@ -41,9 +41,7 @@ def numbered(path: Path) -> list[tuple[int, Path]]:
 
 def open_all(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
     """Every file of the log, oldest first, each open while it is given; one that is removed meanwhile is left out.
-
-    Raises:
-        OSError: The file that is written cannot be read, and there is no other.
+    Raises `OSError`: the file that is written cannot be read, and there is no other.
     """
     with contextlib.ExitStack() as stack:
         # First: what it is renamed to meanwhile is in the list then, and known by its inode.

@@ -43,8 +43,6 @@ class Log:
     """All lines of all files.
 
     Attributes:
-        events: In the order of their times.
-        files: Where they come from.
         unreadable: Lines that are no event, such as one that a full disk has cut.
         running: Files whose last line has no end: a process was still writing, or was killed in that line.
     """
@@ -57,10 +55,7 @@ class Log:
 
 def read_logs(paths: Iterable[Path]) -> Log:
     """Read event logs, each with the files that were full before; of a directory, as `holdfast run` leaves one, its
-    status.jsonl and events.jsonl.
-
-    Raises:
-        ConfigError: A file is not there, or cannot be read.
+    status.jsonl and events.jsonl. Raises `ConfigError`: a file is not there, or cannot be read.
     """
     log = Log()
     read: set[tuple[int, int]] = set()

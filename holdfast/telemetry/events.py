@@ -33,9 +33,6 @@ class EventLog:
 
     Args:
         path: The file, or None to only mirror.
-        role: `trainer`, `stager`, `flusher` or `tool`.
-        rank: Rank within the role, if it has ranks.
-        clock: Gives Unix seconds.
         file_bytes_max: A file above this is renamed, and a new one begun.
 
     Raises:

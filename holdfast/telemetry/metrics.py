@@ -28,8 +28,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from holdfast import __version__
-from holdfast.checkpoints.publish import stall_seconds_of
 from holdfast.errors import ProtocolError
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.save_record import StepRecord
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from holdfast.telemetry.causes import cause_in
@@ -52,14 +53,6 @@ class Metrics:
 
     Outcomes are named as their events, and each exists from the start: a counter that first appears with 1 has not
     increased for Prometheus.
-
-    Args:
-        role: `stager` or `flusher`.
-        run: URL of the run.
-        clock: Gives Unix seconds.
-
-    Attributes:
-        registry: What a scrape reads.
     """
 
     def __init__(self, role: str, run: str, *, clock: Callable[[], float] = time.time) -> None:
@@ -108,8 +101,8 @@ class Metrics:
             self._bytes.labels(level)
             self._newest_time.labels(level)
             self._newest_saved.labels(level)
-        self._newest: dict[str, tuple[int, int]] = {}
-        self._saved: dict[tuple[int, int], float] = {}  # attempt, step → when it was saved
+        self._newest: dict[str, CheckpointId] = {}
+        self._saved: dict[CheckpointId, float] = {}  # when it was saved
         if role == "stager":
             self._count_peers()
         else:
@@ -175,7 +168,7 @@ class Metrics:
         self._reaches(event, fields.get("attempt", 0), step, now, saved_at_unix=now - seconds)
         if event == "durable":
             self._held.discard(step)
-            stalls = stall_seconds_of(fields.get("record"))
+            stalls = StepRecord.from_json(fields.get("record")).stall_seconds
             if stalls:
                 self._stall.observe(max(stalls.values()))
 
@@ -199,10 +192,10 @@ class Metrics:
     def _reaches(
         self, level: str, attempt: int, step: int | None, at_unix: float, *, saved_at_unix: float | None
     ) -> None:
-        order = (attempt, step or 0)
-        if order >= self._newest.get(level, (0, 0)):  # an older one may be read back after a newer one
+        order = CheckpointId(attempt, step or 0)
+        if order >= self._newest.get(level, order):  # an older one may be read back after a newer one
             self._newest[level] = order
-            self._newest_step.labels(level).set(order[1])
+            self._newest_step.labels(level).set(order.step)
             self._newest_time.labels(level).set(at_unix)
             if saved_at_unix is None:  # it was durable before
                 saved_at_unix = self._saved.get(order, at_unix)

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest
+from holdfast.image.save_record import StepRecord
 from holdfast.telemetry.causes import OTHER, cause_in
 from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, number, text, whole
 
-Key = tuple[int, int]
-_RANK_DIGITS_MAX = 9
 _OLD_CAUSE = re.compile(r"(?:rank \d+: )?([a-z][a-z ]{0,30}): ")
 _TIMES = (
     *("wait_seconds", "gate_seconds", "copy_seconds", "save_seconds", "cst_seconds"),
@@ -34,9 +33,7 @@ class RankTimes:
     """Times of one rank for one checkpoint: seconds since its `save()` by its own clock, or durations.
 
     Attributes:
-        host: Where it was.
         saved_at_unix: When it called `save()`.
-        slice_bytes: Of its slice.
         seconds: Name of the time as in docs/format.md → seconds.
     """
 
@@ -64,8 +61,6 @@ class CheckpointRow:
 
     Attributes:
         state: `saving`, `staged`, `durable`, `verified`, `drifted`, `doubtful`, `bad`, or `failed`.
-        in_store: Its manifest is in the store now.
-        note: Why it is bad, or failed.
         nonfinite: How many of its numbers are not finite; None: not counted.
     """
 
@@ -99,19 +94,15 @@ class CheckpointRow:
 
     def hear_record(self, record: Any) -> None:
         """Take the record of a manifest, or of the flusher's event."""
-        record = record if isinstance(record, Mapping) else {}
-        self.record_stalls |= stall_seconds_of(record)
-        saved = number(saved_at_unix(record), TIME_MAX)
+        known = StepRecord.from_json(record)
+        self.record_stalls |= known.stall_seconds
+        saved = number(known.saved_at_unix, TIME_MAX)
         if saved is not None:
             self.save_at(saved)
-        stager = record.get("stager")
-        if isinstance(stager, Mapping):
-            self.staged_at_unix = self.staged_at_unix or number(stager.get("staged_at_unix"), TIME_MAX)
-            self.pgt1_seconds = self.pgt1_seconds or number(stager.get("pgt1_seconds"))
-        ranks = record.get("ranks")
-        for name, said in ranks.items() if isinstance(ranks, Mapping) else []:
-            if isinstance(said, Mapping) and len(str(name)) <= _RANK_DIGITS_MAX and str(name).isdecimal():
-                self.ranks.setdefault(int(name), RankTimes()).hear(said)
+        self.staged_at_unix = self.staged_at_unix or number(known.staged_at_unix, TIME_MAX)
+        self.pgt1_seconds = self.pgt1_seconds or number(known.pgt1_seconds)
+        for rank, said in known.ranks.items():
+            self.ranks.setdefault(rank, RankTimes()).hear(said.to_json())
 
     def save_at(self, at: float) -> None:
         """A rank has called `save()` then."""
@@ -120,12 +111,7 @@ class CheckpointRow:
 
 @dataclass(slots=True)
 class NotTaken:
-    """A step that was declined, or given up.
-
-    Attributes:
-        kind: `declined` or `failed`.
-        ranks: So many ranks have said so.
-    """
+    """A step that was declined, or given up."""
 
     attempt: int
     step: int
@@ -164,8 +150,8 @@ def gather_checkpoints(events: Iterable[LoggedEvent], stored: Sequence[StoredChe
 
 class _Gathering:
     def __init__(self, stored: Sequence[StoredCheckpoint]) -> None:
-        self._rows: dict[Key, CheckpointRow] = {}
-        self._not_taken: dict[Key, NotTaken] = {}
+        self._rows: dict[CheckpointId, CheckpointRow] = {}
+        self._not_taken: dict[CheckpointId, NotTaken] = {}
         self._attempt: int | None = None
         self._stored_attempts: dict[int, int] = {}
         for one in stored:
@@ -201,7 +187,10 @@ class _Gathering:
         attempt = named if named is not None else self._attempt
         if attempt is None:
             attempt = self._stored_attempts.get(event.step, 1)
-        return self._rows.setdefault((attempt, event.step), CheckpointRow(attempt, event.step))
+        return self._of(CheckpointId(attempt, event.step))
+
+    def _of(self, key: CheckpointId) -> CheckpointRow:
+        return self._rows.setdefault(key, CheckpointRow(*key))
 
     def _staged(self, event: LoggedEvent) -> None:
         row = self._row(event, None)
@@ -235,7 +224,7 @@ class _Gathering:
 
     def _refused(self, event: LoggedEvent) -> None:
         row = self._row(event, whole(event.fields.get("attempt")))
-        key = (row.attempt, row.step)
+        key = CheckpointId(row.attempt, row.step)
         reason = text(event.fields.get("reason")) or text(event.fields.get("message"))
         stated = {name: text(event.fields.get(name)) for name in ("cause", "code")}
         cause = cause_in(stated) if any(stated.values()) else _cause_in_old_log(reason)
@@ -250,7 +239,7 @@ class _Gathering:
 
     def take(self, one: StoredCheckpoint) -> None:
         """A manifest: it knows what has become of the checkpoint."""
-        row = self._rows.setdefault((one.attempt, one.step), CheckpointRow(one.attempt, one.step))
+        row = self._of(CheckpointId(one.attempt, one.step))
         row.in_store, row.state, row.image_bytes = True, one.state, one.image_bytes
         row.hear_record(one.record)
         saved = number(one.saved_at_unix, TIME_MAX)

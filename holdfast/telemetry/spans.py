@@ -39,9 +39,10 @@ from opentelemetry.trace import (
 )
 
 from holdfast import __version__
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.telemetry.causes import cause_in
+from holdfast.telemetry.event_text import event_text
 from holdfast.telemetry.rows import CheckpointRow
-from holdfast.telemetry.told import told
 
 _log = logging.getLogger("holdfast.tracing")
 
@@ -51,8 +52,6 @@ _BEGAN_KEPT = 64  # of checkpoints that may still come to nothing
 _END_SECONDS_MAX = 5.0  # for the last spans, of a process that has done all else
 # One rank's phases, one after the other, and its waits meanwhile.
 _OF_RANK = (("save", "wait_seconds"), ("copy", "gate_seconds"))
-
-_Key = tuple[int, int]
 
 
 def root_ids(run: str, attempt: int, step: int) -> tuple[int, int]:
@@ -75,10 +74,8 @@ class Spans:
     """The spans of one stager or flusher. `hear` may be called from any thread, as events are.
 
     Args:
-        role: `stager` or `flusher`.
         run: URL of the run, as the flusher says it.
         processors: Where finished spans go. None may wait for anybody.
-        clock: Gives Unix seconds.
     """
 
     def __init__(
@@ -104,8 +101,8 @@ class Spans:
         self._tracer = self._provider.get_tracer("holdfast", __version__)
         self._attempt = 0
         self._attached = False
-        self._flushes: dict[_Key, Span] = {}
-        self._began: dict[_Key, float] = {}
+        self._flushes: dict[CheckpointId, Span] = {}
+        self._began: dict[CheckpointId, float] = {}
 
     def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         """Tell of one event; one that means nothing here is passed over."""
@@ -117,7 +114,7 @@ class Spans:
                     self._attached = event == "stager_attached"
                 case _ if step is not None:
                     attempt = fields.get("attempt", self._attempt)  # a stager has one, and does not repeat it
-                    self._hear_of_step(event, fields, (int(attempt), step))
+                    self._hear_of_step(event, fields, CheckpointId(int(attempt), step))
 
     def close(self) -> None:
         """Hand over what is left, and wait a few seconds at most for the collector."""
@@ -134,7 +131,7 @@ class Spans:
                 _END_SECONDS_MAX,
             )
 
-    def _hear_of_step(self, event: str, fields: Mapping[str, Any], key: _Key) -> None:
+    def _hear_of_step(self, event: str, fields: Mapping[str, Any], key: CheckpointId) -> None:
         now = self._clock()
         match event:
             case "staged":
@@ -151,19 +148,19 @@ class Spans:
                 )
             case "flush_held" | "flush_resumed":
                 if key in self._flushes:
-                    self._flushes[key].add_event(event, {"message": told(fields)}, timestamp=_ns(now))
+                    self._flushes[key].add_event(event, {"message": event_text(fields)}, timestamp=_ns(now))
             case "flush_failed":
-                self._end_flush(key, now, told(fields))
+                self._end_flush(key, now, event_text(fields))
                 if not self._attached:
                     self._ends_badly("failed", key, now, fields)
             case "durable":
                 self._end_flush(key, now, "")
                 self._is_durable(key, now, fields)
             case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
-                problem = "" if event == "verified" else told(fields) or event
+                problem = "" if event == "verified" else event_text(fields) or event
                 self._phase("read_back", key, now - fields["seconds"], now, {"outcome": event}, problem)
 
-    def _is_durable(self, key: _Key, now: float, fields: Mapping[str, Any]) -> None:
+    def _is_durable(self, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
         known = CheckpointRow(*key)
         known.hear_record(fields.get("record"))  # from outside: it checks what is in there
         pgt2_seconds, stalls = fields["pgt2_seconds"], known.stalls
@@ -190,18 +187,18 @@ class Spans:
                 self._phase(phase, key, at, at + seconds, {**of_rank, wait: times.seconds.get(wait)})
                 at += seconds
 
-    def _ends_badly(self, outcome: str, key: _Key, now: float, fields: Mapping[str, Any]) -> None:
+    def _ends_badly(self, outcome: str, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
         began = self._began.get(key, now - fields.get("seconds", 0.0))
-        self._end_root(key, began, now, {"outcome": outcome, "cause": cause_in(fields)}, told(fields))
+        self._end_root(key, began, now, {"outcome": outcome, "cause": cause_in(fields)}, event_text(fields))
 
-    def _end_flush(self, key: _Key, now: float, problem: str) -> None:
+    def _end_flush(self, key: CheckpointId, now: float, problem: str) -> None:
         span = self._flushes.pop(key, None)
         _end(span or self._begin_phase("flush", key, now, {}), now, problem)
 
     # -- spans -----------------------------------------------------------------------------------------------------
 
     def _end_root(
-        self, key: _Key, began: float, ended: float, said: Mapping[str, Any], problem: str = ""
+        self, key: CheckpointId, began: float, ended: float, said: Mapping[str, Any], problem: str = ""
     ) -> None:
         self._began.pop(key, None)
         self._ids.chosen = root_ids(self._run, *key)
@@ -214,7 +211,7 @@ class Spans:
     def _phase(
         self,
         name: str,
-        key: _Key,
+        key: CheckpointId,
         began: float,
         ended: float,
         said: Mapping[str, Any],
@@ -222,7 +219,7 @@ class Spans:
     ) -> None:
         _end(self._begin_phase(name, key, began, said), ended, problem)
 
-    def _begin_phase(self, name: str, key: _Key, began: float, said: Mapping[str, Any]) -> Span:
+    def _begin_phase(self, name: str, key: CheckpointId, began: float, said: Mapping[str, Any]) -> Span:
         trace_id, span_id = root_ids(self._run, *key)
         # The span `checkpoint` may not exist yet, or be another process's: whether it is kept follows from its id, too.
         decision = self._provider.sampler.should_sample(Context(), trace_id, _ROOT).decision
@@ -231,12 +228,14 @@ class Spans:
         root = NonRecordingSpan(SpanContext(trace_id, span_id, is_remote=True, trace_flags=flags))
         return self._begin(name, key, set_span_in_context(root, Context()), began, said)
 
-    def _begin(self, name: str, key: _Key, context: Context, began: float, said: Mapping[str, Any]) -> Span:
+    def _begin(
+        self, name: str, key: CheckpointId, context: Context, began: float, said: Mapping[str, Any]
+    ) -> Span:
         known = {"run": self._run, "attempt": key[0], "step": key[1], **said}
         attributes = {f"holdfast.{word}": value for word, value in known.items() if value is not None}
         return self._tracer.start_span(name, context, attributes=attributes, start_time=_ns(began))
 
-    def _note_began(self, key: _Key, at: float) -> None:
+    def _note_began(self, key: CheckpointId, at: float) -> None:
         self._began[key] = at
         while len(self._began) > _BEGAN_KEPT:
             del self._began[min(self._began)]

@@ -34,11 +34,10 @@ class _Words(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class CheckpointSaid(_Words):
+class CheckpointStatus(_Words):
     """One checkpoint, as far as this process knows.
 
     Attributes:
-        saved_at_unix: The first rank's `save()`.
         stall_seconds: The longest that a rank's training thread was held up by it.
         read_back: `verified`, `drifted`, `doubtful`, `bad`, or `verify_failed`, once it was read back.
         nonfinite: How many of its numbers are not finite (NaN or infinite); None: not counted.
@@ -62,12 +61,10 @@ class CheckpointSaid(_Words):
     failed: _Text = ""
 
 
-class RankSaid(_Words):
+class RankStatus(_Words):
     """One training rank.
 
     Attributes:
-        state: `coming` until it has said hello.
-        quiet_seconds: Since it was heard last.
         step: The newest step that it has offered or declined.
         stall_seconds: What its newest known checkpoint cost its training thread.
     """
@@ -94,13 +91,9 @@ class StatusDocument(_Words):
     """All that one process says.
 
     Attributes:
-        run: URL of the run.
         attempt: 0: none yet.
-        since_unix: When it was ready.
         ranks_total: How many there are; `ranks` has the worst of them.
-        checkpoints: Newest last.
         not_taken: Causes of declined and failed steps, counted. `declined`: the last of them, newest last.
-        stager_attached: Of a flusher: whether a stager is.
         work_ended_at_unix: Of a flusher without a stager: when the last one went.
         transport: Of a stager with a job; None: it has none, or is of an older version.
         waits_at: Of a standing stager without a job: HOST:PORT, where it waits for one.
@@ -115,8 +108,8 @@ class StatusDocument(_Words):
     since_unix: _Number
     now_unix: _Number
     ranks_total: _Whole = 0
-    ranks: Annotated[tuple[RankSaid, ...], Field(max_length=RANKS_MAX)] = ()
-    checkpoints: Annotated[tuple[CheckpointSaid, ...], Field(max_length=CHECKPOINTS_MAX)] = ()
+    ranks: Annotated[tuple[RankStatus, ...], Field(max_length=RANKS_MAX)] = ()
+    checkpoints: Annotated[tuple[CheckpointStatus, ...], Field(max_length=CHECKPOINTS_MAX)] = ()
     not_taken: Annotated[dict[str, _Whole], Field(max_length=_CAUSES_MAX)] = Field(default_factory=dict)
     declined: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
     notices: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
@@ -128,23 +121,19 @@ class StatusDocument(_Words):
     waits_at: _Text = ""
 
 
-def checkpoint_said(attempt: int, step: int, **known: Any) -> CheckpointSaid:
+def checkpoint_status(attempt: int, step: int, **known: Any) -> CheckpointStatus:
     """One checkpoint; of what is known of it from outside, what can be true."""
     try:
-        return CheckpointSaid(attempt=attempt, step=step, **known)
+        return CheckpointStatus(attempt=attempt, step=step, **known)
     except ValidationError as error:
         wrong = {detail["loc"][0] for detail in error.errors(include_url=False, include_input=False)}
-        return CheckpointSaid(
+        return CheckpointStatus(
             attempt=attempt, step=step, **{name: value for name, value in known.items() if name not in wrong}
         )
 
 
-def read_said(document: Any, source: str) -> StatusDocument:
-    """Check what came over the socket.
-
-    Raises:
-        ProtocolError: naming `source` and the field.
-    """
+def read_status(document: Any, source: str) -> StatusDocument:
+    """Check what came over the socket. Raises `ProtocolError`: naming `source` and the field."""
     try:
         return StatusDocument.model_validate(document)
     except (ValidationError, RecursionError) as error:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from holdfast.errors import PeerLost, ProtocolError
 from holdfast.ring.doorbell import MESSAGE_BYTES_MAX, Channel, Listener, connect
-from holdfast.telemetry.status_document import StatusDocument, read_said
+from holdfast.telemetry.status_document import StatusDocument, read_status
 
 _log = logging.getLogger("holdfast.status")
 
@@ -188,7 +188,7 @@ def ask(path: Path, *, seconds_max: float) -> StatusDocument | None:
             selector.select(left_seconds)
             for message in channel.poll():
                 if message.kind == "state":
-                    return read_said(message.fields["document"], str(path))
+                    return read_status(message.fields["document"], str(path))
             if channel.closed:
                 return None  # it has just ended
         raise PeerLost(f"process {channel.peer_pid} does not answer within {seconds_max:g} s")

@@ -16,9 +16,7 @@ class Doubt(NamedTuple):
     """One rank's doubt.
 
     Attributes:
-        rank: Whose.
         steps: The first and the last of its steps that may be torn, both included; None: none is.
-        reason: What was seen, for people.
         earlier_attempts: Attempts of the same job before it lost a stager and reached one again: the steps may be
             theirs, too.
     """
@@ -51,11 +49,7 @@ class Doubt(NamedTuple):
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> Self:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: It is not that.
-        """
+        """Read what `to_json` wrote. Raises `ValueError`."""
         rank, steps, reason = body.get("rank"), body.get("steps"), body.get("reason")
         earlier = body.get("earlier_attempts", [])
         if not isinstance(earlier, list) or len(earlier) > EARLIER_ATTEMPTS_MAX:
@@ -80,11 +74,7 @@ class Doubt(NamedTuple):
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Self:
-        """Read it.
-
-        Raises:
-            ProtocolError: The body does not hold what it should.
-        """
+        """Read it. Raises `ProtocolError`: the body does not hold what it should."""
         try:
             return cls.from_json(wire.json_body(frame))
         except ValueError as error:

@@ -102,16 +102,12 @@ class Frame:
     """One control message. What `chunk`, `flags`, `arg` and `body` mean depends on `kind`; unused ones are 0 or empty.
 
     Attributes:
-        kind: What it says.
         attempt: Fencing epoch of the run; 0 before WELCOME.
-        step: Training step of the checkpoint it is about.
-        chunk: Chunk of the image.
         flags: SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.StepWord`. FETCH and
             FETCHED: what is asked for (`holdfast.ring.remains.Asked`).
         arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of
             the proposal. FETCH: attempt of the checkpoint. FETCHED: 1 if it is there. SEALED, SKIPPED, COMPLETE, VOID:
             number of the tier. ROOM: bytes.
-        body: JSON, or what `kind` says.
     """
 
     kind: Kind
@@ -150,10 +146,8 @@ def encode(
     arg: int = 0,
     body: bytes | memoryview = b"",
 ) -> bytes:
-    """The bytes of one control message.
-
-    Raises:
-        ProtocolError: A field is out of range, or the body above `MAX_BODY_BYTES`.
+    """The bytes of one control message. Raises `ProtocolError`: a field is out of range, or the body above
+    `MAX_BODY_BYTES`.
     """
     if len(body) > MAX_BODY_BYTES:
         raise ProtocolError(f"{kind.name}: body of {len(body)} bytes, at most {MAX_BODY_BYTES} can be sent")
@@ -172,10 +166,8 @@ def encode(
 
 
 def decode(buffer: bytes | bytearray | memoryview) -> Frame:
-    """Read one control message; `buffer` is exactly the MPI message.
-
-    Raises:
-        ProtocolError: naming the field, expected and got.
+    """Read one control message; `buffer` is exactly the MPI message. Raises `ProtocolError`: naming the field, expected
+    and got.
     """
     data = bytes(buffer)
     if len(data) < HEADER_BYTES:
@@ -211,10 +203,8 @@ def to_json(document: Mapping[str, Any]) -> bytes:
 
 
 def json_body(frame: Frame, **required: type) -> dict[str, Any]:
-    """The JSON object in a frame's body, with the fields in `required` present and of that type.
-
-    Raises:
-        ProtocolError: It is not; names kind and field.
+    """The JSON object in a frame's body, with the fields in `required` present and of that type. Raises
+    `ProtocolError`: it is not; names kind and field.
     """
     try:
         document = json.loads(frame.body)
@@ -232,11 +222,7 @@ def json_body(frame: Frame, **required: type) -> dict[str, Any]:
 
 
 def wholes(values: Iterable[Any]) -> tuple[int, ...]:
-    """The whole numbers from 0 to 2^62 that a field of a message holds.
-
-    Raises:
-        ValueError: One is not that.
-    """
+    """The whole numbers from 0 to 2^62 that a field of a message holds. Raises `ValueError`: one is not that."""
     found = tuple(values)
     if not all(type(value) is int and 0 <= value < WHOLE_MAX for value in found):
         raise ValueError(f"expected whole numbers from 0 to 2^62, got {found!r:.80}")

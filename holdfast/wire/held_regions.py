@@ -38,10 +38,8 @@ class HeldRegions:
 
     @classmethod
     def from_json(cls, regions: Any, rows: tuple[tuple[int, int], ...], needed: int) -> Self:
-        """Read what `regions_to_json` made, for rows that `held_rows` has read, which name `needed` regions.
-
-        Raises:
-            ProtocolError: It is not that.
+        """Read what `regions_to_json` made, for rows that `held_rows` has read, which name `needed` regions. Raises
+        `ProtocolError`.
         """
         try:
             read = tuple(
@@ -58,10 +56,8 @@ class HeldRegions:
 def held_rows(
     document: Any, table: list[list[Any]], *, of_stage: bool = False
 ) -> tuple[tuple[int, int], ...]:
-    """Read `HeldRegions.rows`, for the rows of this table that are split; of a stage, for others as well.
-
-    Raises:
-        ProtocolError: It is not that.
+    """Read `HeldRegions.rows`, for the rows of this table that are split; of a stage, for others as well. Raises
+    `ProtocolError`.
     """
     try:
         rows = tuple((row, number) for row, number in map(wholes, document))

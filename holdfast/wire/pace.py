@@ -31,11 +31,7 @@ class Pace:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Pace:
-        """Read them.
-
-        Raises:
-            ProtocolError: One is missing or not what it should be.
-        """
+        """Read them. Raises `ProtocolError`."""
         first, every = document.get("first"), document.get("every")
         _check("SAVE_EVERY", "first", first, 0, _STEP_MAX)
         _check("SAVE_EVERY", "every", every, 1, EVERY_MAX)
@@ -49,9 +45,7 @@ class Wish:
     """The interval that rank 0 has computed and asks for.
 
     Attributes:
-        every: Steps between two checkpoints.
         after: The step at which it was last time to save; the next one is `every` steps later, or as soon as can be.
-        why: A sentence for people.
     """
 
     every: int
@@ -63,11 +57,7 @@ class Wish:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Wish:
-        """Read them.
-
-        Raises:
-            ProtocolError: One is missing or not what it should be.
-        """
+        """Read them. Raises `ProtocolError`."""
         every, after, why = document.get("every"), document.get("after"), document.get("why")
         _check("WISH", "every", every, 1, EVERY_MAX)
         _check("WISH", "after", after, -1, _STEP_MAX)

@@ -13,10 +13,10 @@ from typing import Any
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Pattern
-from holdfast.price import inflate_json
+from holdfast.parse_cost import inflate_json
 from holdfast.wire.frames import WHOLE_MAX, Frame, Kind, encode, error_fields, json_body, to_json, wholes
 from holdfast.wire.held_regions import HeldRegions, held_rows
-from holdfast.wire.proof import decode_sums, encode_sums
+from holdfast.wire.replica_proof import decode_sums, encode_sums
 from holdfast.wire.state_union import Stage, StateUnion
 
 _MAX_TABLE_BYTES = 512 * 1024 * 1024  # of a PROPOSE body, unpacked
@@ -67,7 +67,6 @@ class Proposal:
         per_rank_bytes: For each `PerRank` value the bytes this rank needs, slack included.
         sums: For each row of the table, the CRC-32 of all bytes of the tensor; empty where they are not compared.
         refusal: Instead of all that: why this rank cannot save its state, as `(code, message)`.
-        held: What it holds of tensors that are split.
         stage: Where the ranks have different tensors, the places of this rank's. `held` then has the tensors, too, of
             which a rank may have to send all.
         step: Of the save that it is for; -1: it is not said.
@@ -118,11 +117,7 @@ class Proposal:
 
 
 class ProposalReader:
-    """Reads the proposals of one round. What many ranks say in the same words is unpacked, and kept, once.
-
-    Args:
-        kept_max: So many different ones are kept.
-    """
+    """Reads the proposals of one round. What many ranks say in the same words is unpacked, and kept, once."""
 
     def __init__(self, kept_max: int = 1) -> None:
         self._kept_max = kept_max
@@ -135,10 +130,8 @@ class ProposalReader:
         self._sums = (b"", array("I"))
 
     def read(self, frame: Frame) -> Proposal:
-        """Read one; never unpacks more than a named limit, nor what costs more than the message is worth.
-
-        Raises:
-            ProtocolError: It is not readable, or a field is not what it should be.
+        """Read one; never unpacks more than a named limit, nor what costs more than the message is worth. Raises
+        `ProtocolError`: it is not readable, or a field is not what it should be.
         """
         body = memoryview(frame.body)
         ends = (0, 0)
@@ -208,10 +201,7 @@ class Agreement:
     """The room that all ranks leave, so that the layout stays the same while the pickle changes a little.
 
     Attributes:
-        pickle_reserve_bytes: Room for data.pkl.
-        per_rank_reserve_bytes: Room for each `PerRank` value of each rank.
         rank0_only: Paths of tensors of which other ranks hold other bytes than rank 0, whose are saved.
-        patterns: How tensors are split that are.
         split_rows: `(row of the table, number of its pattern)` of these.
         asks_stages: Nothing is agreed on yet: the ranks have different tensors, and each is to say what is where.
         union: What they have together, if they have different tensors; rows are then of its table.

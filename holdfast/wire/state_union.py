@@ -32,7 +32,6 @@ class Stage:
     """What one rank says of its tree, where the ranks have other tensors.
 
     Attributes:
-        outline: Its containers, with rows of its own table.
         groups: Of each optimizer that is keyed by parameter name, per group the names, and the settings as a text.
     """
 
@@ -44,11 +43,7 @@ class Stage:
 
     @classmethod
     def from_json(cls, document: Any) -> Stage:
-        """Read what `to_json` made; the outline is looked at in `unite_trees`.
-
-        Raises:
-            ProtocolError: It is not that.
-        """
+        """Read what `to_json` made; the outline is looked at in `unite_trees`. Raises `ProtocolError`."""
         try:
             groups = {
                 str(name): [([str(one) for one in names], str(settings)) for names, settings in of]
@@ -65,7 +60,6 @@ class StateUnion:
 
     Attributes:
         table: Rows `[path, dtype, shape, owner]` of all tensors, in the order in which the file has them.
-        staged: Rows that not every rank has.
         outline: As that of `Stage`, with rows of this table.
         groups: Optimizer → names of the parameters of each group.
     """
@@ -85,11 +79,7 @@ class StateUnion:
 
     @classmethod
     def from_json(cls, document: Any) -> StateUnion:
-        """Read what `to_json` made.
-
-        Raises:
-            ProtocolError: It is not that.
-        """
+        """Read what `to_json` made. Raises `ProtocolError`."""
         try:
             table, staged = document["table"], frozenset(document["staged"])
             groups = {
@@ -123,10 +113,6 @@ def unite_trees(
     tables: Sequence[Sequence[Sequence[Any]]], stages: Sequence[Stage]
 ) -> tuple[list[str], _Outline, dict[str, list[list[str]]]]:
     """Unite the trees of all ranks.
-
-    Args:
-        tables: By rank.
-        stages: By rank.
 
     Returns:
         Paths of all tensors in the order of the file, the outline with their numbers, and the groups of the optimizers.

@@ -24,7 +24,6 @@ class UnionTable(NamedTuple):
     """Result of `union_of`.
 
     Attributes:
-        union: For all ranks.
         proof_table: The same table with the owners that the holders name.
         sums: By rank, of each row; where a rank does not have a tensor, those of its first holder.
         held: Of each row that is split, by rank which of its regions it holds; None where it does not have the tensor.
@@ -40,10 +39,6 @@ class UnionTable(NamedTuple):
 
 def union_of(proposals: Sequence[Proposal], stages: Sequence[Stage]) -> UnionTable:
     """Unite what all ranks have.
-
-    Args:
-        proposals: By rank.
-        stages: Theirs.
 
     Raises:
         StateError: A tensor has another dtype, shape or role on two ranks, or cannot be sent as it lies; or the trees

@@ -15,13 +15,8 @@ class Welcome:
     """The stager's message to each rank at start-up.
 
     Attributes:
-        store_url: URL of the run; restore reads from it.
         attempt: Fencing epoch of this job; all later frames carry it.
-        chunk_bytes: Size of a chunk, for the layout.
-        ring_chunks: Chunks in the ring.
-        ranks: Training ranks that the stager sees.
         offer_seconds_max: How long it waits for the last rank's offer of a step.
-        beat_seconds: How often it gives a sign of life.
     """
 
     store_url: str

@@ -13,7 +13,7 @@ import click
 
 from holdfast.checkpoints.assembly import assemble
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.claim import Claimed
+from holdfast.checkpoints.lease import LeasedRun
 from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets, load_set, remove_set
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json, progress_bar
@@ -77,7 +77,7 @@ def assemble_command(as_json: bool, target: Target, keep_slices: bool) -> None:
         )
 
 
-def _run(ours: Claimed, target: Target, *, keep_slices: bool, quiet: bool) -> _Outcome:
+def _run(ours: LeasedRun, target: Target, *, keep_slices: bool, quiet: bool) -> _Outcome:
     store, manifest = ours.store, None
     catalog = Catalog(store)
     for found in _chosen(catalog, target.step) or ():
@@ -139,7 +139,7 @@ def _manifest_of(catalog: Catalog, found: SliceSet) -> Manifest | None:
     return next((item.manifest for item in of_step if item.is_good and item.order == found.order), None)
 
 
-def _assemble(ours: Claimed, found: SliceSet, *, quiet: bool) -> Manifest:
+def _assemble(ours: LeasedRun, found: SliceSet, *, quiet: bool) -> Manifest:
     loaded = load_set(ours.store, found)
     with progress_bar(f"step {found.step}", loaded.layout.image_bytes, hidden=quiet) as advance:
         return assemble(ours.store, loaded, attempt=ours.attempt, check=ours.check, progress=advance)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from holdfast.checkpoints.claim import Claim, Claimed
 from holdfast.checkpoints.intents import clear_intents
+from holdfast.checkpoints.lease import Lease, LeasedRun
 from holdfast.checkpoints.publish import ASSEMBLY
 from holdfast.checkpoints.verification import verify_file
 from holdfast.command.output import progress_bar
@@ -22,7 +22,7 @@ _HEARTBEAT_SECONDS = 5.0
 
 
 @contextmanager
-def claimed(store: Store) -> Iterator[Claimed]:
+def claimed(store: Store) -> Iterator[LeasedRun]:
     """Hold the claim on the run.
 
     Uploads that an earlier tool left unfinished are removed first.
@@ -31,12 +31,12 @@ def claimed(store: Store) -> Iterator[Claimed]:
         FencedError: Another writer holds the claim.
         StoreError: The store failed.
     """
-    claim = Claim.take(store, heartbeat_seconds=_HEARTBEAT_SECONDS)
+    claim = Lease.take(store, heartbeat_seconds=_HEARTBEAT_SECONDS)
     try:
         ours = guarded(store, lambda: claim.check(at_once=True))
         ours.sweep(_is_not_a_tools)
         clear_intents(ours, claim.attempt, _is_not_a_tools)
-        yield Claimed(ours, claim.attempt, _watch(claim))
+        yield LeasedRun(ours, claim.attempt, _watch(claim))
     finally:
         claim.release()
 
@@ -61,7 +61,7 @@ def _is_not_a_tools(own: str) -> bool:
     return not own.startswith(ASSEMBLY)
 
 
-def _watch(claim: Claim) -> Callable[[], None]:
+def _watch(claim: Lease) -> Callable[[], None]:
     """A check of the claim that also renews it when that is due."""
     beaten = [time.monotonic()]
 

@@ -20,7 +20,8 @@ from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json, progress_bar
 from holdfast.errors import ConfigError, DamageError
 from holdfast.faultpoint import identify
-from holdfast.image.manifest import Key, Manifest, State
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import Manifest, State
 from operator_side.commands.claimed import claimed, read_back
 from operator_side.commands.target import URL, Target
 
@@ -104,7 +105,7 @@ def import_state(
         if not force:
             _refuse_beside_others(catalog)
         now = time.time()
-        key = Key(ours.attempt, step)
+        key = CheckpointId(ours.attempt, step)
         with progress_bar(path.name, foreign.image_bytes, hidden=as_json) as advance:
             manifest = publish_image(
                 ours,

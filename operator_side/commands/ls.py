@@ -24,7 +24,7 @@ from holdfast.command.output import (
     table,
 )
 from holdfast.errors import StoreMissing
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.commands.target import URL, Target
 
 _COLUMNS = ("STEP", "SIZE", "STATE", "AGE", "RANKS", "DURABLE IN", "FILE")
@@ -88,7 +88,7 @@ def _is_published(look: CatalogLook, found: SliceSet) -> bool:
 
 
 def _print(
-    url: str, sets: Sequence[SliceSet], doubts: Mapping[Key, str], items: Iterator[CatalogItem]
+    url: str, sets: Sequence[SliceSet], doubts: Mapping[CheckpointId, str], items: Iterator[CatalogItem]
 ) -> None:
     """Print the rows while they are read, a few at a time, and then what is to be said of some of them."""
     out = console()
@@ -159,7 +159,7 @@ def _cells(item: CatalogItem) -> tuple[str, ...]:
     )
 
 
-def _slice_row(found: SliceSet, doubts: Mapping[Key, str]) -> _ListedRow:
+def _slice_row(found: SliceSet, doubts: Mapping[CheckpointId, str]) -> _ListedRow:
     doubt = doubts.get(found.order, "")
     return _ListedRow(_slice_cells(found), "yellow", ((f"slices of {doubt}", "yellow"),) if doubt else ())
 
@@ -173,7 +173,7 @@ def _state(found: SliceSet) -> str:
     return "slices" if found.complete else "partial"
 
 
-def _slices(found: SliceSet, doubts: Mapping[Key, str]) -> dict[str, Any]:
+def _slices(found: SliceSet, doubts: Mapping[CheckpointId, str]) -> dict[str, Any]:
     return {
         "step": found.step,
         "attempt": found.attempt,

@@ -320,9 +320,7 @@ def _newest_step(store: str) -> int:
     except StoreMissing:
         return -1
     finally:
-        close = getattr(opened, "close", None)
-        if close is not None:
-            close()
+        opened.close()
 
 
 def _unless_not_durable(done: Verdict, step: int, store: str) -> Verdict:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.command.output import plain, seconds, size, table
-from holdfast.telemetry.status_document import RankSaid, StatusLine
+from holdfast.telemetry.status_document import RankStatus, StatusLine
 from operator_side.status.loss import Lost
 from operator_side.status.picture import LEVELS, Peer, Picture, Timings, UnderWay
 
@@ -269,7 +269,7 @@ def _ranks(picture: Picture, shown: int) -> list[RenderableType]:
     return found
 
 
-def _rank(rank: RankSaid) -> tuple[str, ...]:
+def _rank(rank: RankStatus) -> tuple[str, ...]:
     quiet = "-" if rank.quiet_seconds is None else f"{seconds(rank.quiet_seconds)} ago"
     step = "-" if rank.step is None else str(rank.step)
     return (

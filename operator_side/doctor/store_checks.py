@@ -59,9 +59,7 @@ def examine_store(plan: CheckPlan) -> Iterator[Finding]:
     finally:
         if root is not None and not was_there:
             _remove_empty(root)
-        close = getattr(store, "close", None)
-        if close is not None:
-            close()
+        store.close()
 
 
 def _big_file(store: Store) -> Iterator[Finding]:

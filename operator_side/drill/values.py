@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.errors import DamageError
-from holdfast.pickle_price import PICKLE_FACTOR, check_pickle
-from holdfast.price import check_price, json_price
+from holdfast.parse_cost import check_cost, json_cost
+from holdfast.pickle_cost import PICKLE_FACTOR, check_pickle
 
 _LENGTH_BYTES = 8  # before a `PerRank` value (docs/format.md, section 2)
 _ZIP = b"PK\x03\x04"
@@ -105,7 +105,7 @@ def _tree(pickled: bytes) -> Any:
 def _parsed(text: str) -> Any:
     """The dictionary that a text is the JSON of, as Trainer's state is; or the text."""
     try:
-        check_price(json_price(text.encode()), len(text), PICKLE_FACTOR)
+        check_cost(json_cost(text.encode()), len(text), PICKLE_FACTOR)
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
@@ -114,11 +114,11 @@ def _parsed(text: str) -> Any:
 def _priced(leaves: Iterator[tuple[str, str]], received_bytes: int) -> dict[str, str]:
     """The leaves, as far as so many bytes are worth them: what is in a value twice has all its leaves twice."""
     found: dict[str, str] = {}
-    price = 0
+    cost = 0
     for path, value in leaves:
         found[path] = value
-        price += _LEAF_BYTES + len(path) + len(value)
-        check_price(price, received_bytes, PICKLE_FACTOR)
+        cost += _LEAF_BYTES + len(path) + len(value)
+        check_cost(cost, received_bytes, PICKLE_FACTOR)
     return found
 
 

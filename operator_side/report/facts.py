@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.telemetry.event_reading import Log, LoggedEvent, text
+from holdfast.telemetry.event_text import NOTICES, TROUBLES, event_text
 from holdfast.telemetry.rows import CheckpointRow, CheckpointRows, StoredCheckpoint, gather_checkpoints
-from holdfast.telemetry.told import NOTICES, TROUBLES, told
 from operator_side.report.attempts import ReportedAttempt, gather_attempts
 from operator_side.report.goodput import Goodput, Interruption, goodput_of, interruptions_of
 
@@ -144,7 +144,7 @@ def _happened(events: Iterable[LoggedEvent]) -> list[Happened]:
     for event in events:
         if event.event not in NOTICES | TROUBLES | _MORE_TROUBLES:
             continue
-        words = told(event.fields)
+        words = event_text(event.fields)
         key = (event.event, event.step, words)
         if key in found:
             found[key].times += 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.telemetry.rows import CheckpointRow
 from operator_side.report.attempts import ReportedAttempt
 from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_trainers
@@ -167,7 +168,7 @@ def _lost(
 
 def _interval(saves: Sequence[CheckpointRow]) -> Interval | None:
     """Time between the last two checkpoints that one job has saved in a row."""
-    said = [((row.attempt, row.step), row.saved_at_unix or 0.0) for row in saves]
+    said = [(CheckpointId(row.attempt, row.step), row.saved_at_unix or 0.0) for row in saves]
     pairs = (said[index - 1 : index + 1] for index in range(len(said) - 1, 0, -1))
     return next((found for pair in pairs if (found := interval_of(pair)) is not None), None)
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from holdfast.command.output import plain, seconds, size
+from holdfast.telemetry.event_text import cut
 from holdfast.telemetry.rows import CheckpointRow
-from holdfast.telemetry.told import cut
 
 _VOID = frozenset({"meta", "link", "br"})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 
-from holdfast.telemetry.told import cut
+from holdfast.telemetry.event_text import cut
 from operator_side.report.facts import RunFacts
 from operator_side.report.markup import Html, moment, plural, tag
 from operator_side.report.sections import SECTIONS

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from holdfast.telemetry.told import cut
+from holdfast.telemetry.event_text import cut
 from operator_side.report.facts import RunFacts
 from operator_side.report.goodput import Interruption
 from operator_side.report.markup import brief, dollars, moment, plural, share

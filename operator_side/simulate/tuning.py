@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.config import IN_FLIGHT_MAX
 from holdfast.errors import ConfigError
-from holdfast.image.chunk_size import LARGE_IMAGE_BYTES, chunk_bytes_for
+from holdfast.image.layout import LARGE_IMAGE_BYTES, chunk_bytes_for
 from holdfast.policy.advice import Advice, Hazard, advise
 from holdfast.policy.cost import best_in_flight
 from operator_side.simulate.profiles import Measured, TrainingProfile

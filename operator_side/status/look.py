@@ -166,16 +166,15 @@ class RunWatch:
                 raise
             self._store_notes = (f"the store cannot be read: {error}",)
         finally:
-            close = getattr(store, "close", None)
-            if close is not None:
-                close()
+            if store is not None:
+                store.close()
             now = time.monotonic()
             pause_seconds = _WRITER_AGAIN_SECONDS if self._has_writer else _STORE_AGAIN_SECONDS
             self._store_again_at = now + max(pause_seconds, _STORE_PAUSE_FACTOR * (now - begun))
 
     def _read_store(self, store: Store) -> None:
         from holdfast.checkpoints.catalog import Catalog
-        from holdfast.checkpoints.claim import may_live
+        from holdfast.checkpoints.lease import may_live
 
         look = Catalog(store).look()
         if look.is_empty:

@@ -12,15 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.save_record import StepRecord
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import (
-    CheckpointSaid,
-    RankSaid,
+    CheckpointStatus,
+    RankStatus,
     StatusDocument,
     StatusLine,
     Transport,
-    checkpoint_said,
+    checkpoint_status,
 )
 from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_node, lost_with_trainers
 from operator_side.status.ring_files import RingCheckpoint, RingLook
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     pass
 
 
-Key = tuple[int, int]
 LEVELS = ("staged", "durable", "verified")
 _HISTORY = 32  # values of each timing
 
@@ -121,7 +121,7 @@ class Picture:
     stager: Peer
     transport: Transport | None
     waits_at: str
-    ranks: tuple[RankSaid, ...]
+    ranks: tuple[RankStatus, ...]
     ranks_total: int
     levels: Mapping[str, Level]
     loss_trainers: Lost
@@ -267,9 +267,9 @@ def _rows(
     stager: StatusDocument | None,
     ring: RingLook | None,
     stored: Iterable[StoredCheckpoint],
-) -> dict[Key, CheckpointSaid]:
+) -> dict[CheckpointId, CheckpointStatus]:
     """Each checkpoint, with the facts from flusher, stager, ring and store together."""
-    rows: dict[Key, CheckpointSaid] = {}
+    rows: dict[CheckpointId, CheckpointStatus] = {}
     for one in stored:
         _merge(rows, _row_of_stored(one))
     for said in (flusher, stager):
@@ -280,8 +280,8 @@ def _rows(
     return rows
 
 
-def _merge(rows: dict[Key, CheckpointSaid], row: CheckpointSaid) -> None:
-    key = (row.attempt, row.step)
+def _merge(rows: dict[CheckpointId, CheckpointStatus], row: CheckpointStatus) -> None:
+    key = CheckpointId(row.attempt, row.step)
     before = rows.get(key)
     if before is None:
         rows[key] = row
@@ -292,8 +292,8 @@ def _merge(rows: dict[Key, CheckpointSaid], row: CheckpointSaid) -> None:
     rows[key] = before.model_copy(update=more)
 
 
-def _row_of_stored(one: StoredCheckpoint) -> CheckpointSaid:
-    return checkpoint_said(
+def _row_of_stored(one: StoredCheckpoint) -> CheckpointStatus:
+    return checkpoint_status(
         one.attempt,
         one.step,
         image_bytes=one.image_bytes,
@@ -302,31 +302,29 @@ def _row_of_stored(one: StoredCheckpoint) -> CheckpointSaid:
         durable_at_unix=one.durable_at_unix,
         pgt1_seconds=one.pgt1_seconds,
         pgt2_seconds=one.pgt2_seconds,
-        stall_seconds=max(stall_seconds_of(one.record).values(), default=None),
+        stall_seconds=max(StepRecord.from_json(one.record).stall_seconds.values(), default=None),
         read_back="" if one.state == "durable" else one.state,
         nonfinite=one.nonfinite,
     )
 
 
-def _row_of_ring(here: RingCheckpoint) -> CheckpointSaid:
-    saved = saved_at_unix(here.record)
-    stager = here.record.get("stager")
-    stager = stager if isinstance(stager, dict) else {}
-    staged, pgt1 = stager.get("staged_at_unix"), stager.get("pgt1_seconds")
+def _row_of_ring(here: RingCheckpoint) -> CheckpointStatus:
+    record = StepRecord.from_json(here.record)
+    saved, staged, pgt1 = record.saved_at_unix, record.staged_at_unix, record.pgt1_seconds
     is_staged = here.state == "staged"
-    return checkpoint_said(
+    return checkpoint_status(
         here.attempt,
         here.step,
         image_bytes=here.image_bytes,
         saved_at_unix=saved,
         # Without its time it is staged all the same.
-        staged_at_unix=(staged if isinstance(staged, float) else saved or 0.0) if is_staged else None,
-        pgt1_seconds=pgt1 if isinstance(pgt1, float) and pgt1 >= 0 else None,
-        stall_seconds=max(stall_seconds_of(here.record).values(), default=None),
+        staged_at_unix=(saved or 0.0 if staged is None else staged) if is_staged else None,
+        pgt1_seconds=pgt1 if pgt1 is not None and pgt1 >= 0 else None,
+        stall_seconds=max(record.stall_seconds.values(), default=None),
     )
 
 
-def _newest(rows: Mapping[Key, CheckpointSaid], level: str) -> Level | None:
+def _newest(rows: Mapping[CheckpointId, CheckpointStatus], level: str) -> Level | None:
     """The newest good checkpoint that has reached the level; a durable one counts as staged, too."""
     for key, row in sorted(rows.items(), reverse=True):
         at = {
@@ -342,15 +340,15 @@ def _newest(rows: Mapping[Key, CheckpointSaid], level: str) -> Level | None:
     return None
 
 
-def _point(rows: Mapping[Key, CheckpointSaid], level: Level | None) -> SavedPoint | None:
+def _point(rows: Mapping[CheckpointId, CheckpointStatus], level: Level | None) -> SavedPoint | None:
     if level is None:
         return None
-    row = rows[level.attempt, level.step]
+    row = rows[CheckpointId(level.attempt, level.step)]
     saved = row.saved_at_unix if row.saved_at_unix is not None else level.at_unix
     return SavedPoint(level.attempt, level.step, saved or 0.0)
 
 
-def interval_of(saved: Sequence[tuple[Key, float]]) -> Interval | None:
+def interval_of(saved: Sequence[tuple[CheckpointId, float]]) -> Interval | None:
     """The distance between the last two saves, which come in order, if both are of one job."""
     if len(saved) < 2:
         return None
@@ -360,14 +358,14 @@ def interval_of(saved: Sequence[tuple[Key, float]]) -> Interval | None:
     return Interval(last[1] - before[1], last_at - before_at)
 
 
-def _timings(rows: Mapping[Key, CheckpointSaid], name: str) -> Timings:
+def _timings(rows: Mapping[CheckpointId, CheckpointStatus], name: str) -> Timings:
     values = [getattr(row, name) for _, row in sorted(rows.items())]
     return Timings(tuple(value for value in values if value is not None)[-_HISTORY:])
 
 
-def _flights(ring: RingLook | None, rows: Mapping[Key, CheckpointSaid]) -> Iterable[UnderWay]:
+def _flights(ring: RingLook | None, rows: Mapping[CheckpointId, CheckpointStatus]) -> Iterable[UnderWay]:
     for here in ring.checkpoints if ring else ():
-        row = rows[here.attempt, here.step]
+        row = rows[CheckpointId(here.attempt, here.step)]
         if row.durable_at_unix is None:
             yield UnderWay(
                 here.attempt,
@@ -385,11 +383,11 @@ def _flights(ring: RingLook | None, rows: Mapping[Key, CheckpointSaid]) -> Itera
 
 def _ranks(
     flusher: StatusDocument | None, stager: StatusDocument | None, ring: RingLook | None
-) -> tuple[tuple[RankSaid, ...], int]:
+) -> tuple[tuple[RankStatus, ...], int]:
     """The stager's ranks, with the cost of each one's newest checkpoint; without a stager, from the steps."""
     stalls = {rank.rank: rank.stall_seconds for rank in (flusher.ranks if flusher else ())}
     for here in ring.checkpoints if ring else ():  # newest last
-        stalls.update(stall_seconds_of(here.record))
+        stalls.update(StepRecord.from_json(here.record).stall_seconds)
     if stager is None:
         return (), 0
     with_stalls = tuple(

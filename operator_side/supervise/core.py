@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.supervise.hosts import Host, place
 from operator_side.supervise.limits import Limits, Patience
 from operator_side.supervise.record import RunRecord
@@ -109,7 +109,7 @@ class Core:
                     self._attempt.staged_step = max(self._attempt.staged_step, step)
                 self._progress(step, now)
             case StepDurable(step, of_attempt):
-                if not Key(of_attempt, step).is_set_aside(self._suspicion.set_aside):
+                if not CheckpointId(of_attempt, step).is_set_aside(self._suspicion.set_aside):
                     self._progress(step, now)
             case Stop(reason):
                 return self._stop(reason, now)
@@ -139,7 +139,7 @@ class Core:
                 told = {"step": step}
                 self.newest_step = max(self.newest_step, step)  # from a ring it may not be durable
                 if step >= 0 and of_attempt > 0:
-                    attempt.restored_from, attempt.before = Key(of_attempt, step), before
+                    attempt.restored_from, attempt.before = CheckpointId(of_attempt, step), before
                     told["of_attempt"] = of_attempt
                 how = (
                     f"every rank has restored step {step}"

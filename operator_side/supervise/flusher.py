@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.ring.directory import make_private_directory
-from holdfast.ring.wanted import RingKeeper
+from holdfast.ring.ring_keeper import RingKeeper
 
 _LOOK_SECONDS = 0.05
 _STATE_FIELD, _STARTED_FIELD = 0, 19  # of /proc/PID/stat, counted from behind the command's name

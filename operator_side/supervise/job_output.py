@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.supervised import LAST_WORDS, MARK
 from holdfast.telemetry.event_files import is_same, numbered
 from operator_side.supervise.supervisor_messages import (
@@ -78,7 +78,7 @@ def parse_report(text: str) -> Report | None:
             attempt, before = fields.get("attempt", 0), fields.get("before")
             if type(attempt) is int:
                 return RankRestored(
-                    rank, fields["step"], attempt, None if before is None else Key.of_label(before)
+                    rank, fields["step"], attempt, None if before is None else CheckpointId.of_label(before)
                 )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.supervise.hosts import Host
 from operator_side.supervise.limits import Limits
 from operator_side.supervise.verdict import Death, Evidence
@@ -49,8 +49,8 @@ class RunRecord:
     began: dict[int, str] = field(default_factory=dict)
     met: bool = False
     restored: set[int] = field(default_factory=set)
-    restored_from: Key | None = None
-    before: Key | None = None
+    restored_from: CheckpointId | None = None
+    before: CheckpointId | None = None
     staged_step: int = -1
     stepped: set[int] = field(default_factory=set)
     deaths: list[Death] = field(default_factory=list)

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import HoldfastError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.set_aside import note_set_aside
 from holdfast.telemetry.events import EventLog
@@ -216,7 +216,7 @@ class Supervisor:
                 case Finish(verdict):
                     self._verdict = verdict
 
-    def _keep_evidence(self, key: Key) -> None:
+    def _keep_evidence(self, key: CheckpointId) -> None:
         try:
             note_set_aside(self._ring, key)
         except HoldfastError as error:

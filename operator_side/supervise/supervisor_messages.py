@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.supervise.hosts import Host
 from operator_side.supervise.verdict import Verdict
 
@@ -42,7 +42,7 @@ class RankRestored(NamedTuple):
     rank: int
     step: int
     attempt: int = 0
-    before: Key | None = None
+    before: CheckpointId | None = None
 
 
 class Stepped(NamedTuple):
@@ -135,7 +135,7 @@ class Launch(NamedTuple):
     attempt: int
     ranks: int
     hosts: tuple[Host, ...] | None
-    set_aside: tuple[Key, ...] = ()
+    set_aside: tuple[CheckpointId, ...] = ()
 
 
 class Terminate(NamedTuple):
@@ -151,7 +151,7 @@ class KillAttempt(NamedTuple):
 class KeepEvidence(NamedTuple):
     """Have retention keep a checkpoint that is set aside."""
 
-    key: Key
+    key: CheckpointId
 
 
 class Note(NamedTuple):

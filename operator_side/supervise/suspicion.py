@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.supervise.limits import Limits
 from operator_side.supervise.record import RunRecord
 from operator_side.supervise.verdict import OUT_OF_MEMORY, Cause, Verdict
@@ -28,8 +28,8 @@ class SetAside(NamedTuple):
         crashes: After its restore, all the same way.
     """
 
-    key: Key
-    before: Key
+    key: CheckpointId
+    before: CheckpointId
     crashes: int
 
 
@@ -45,9 +45,9 @@ class Suspicion:
         # With --crashes-max 1 the first crash ends the run: nothing is ever seen to happen twice.
         self._crashes_max = limits.crashes_max
         self._row_max = limits.set_aside_max if limits.crashes_max > 1 else 0
-        self.set_aside: tuple[Key, ...] = ()
+        self.set_aside: tuple[CheckpointId, ...] = ()
         self.is_open = False
-        self._suspect: tuple[Key, str] | None = None  # and how the job crashed after its restore
+        self._suspect: tuple[CheckpointId, str] | None = None  # and how the job crashed after its restore
         self._crashes = 0
         self._row = 0  # set aside since the run last went beyond them
         self._beyond = -1  # their highest step

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from stager.session.chunk_queue import ChunkQueue
 
 
@@ -42,7 +42,6 @@ class Checkpoint:
 
     Attributes:
         step: Its step. `ranks`: how many must send. `begun_at`: time of its first offer.
-        progress_at: When it last came forward, for deadlines.
         digests: rank → layout digest it offered. `records`: rank → what it said. `done`: ranks that said DONE.
         fingerprints: rank → those of its replicas, of the ranks that sent them.
         part_chunks: How many chunks the flusher writes at a time.
@@ -59,7 +58,7 @@ class Checkpoint:
     progress_at: float
     phase: Phase = Phase.OFFERING
     digests: dict[int, str] = field(default_factory=dict)
-    records: dict[int, dict[str, Any]] = field(default_factory=dict)
+    records: dict[int, SaveRecord] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     fingerprints: dict[int, tuple[int, ...]] = field(default_factory=dict)
     layout: Layout | None = None
@@ -118,11 +117,7 @@ class Checkpoint:
         return 0 if queue is None else queue.missing_below(queue.part_end(self.part_chunks))
 
     def choose(self, free: int) -> int | None:
-        """The next chunk to get a slot, None if none may have one now.
-
-        Args:
-            free: Free slots that older checkpoints do not need.
-        """
+        """The next chunk to get a slot, None if none may have one now."""
         queue = self.queue
         if queue is None or not queue.left or free <= 0:
             return None

@@ -23,12 +23,8 @@ _STALE_MIN = 64  # entries; a heap is only made anew when there are more than th
 class ChunkQueue:
     """See the module. Changed only by `stager.session.checkpoint.Checkpoint`.
 
-    Args:
-        layout: Of the checkpoint.
-
     Attributes:
         left: How many chunks wait, those that are urgent among them.
-        urgent_left: How many urgent ones wait (`Layout.urgent_chunks`).
     """
 
     def __init__(self, layout: Layout) -> None:

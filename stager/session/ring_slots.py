@@ -170,11 +170,7 @@ class RingSlots:
         return [FreeSlot(slot)]
 
     def freed(self, slots: Collection[int]) -> None:
-        """The flusher has freed these.
-
-        Raises:
-            ProtocolError: They are not its own.
-        """
+        """The flusher has freed these. Raises `ProtocolError`: they are not its own."""
         # One that is free already: freed while the stager attached, and seen in the journal before the message.
         strange = [slot for slot in slots if slot not in self.flushers and slot not in self.free]
         if strange:

@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterable, KeysView
 from typing import Any
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
-from holdfast.image.replicas import FIELD, OnDivergence, Replicas
+from holdfast.image.replicas import OnDivergence, Replicas
+from holdfast.image.save_record import SaveRecord
 from holdfast.notices.worth import InFlight
-from holdfast.wire.agreement import pickle_reserve_bytes
 from holdfast.wire.frames import Kind
+from holdfast.wire.layout_agreement import pickle_reserve_bytes
 from stager.session.admission import Admission
 from stager.session.checkpoint import Checkpoint, Phase
 from stager.session.ring_slots import RingSlots
@@ -64,12 +65,10 @@ class Session:
     """All checkpoints of one stager. Not for several threads; `handle` is the only way in.
 
     Args:
-        ranks: Training ranks.
         free_slots: Slots of the ring that are free now; those to be filled first, first.
         flusher_slots: Slots that still hold chunks of an earlier job; the flusher will free them.
         offer_seconds_max: How long the last rank's offer is waited for after the first.
         chunk_seconds_max: How long a granted chunk may take; also how long a checkpoint may wait for room in the ring.
-        on_divergence: What to do when replicas differ.
     """
 
     def __init__(
@@ -114,10 +113,6 @@ class Session:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event and say what must be done, in order.
-
-        Args:
-            event: What happened.
-            now: Seconds of any clock that only goes forward.
 
         Raises:
             ProtocolError: The event's sender broke the protocol; nothing has changed. Drop the sender: a rank by
@@ -246,7 +241,7 @@ class Session:
         if checkpoint is None:
             return
         checkpoint.digests[event.rank] = event.layout_digest
-        checkpoint.records[event.rank] = dict(event.record)
+        checkpoint.records[event.rank] = event.record
         if len(checkpoint.digests) < self.ranks:
             return
         layout = self._admission.layout_of(checkpoint)
@@ -290,11 +285,10 @@ class Session:
         checkpoint = self._open.get(event.step)
         if checkpoint is None or not checkpoint.under_way:
             return  # it has ended meanwhile; the record is of no use
-        record = dict(event.record)
-        fingerprints = record.pop(FIELD, None)
+        fingerprints = event.fingerprints
         if fingerprints is not None and self._on_divergence != "off" and checkpoint.layout is not None:
             checkpoint.fingerprints[event.rank] = self._replicas.read(checkpoint.layout, fingerprints)
-        checkpoint.records.setdefault(event.rank, {}).update(record)
+        checkpoint.records.setdefault(event.rank, SaveRecord()).update(event.record)
         checkpoint.done.add(event.rank)
         self._check_staged(checkpoint)
 

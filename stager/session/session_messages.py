@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import Reason
 from holdfast.wire.frames import Kind
 
@@ -31,7 +32,7 @@ class Offer:
     rank: int
     step: int
     layout_digest: str
-    record: Mapping[str, Any] = field(default_factory=dict)
+    record: SaveRecord = field(default_factory=SaveRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,12 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A rank has sent all; `record` has its times."""
+    """A rank has sent all; `record` has its times, `fingerprints` those of its replicas, unread."""
 
     rank: int
     step: int
-    record: Mapping[str, Any] = field(default_factory=dict)
+    record: SaveRecord = field(default_factory=SaveRecord)
+    fingerprints: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +271,7 @@ class MarkStaged:
 
     step: int
     layout: Layout
-    records: Mapping[int, Mapping[str, Any]]
+    records: Mapping[int, SaveRecord]
     drift: str = ""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.faultpoint import Point
-from holdfast.store.posix_reuse import writes_in_place
+from holdfast.store.spare_room import writes_in_place
 from tests.chaos.cells import EVERYBODY, SAVES, Cell
 from tests.chaos.place import BucketPlace, DirectoryPlace, GrowingPlace, Place, RefusingPlace
 from tests.chaos.scenario import Scenario

@@ -21,7 +21,8 @@ from holdfast.checkpoints.slice_sets import (
     upload_attempt,
 )
 from holdfast.checkpoints.verification import verify_file
-from holdfast.image.manifest import Key, State, manifest_name
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import State, manifest_name
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.store.retrying import RetryBudget, Retrying
 from tests.conformance.conftest import Backend
@@ -57,7 +58,7 @@ def test_slices_become_the_very_file_that_the_stager_makes(backend: Backend) -> 
     )
     assert sum(done) == image.layout.image_bytes
     assert backend.store.read(manifest.file) == image.final
-    assert (manifest.order, manifest.state) == (Key(2, 7), State.DURABLE)
+    assert (manifest.order, manifest.state) == (CheckpointId(2, 7), State.DURABLE)
     assert manifest.image_crc32 == zlib.crc32(image.final)
     assert [entry.crc32 for entry in manifest.entries] == [
         zlib.crc32(image.final[entry.offset : entry.end]) for entry in image.layout.entries

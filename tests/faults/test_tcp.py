@@ -214,7 +214,7 @@ def test_another_key_is_refused_and_named(
 ) -> None:
     coming = threads.submit(_connect, stager.port_number, key=key)
     assert "another key" in _refused(stager, coming, ConfigError)
-    assert stager.reception.next_job() is None
+    assert stager.listener.next_job() is None
 
 
 def test_a_stager_is_not_believed_either(threads: ThreadPoolExecutor) -> None:
@@ -251,7 +251,7 @@ def test_strangers_cost_neither_memory_nor_the_ranks_their_place(
 def test_a_stranger_that_dawdles_is_hung_up_on(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stager.reception._GREETING_SECONDS_MAX", 0.2)
+    monkeypatch.setattr("stager.job_listener._GREETING_SECONDS_MAX", 0.2)
     with (
         contextlib.closing(TurnedStager()) as stager,
         socket.create_connection(("127.0.0.1", stager.port_number)) as stranger,
@@ -287,7 +287,7 @@ def test_a_recorded_hello_and_proof_open_nothing(stager: TurnedStager, threads: 
                         if source is here and data:
                             recorded.append(data)
                         target.sendall(data)
-                return stager.reception.next_job() is not None
+                return stager.listener.next_job() is not None
 
             stager.until(carry, "the hello and the proof to pass")
             stager.open_next()
@@ -339,7 +339,7 @@ def test_a_job_of_another_launch_joins_once_the_first_is_gone(
     _joined(stager, threads).leave(0.0, lost=True)  # as when its process dies
     second = threads.submit(_connect, stager.port_number, launch="other", incarnation=b"2" * 16)
     stager.until(lambda: bool(stager.lost), "the first job to be left behind")
-    stager.reception.close_job()
+    stager.listener.close_job()
     port = stager.open_next()
     stager.until(second.done)
     assert port.launch == "other"
@@ -353,7 +353,7 @@ def test_a_restart_of_the_same_launch_takes_over_at_once_and_the_old_one_stays_o
     restarted = threads.submit(_connect, stager.port_number, incarnation=b"2" * 16)
     stager.until(lambda: bool(stager.lost), "the old one to be left behind")
     assert "started again" in stager.lost[0][1]
-    stager.reception.close_job()
+    stager.listener.close_job()
     port = stager.open_next()
     stager.until(restarted.done)
     new = restarted.result()
@@ -378,7 +378,7 @@ def test_ranks_that_come_again_replace_their_own_generation_and_the_others_hear_
     again = threads.submit(_connect, stager.port_number, rank=0, ranks=2, generation=1)
     stager.until(lambda: len(stager.lost) == 2, "the generation before to end")
     assert "ranks of it come again" in stager.lost[0][1]
-    stager.reception.close_job()
+    stager.listener.close_job()
     port = stager.open_next()
     assert port.generation == 1
     with pytest.raises(GenerationOver):
@@ -397,7 +397,7 @@ def test_a_generation_that_ended_with_its_ranks_may_be_followed_by_the_next(
 ) -> None:
     _joined(stager, threads).leave(0.0, lost=True)
     stager.until(lambda: bool(stager.lost), "the rank to be lost")
-    stager.reception.close_job()
+    stager.listener.close_job()
     again = threads.submit(_connect, stager.port_number, generation=1)
     stager.open_next()
     stager.until(again.done)
@@ -410,7 +410,7 @@ def test_ranks_that_were_replaced_by_their_launcher_never_come_again(
     old = _joined(stager, threads)
     restarted = threads.submit(_connect, stager.port_number, incarnation=b"2" * 16)
     stager.until(lambda: bool(stager.lost), "the old one to be left behind")
-    stager.reception.close_job()
+    stager.listener.close_job()
     stager.open_next()
     stager.until(restarted.done)
     with pytest.raises(StartReplaced):
@@ -425,7 +425,7 @@ def test_a_start_that_ended_before_its_launcher_began_the_next_one_stays_out(
 ) -> None:
     _joined(stager, threads).leave(0.0, lost=True)  # frozen, and given up
     stager.until(lambda: bool(stager.lost))
-    stager.reception.close_job()
+    stager.listener.close_job()
     restarted = threads.submit(_connect, stager.port_number, incarnation=b"2" * 16)
     stager.open_next()
     stager.until(restarted.done)
@@ -474,7 +474,7 @@ def test_the_later_of_two_generations_that_wait_is_served(
     stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
     behind = threads.submit(_connect, stager.port_number, rank=0, ranks=2, generation=1)
-    stager.until(lambda: stager.reception.next_job() is not None)
+    stager.until(lambda: stager.listener.next_job() is not None)
     ahead = threads.submit(_connect, stager.port_number, rank=1, ranks=2, generation=2)
     stager.until(behind.done, "the rank behind to be refused")
     _refused(stager, behind, GenerationOver)
@@ -593,7 +593,7 @@ def test_a_certificate_of_another_authority_is_named_with_what_to_do(
         assert f"the certificate of the stager at 127.0.0.1:{stager.port_number} is not accepted" in said
         assert "unable to get local issuer certificate; HOLDFAST_TLS_CA must name" in said
         assert said.endswith(f"and names {other.cert}")
-        assert stager.reception.next_job() is None
+        assert stager.listener.next_job() is None
 
 
 def test_a_certificate_that_has_expired_is_renewed_without_a_restart(

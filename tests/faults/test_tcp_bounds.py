@@ -143,7 +143,7 @@ def test_more_ranks_than_a_stager_serves_are_refused_on_both_sides(
     stranger.sendall(Hello(0, 1 << 20, 0, "launch", b"1" * 16, b"n" * 32).to_bytes())
     stranger.setblocking(False)
     stager.until(lambda: _is_over(stranger), "the stranger to be hung up on")
-    assert stager.reception.next_job() is None
+    assert stager.listener.next_job() is None
     assert _resident_bytes() - before < 16 << 20
 
 

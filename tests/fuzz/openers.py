@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.claim import Claim
 from holdfast.checkpoints.intents import clear_intents
+from holdfast.checkpoints.lease import Lease
 from holdfast.checkpoints.slice_sets import SliceName, layout_name, read_layout, read_seal
 from holdfast.errors import DamageError, StoreMissing
 from holdfast.store.base import Store
@@ -48,7 +48,7 @@ def open_run(path: Path) -> str:
                 pass
             except DamageError as error:
                 faults.append(str(error))
-        claim = Claim.take(store)
+        claim = Lease.take(store)
         removed = clear_intents(store, claim.attempt, lambda _: False)
         claim.release()
         if removed or not all("not read" in fault for fault in faults):

@@ -6,13 +6,13 @@ import mmap
 import zlib
 from pathlib import Path
 
-from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.lease import Lease
 from holdfast.notices.notice import Notice, NoticeKind, Terms
 from holdfast.ring.doorbell import Message
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Header, Journal
 from holdfast.ring.side_files import SourceFiles
 from holdfast.sealed import unseal
-from holdfast.telemetry.status_document import CheckpointSaid, RankSaid, StatusDocument, StatusLine
+from holdfast.telemetry.status_document import CheckpointStatus, RankStatus, StatusDocument, StatusLine
 from holdfast.wire.frames import Kind, decode, encode, to_json
 from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.welcome import Welcome
@@ -40,7 +40,7 @@ def _journal() -> bytes:
 
 def _claim() -> bytes:
     store = MemoryStore()
-    Claim.take(store)
+    Lease.take(store)
     return store.objects[".holdfast/writer-000001.json"]
 
 
@@ -66,11 +66,13 @@ _SAID = StatusDocument(
     now_unix=9.0,
     ranks_total=70,
     ranks=(
-        RankSaid(rank=1, host="spot-7", pid=8, state="silent", quiet_seconds=2.0, step=8, stall_seconds=0.1),
+        RankStatus(
+            rank=1, host="spot-7", pid=8, state="silent", quiet_seconds=2.0, step=8, stall_seconds=0.1
+        ),
     ),
     checkpoints=(
-        CheckpointSaid(attempt=2, step=4, saved_at_unix=1.0, durable_at_unix=3.0, read_back="verified"),
-        CheckpointSaid(
+        CheckpointStatus(attempt=2, step=4, saved_at_unix=1.0, durable_at_unix=3.0, read_back="verified"),
+        CheckpointStatus(
             attempt=2,
             step=8,
             image_bytes=4096,

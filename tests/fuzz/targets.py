@@ -25,8 +25,8 @@ import numpy as np
 from rich.console import Console
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.claim import Claim
 from holdfast.checkpoints.identity import Identity
+from holdfast.checkpoints.lease import Lease
 from holdfast.checkpoints.verification import verify_file
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
@@ -42,7 +42,7 @@ from holdfast.sealed import seal
 from holdfast.store.names import check_name, check_write_id
 from holdfast.telemetry.event_reading import Log, read_logs
 from holdfast.telemetry.rows import StoredCheckpoint
-from holdfast.telemetry.status_document import read_said
+from holdfast.telemetry.status_document import read_status
 from holdfast.wire.frames import HEADER_BYTES as FRAME_HEADER_BYTES
 from holdfast.wire.frames import Frame, Kind, decode, json_body
 from holdfast.wire.state_messages import Agreement, Proposal
@@ -170,7 +170,7 @@ def message(data: bytes) -> None:
     found = Message.from_bytes(data)
     found.to_bytes()
     if found.kind == "state":
-        said = read_said(found.fields["document"], "here")
+        said = read_status(found.fields["document"], "here")
         here = Peer("here", said.pid, said.since_unix)
         picture = compose(said.run, 2e9, RunEvidence(here, here, said, said))
         json.dumps(picture.document(), allow_nan=False)
@@ -194,7 +194,7 @@ def claim(data: bytes) -> None:
     raw = data[1:] if data[:1] > b"\x7f" else seal(data[1:], "claim_crc32")
     store = MemoryStore()
     store.objects[".holdfast/writer-000003.json"] = raw
-    taken = Claim.take(store, sleep=lambda _: None, identity=Identity.of_this_process())
+    taken = Lease.take(store, sleep=lambda _: None, identity=Identity.of_this_process())
     assert taken.attempt == 4
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.lease import Lease
 from holdfast.command import cli
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import ConfigError, StoreError
@@ -366,5 +366,5 @@ def test_a_run_full_of_other_peoples_files_is_listed(
     os.mkfifo(root / "step-000000003.json")
     (root / os.fsdecode(b"step-\xff.json")).write_text("x")
     assert _run(capsys, ["ls", str(root)]) in {0, 4, 6}
-    claim = Claim.take(PosixStore(root), sleep=lambda _: None)  # the absurd number makes no run unusable
+    claim = Lease.take(PosixStore(root), sleep=lambda _: None)  # the absurd number makes no run unusable
     assert claim.attempt == 1

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.slice_sets import find_sets
-from holdfast.image.replicas import DIGEST_FIELD
 from holdfast.store import open_store
 from operator_side.commands.assemble import assemble_command
 from operator_side.commands.ls import ls
@@ -74,7 +73,7 @@ class Outcome:
         self.sets = {found.order[1] for found in find_sets(open_store(str(store)).list()) if found.seals}
         self.on_disk: dict[int, set[str]] = {}  # step → what its seals say of the replicas
         for kept in open_tier(f"file:{directory / 'disk'}", str(store)).kept():
-            self.on_disk.setdefault(kept.seal.step, set()).add(str(kept.seal.record[DIGEST_FIELD]))
+            self.on_disk.setdefault(kept.seal.step, set()).add(str(kept.seal.save_record.replicas_digest))
         items = Catalog(open_store(str(store))).list()
         self.published = {item.step for item in items}
         self.states = {item.step: item.state for item in items}

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.checkpoints.claim import Claim
 from holdfast.checkpoints.identity import Identity
+from holdfast.checkpoints.lease import Lease
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
-from holdfast.ring.wanted import RingKeeper
+from holdfast.ring.ring_keeper import RingKeeper
 from holdfast.store import open_store
-from holdfast.store.posix_reuse import writes_in_place
+from holdfast.store.spare_room import writes_in_place
 from tests.support.cluster import wait_until
 from tests.support.flushers import watched
 from tests.support.images import Image, from_torch_file
@@ -606,7 +606,7 @@ def test_another_writer_that_took_the_run_over_ends_this_one(
     flusher = start()
     stager = attach(flusher.directory)
     other = Identity("elsewhere", "boot", "namespace", 7, 1)
-    Claim.take(open_store(str(flusher.store)), takeover=True, identity=other)
+    Lease.take(open_store(str(flusher.store)), takeover=True, identity=other)
     stager.save(image, 5)
     refused = stager.wait("refused").fields
     assert refused["code"] == "fenced"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.lease import Lease
 from holdfast.checkpoints.slice_sets import SliceName, find_sets, layout_name
 from holdfast.image.layout import CHUNK_BYTES
 from holdfast.image.manifest import Manifest, State, manifest_name
@@ -58,7 +58,7 @@ def image_of(directory: Path, seed: int) -> Image:
 def run_dir(tmp_path: Path) -> Path:
     """A run whose first attempt is over."""
     path = tmp_path / "store" / "run"
-    Claim.take(open_store(str(path))).release()
+    Lease.take(open_store(str(path))).release()
     return path
 
 
@@ -238,7 +238,7 @@ def test_a_step_by_its_number_and_slices_that_are_kept(run_dir: Path, image: Ima
 
 def test_a_living_writer_is_not_disturbed(run_dir: Path, image: Image) -> None:
     put(run_dir, image, attempt=1, step=5)
-    claim = Claim.take(open_store(str(run_dir)))
+    claim = Lease.take(open_store(str(run_dir)))
     try:
         refused = holdfast("assemble", run_dir)
     finally:

@@ -12,7 +12,7 @@ import pytest
 
 import trainer_side
 from holdfast import errors
-from holdfast.checkpoints import claim
+from holdfast.checkpoints import lease
 from holdfast.command.cli import cli
 from holdfast.image.manifest import Manifest
 from holdfast.image.slices import SliceSeal
@@ -105,7 +105,7 @@ def test_versions_are_those_of_the_source(page: str) -> None:
     assert {what: version for what, version, _ in rows(page, "Files, messages, metrics")} == {
         "portable file and manifest": Manifest.model_fields["format"].default,
         "slices in the store": SliceSeal.model_fields["format"].default,
-        "claims": claim._ClaimRecord.model_fields["format"].default,
+        "claims": lease._LeaseRecord.model_fields["format"].default,
         "values in an exported safetensors file": safetensors_format.VALUES_FORMAT,
         "slot file of a local tier": str(slot_format.VERSION),
         "wire": str(wire.VERSION),

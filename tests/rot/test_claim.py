@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from holdfast.checkpoints.claim import Claim
 from holdfast.checkpoints.identity import Identity
+from holdfast.checkpoints.lease import Lease
 from holdfast.errors import FencedError
 from tests.rot.flips import COUNT, flips
 from tests.support.memory_store import MemoryStore
@@ -21,7 +21,7 @@ def _no_sleep(_: float) -> None:
 
 def test_every_flip_is_seen_by_owner_and_successor(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
-    owner = Claim.take(store)
+    owner = Lease.take(store)
     owner.check()
     whole = store.objects[NAME]
     seen = 0
@@ -32,11 +32,11 @@ def test_every_flip_is_seen_by_owner_and_successor(caplog: pytest.LogCaptureFixt
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="holdfast.claim"):
             # This very process is the living owner: only what cannot be read is passed over.
-            successor = Claim.take(store, sleep=_no_sleep, identity=Identity.of_this_process())
+            successor = Lease.take(store, sleep=_no_sleep, identity=Identity.of_this_process())
         assert successor.attempt == 2
         assert "writer-000001.json: damaged claim" in caplog.text
         seen += 1
     assert seen == COUNT
     store.objects = {NAME: whole}
     with pytest.raises(FencedError, match="owns this run"):
-        Claim.take(store, sleep=_no_sleep)
+        Lease.take(store, sleep=_no_sleep)

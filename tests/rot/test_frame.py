@@ -9,9 +9,9 @@ import pytest
 from flusher.steps import Verify
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, ProtocolError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source, verify_chunk
 from holdfast.image.index import LayoutIndex
-from holdfast.image.manifest import Key
 from holdfast.wire.frames import HEADER_BYTES, Frame, Kind, decode, encode, to_json
 from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.welcome import Welcome
@@ -69,7 +69,7 @@ def test_every_flip_in_a_payload_names_rank_and_chunk() -> None:
             memory[begin : begin + extent.nbytes] = arrived[: extent.nbytes]
             arrived = arrived[extent.nbytes :]
         sources = tuple(Source(other, sent[chunk, other].flags) for other in layout.senders(chunk))
-        job = Verify(Key(1, 2), (0,), chunk, sources, index)
+        job = Verify(CheckpointId(1, 2), (0,), chunk, sources, index)
         if _hit_is_a_crc_field(memory, image.chunk_bytes(chunk), index, chunk):
             # These bytes travel as zeros and are written by the flusher: what arrives in them is never looked at.
             verify_chunk(memoryview(memory), job)

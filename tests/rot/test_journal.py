@@ -16,7 +16,7 @@ import pytest
 from flusher.engine import Engine
 from flusher.recovery import settle, take_up
 from holdfast.errors import HoldfastError, ProtocolError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, SlotRecord, SlotState
 from holdfast.ring.ring import CheckpointRecord, Ring
 from tests.rot.flips import COUNT, Flip, flips
@@ -132,7 +132,7 @@ def _check_other_state(ring: Ring, truth: SlotRecord, found: SlotRecord) -> None
     assert found.state is not truth.state
     taken = Taken()
     if truth.state is SlotState.FULL:
-        assert take_up(cast(Engine, taken), ring) == [Key(7, 12)]
+        assert take_up(cast(Engine, taken), ring) == [CheckpointId(7, 12)]
         assert taken.chunks == set(range(IMAGE.layout.chunks)) - {truth.chunk}, (
             "the pipeline misses it and says so"
         )
@@ -149,30 +149,30 @@ class Taken:
 
     def __init__(self) -> None:
         self.chunks: set[int] = set()
-        self.given_up: dict[Key, HoldfastError] = {}
+        self.given_up: dict[CheckpointId, HoldfastError] = {}
 
-    def knows(self, key: Key) -> bool:
+    def knows(self, key: CheckpointId) -> bool:
         return key in self.given_up
 
-    def pipeline_knows(self, key: Key) -> bool:
+    def pipeline_knows(self, key: CheckpointId) -> bool:
         return False
 
     def doubt(self) -> None:
         pass
 
-    def begin(self, key: Key, layout: object) -> None:
-        assert key == Key(7, 12)
+    def begin(self, key: CheckpointId, layout: object) -> None:
+        assert key == CheckpointId(7, 12)
 
     def chunk(self, record: SlotRecord) -> None:
         self.chunks.add(record.chunk)
 
-    def staged(self, key: Key) -> None:
-        assert key == Key(7, 12)
+    def staged(self, key: CheckpointId) -> None:
+        assert key == CheckpointId(7, 12)
 
-    def receiving(self) -> list[Key]:
+    def receiving(self) -> list[CheckpointId]:
         return []
 
-    def give_up(self, key: Key, error: HoldfastError) -> None:
+    def give_up(self, key: CheckpointId, error: HoldfastError) -> None:
         self.given_up[key] = error
 
 
@@ -215,7 +215,7 @@ def test_a_damaged_checkpoint_file_costs_only_its_own_checkpoint(
         taken = Taken()
         assert take_up(cast(Engine, taken), ring) == []
         settle(cast(Engine, taken), ring, "its stager ended")
-        assert set(taken.given_up) == {Key(7, 12)}
+        assert set(taken.given_up) == {CheckpointId(7, 12)}
         assert all(ring.state(slot) is SlotState.FREE for slot in range(SLOTS)), "its chunks were given back"
     assert any("CRC-32" in record.message for record in caplog.records)
 

@@ -19,16 +19,17 @@ from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
 from flusher.retention import Keep
-from flusher.tenure import Tenure
-from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
+from flusher.verify_and_prune import Maintenance, MaintenanceRules, ReadBack
 from flusher.workers import Inbox
+from flusher.writer_lease import WriterLease
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import DamageError, HoldfastError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
-from holdfast.image.manifest import Key, State, manifest_name
+from holdfast.image.manifest import State, manifest_name
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
-from holdfast.store.lanes import Lanes
+from holdfast.store.concurrency import ConcurrencyLimit
 from holdfast.telemetry.events import EventLog
 from tests.rot.flips import COUNT, Flip, flips
 from tests.support.images import Image, from_torch_file, made_up
@@ -42,23 +43,23 @@ IMAGE = made_up(11, entries=7, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max
 
 class _Heard:
     def __init__(self) -> None:
-        self.durables: dict[Key, DurableStep] = {}
+        self.durables: dict[CheckpointId, DurableStep] = {}
         self.read_backs: list[ReadBack] = []
-        self.failures: dict[Key, HoldfastError] = {}
+        self.failures: dict[CheckpointId, HoldfastError] = {}
 
-    def began(self, key: Key, part_chunks: int) -> None: ...
+    def began(self, key: CheckpointId, part_chunks: int) -> None: ...
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
 
     def grown(self, note: str) -> None: ...
 
-    def durable(self, key: Key, durable: DurableStep) -> None:
+    def durable(self, key: CheckpointId, durable: DurableStep) -> None:
         self.durables[key] = durable
 
     def read_back(self, result: ReadBack) -> None:
         self.read_backs.append(result)
 
-    def failed(self, key: Key, error: HoldfastError) -> None:
+    def failed(self, key: CheckpointId, error: HoldfastError) -> None:
         self.failures[key] = error
 
 
@@ -69,15 +70,15 @@ class _Rig:
         self.store = MemoryStore()
         self.ring = Ring.create(directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=SLOTS, attempt=1)
         self.inbox, self.heard = Inbox(), _Heard()
-        self.tenure = Tenure(self.store, 5.0)
+        self.lease = WriterLease(self.store, 5.0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")
-        self.context = FlusherContext(self.store, self.tenure, self.inbox, self.events)
-        self.upkeep = Upkeep(self.context, UpkeepRules(verify=True, keep=Keep(0)))
+        self.context = FlusherContext(self.store, self.lease, self.inbox, self.events)
+        self.maintenance = Maintenance(self.context, MaintenanceRules(verify=True, keep=Keep(0)))
         self.engine = Engine(
             self.ring,
             self.context,
-            self.upkeep,
-            writers=Lanes(2),
+            self.maintenance,
+            writers=ConcurrencyLimit(2),
             listener=self.heard,
         )
 
@@ -95,7 +96,7 @@ class _Rig:
         if flip is not None:
             chunk, offset = divmod(flip.offset, CHUNK_BYTES)
             Flip(offset, flip.mask).apply(self.ring.slot_memory(slots[chunk]))
-        key = Key(1, step)
+        key = CheckpointId(1, step)
         self.engine.begin(key, image.layout)
         for slot in slots.values():
             self.engine.chunk(self.ring.record(slot))
@@ -105,9 +106,9 @@ class _Rig:
     def drain(self) -> None:
         until = time.monotonic() + DEADLINE_SECONDS
         while True:
-            upkeep_was_idle = self.upkeep.idle
+            maintenance_was_idle = self.maintenance.idle
             self.engine.turn()
-            if upkeep_was_idle and self.engine.idle and self.upkeep.idle:
+            if maintenance_was_idle and self.engine.idle and self.maintenance.idle:
                 return
             assert time.monotonic() < until
             waits = self.engine.wait_seconds()
@@ -115,8 +116,8 @@ class _Rig:
 
     def end(self) -> None:
         self.engine.stop()
-        self.upkeep.stop()
-        self.tenure.end()
+        self.maintenance.stop()
+        self.lease.end()
         self.inbox.close()
         self.events.close()
         self.ring.close()
@@ -135,7 +136,7 @@ def test_no_flip_before_verify_is_ever_published(rig: _Rig, tmp_path: Path) -> N
     harmless = 0
     for step, flip in enumerate(flips("ring", len(IMAGE.sent)), start=1):
         rig.save(IMAGE, step, flip)
-        key, name = Key(1, step), f"step-{step:09d}.pt"
+        key, name = CheckpointId(1, step), f"step-{step:09d}.pt"
         chunk, offset = divmod(flip.offset, CHUNK_BYTES)
         if any(first <= offset < first + nbytes for first, nbytes in index.fields[chunk].extents()):
             # The four bytes of a CRC field: zeroed before anything is summed, and written by the flusher itself.

@@ -6,7 +6,7 @@
                   │                                      │   real Copier where copies are torn (copying.py)
       messages and payloads of MPI (transport.py)        ├ stager: the real Service, Session, FlusherLine
       the store (store.py)                               └ flusher: the real `live`: claim, adoption, desk, engine,
-      kills, stops, bit flips, full disks (world.py)         pipeline, jobs, progress record, publish, upkeep
+      kills, stops, bit flips, full disks (world.py)         pipeline, jobs, progress record, publish, maintenance
                                                          real files and sockets: ring, journal, doorbell, in /dev/shm
 
 What a fake may do is what the real thing may do, and no more: messages between living processes are neither lost nor
@@ -19,7 +19,7 @@ was asked; a process dies at any event, and at any named point of `holdfast/faul
 
 Over TCP (`--tcp`) the stager stands alone, and the network is one of its own (tcp_world.py):
 
-    ranks: TcpStagerPort, Door, PayloadSender ══ sockets of tcp_network.py ══ StandingStager, Reception, TcpTrainersPort
+    ranks: TcpStagerPort, Door, PayloadSender ═ sockets of tcp_network.py ═ StandingStager, JobListener, TcpTrainersPort
     cut, half-open, slow, refused connections, holes, jobs started again over the last start, a stager started again
 
     python -m tests.simulation --tcp --first 0 --count 1000

@@ -31,7 +31,7 @@ from flusher.progress import Head, _whole_lines, progress_path
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.config import IN_FLIGHT_MAX
 from holdfast.errors import HoldfastError
-from holdfast.image.manifest import Key as FlushKey
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest, State, is_manifest_name
 from holdfast.ring.journal import _ADDED_OFFSET, SlotState
 from holdfast.ring.ring import Ring
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 __all__ = ["Checks"]
-
-Key = tuple[int, int]  # attempt, step
 
 
 RING_CHUNKS = 8
@@ -68,10 +66,10 @@ class Checks:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.tainted: set[Key] = set()
-        self.promised: dict[Key, str] = {}  # → layout digest
-        self.excused: dict[Key, str] = {}
-        self.durable: set[Key] = set()
+        self.tainted: set[CheckpointId] = set()
+        self.promised: dict[CheckpointId, str] = {}  # → layout digest
+        self.excused: dict[CheckpointId, str] = {}
+        self.durable: set[CheckpointId] = set()
         self._seen_version = -1
         self.ring_changed = False
         self._slots_seen = False  # as they are now
@@ -161,7 +159,7 @@ class Checks:
         return known is not None and known[0] is found[0] and known[1] is found[1]
 
     def _check_manifest(self, manifest: Manifest, data: bytes) -> None:
-        key = (manifest.attempt, manifest.step)
+        key = CheckpointId(manifest.attempt, manifest.step)
         job = self._fits(manifest)
         if job is None:
             self.broken(f"{manifest.file}: the manifest's CRCs fit no checkpoint that was ever saved: a mix")
@@ -200,7 +198,7 @@ class Checks:
 
     # -- staged => recoverable -----------------------------------------------------------------------------------
 
-    def staged(self, key: Key, digest: str) -> None:
+    def staged(self, key: CheckpointId, digest: str) -> None:
         """The ring says that it is staged: from now on it must survive."""
         self.ring_changed = True
         job = self.job_of_attempt[key[0]] = self._world.scheduler.here.notes["job"].number
@@ -242,14 +240,14 @@ class Checks:
                     "ring nor in the store by its record"
                 )
 
-    def forgotten(self, ring: Ring, key: Key) -> None:
+    def forgotten(self, ring: Ring, key: CheckpointId) -> None:
         """The flusher removes the word of a checkpoint that is whole: it may only give its place to a newer one."""
         if key not in self.promised or key in self.tainted or key in self.excused or self._intruded:
             return
         world, chunks = self._world, self._world.plan.image(0).layout.chunks
         in_ring = self._chunks_in(ring)
 
-        def is_whole(other: Key) -> bool:
+        def is_whole(other: CheckpointId) -> bool:
             return (
                 len(in_ring.get(other, set()) | (self._recorded_chunks(ring, other) & set(range(chunks))))
                 == chunks
@@ -283,19 +281,19 @@ class Checks:
         self.excused[key] = f"gave its place to step {max(newer)[1]}"
 
     @staticmethod
-    def _chunks_in(ring: Ring) -> dict[Key, set[int]]:
+    def _chunks_in(ring: Ring) -> dict[CheckpointId, set[int]]:
         """Chunks in FULL slots of the ring, of each checkpoint."""
-        found: dict[Key, set[int]] = {}
+        found: dict[CheckpointId, set[int]] = {}
         for slot in range(ring.ring_chunks):
             record = ring.record(slot)
             if record.state is SlotState.FULL:
-                found.setdefault((record.attempt, record.step), set()).add(record.chunk)
+                found.setdefault(CheckpointId(record.attempt, record.step), set()).add(record.chunk)
         return found
 
-    def _recorded_chunks(self, ring: Ring, key: Key) -> set[int]:
+    def _recorded_chunks(self, ring: Ring, key: CheckpointId) -> set[int]:
         """Chunks in parts that the record beside the ring names and the store has."""
         try:
-            _, lines = _whole_lines(progress_path(ring.directory, FlushKey(*key)).read_bytes())
+            _, lines = _whole_lines(progress_path(ring.directory, key).read_bytes())
         except FileNotFoundError:
             return set()
         if not lines:
@@ -506,7 +504,7 @@ class Checks:
         faults = [fault for fault in plan.faults if fault.what not in UNSEEN_FAULTS]
         return not (faults or plan.full or plan.fail_share or plan.slow_seconds)
 
-    def _check_held(self, key: Key) -> None:
+    def _check_held(self, key: CheckpointId) -> None:
         if not self._world.ring_directory_holds("journal"):
             self.broken(f"step {key[1]} (attempt {key[0]}): the store is full, and the ring is gone")
 
@@ -574,7 +572,7 @@ def watch_ring(world_of: Any) -> None:
         world_of().scheduler.check_alive()
         write_checkpoint(self, attempt, step, state, layout_digest, record)
         if state == "staged":
-            world_of().checks.staged((attempt, step), layout_digest)
+            world_of().checks.staged(CheckpointId(attempt, step), layout_digest)
 
     def freed(self: Ring, slot: int) -> None:
         world_of().scheduler.check_alive()
@@ -583,7 +581,7 @@ def watch_ring(world_of: Any) -> None:
 
     def forget(self: Ring, attempt: int, step: int) -> None:
         world_of().scheduler.check_alive()
-        world_of().checks.forgotten(self, (attempt, step))
+        world_of().checks.forgotten(self, CheckpointId(attempt, step))
         remove(self, attempt, step)
 
     Ring.write_checkpoint, Ring.free, Ring.remove_checkpoint = write, freed, forget  # type: ignore[method-assign]

@@ -54,7 +54,7 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     import stager.flusher_line
     import stager.flusher_process
     from flusher.progress import Progress
-    from flusher.tenure import Instance
+    from flusher.writer_lease import InstanceLease
     from holdfast.checkpoints import identity
     from holdfast.ring import doorbell as ipc
     from holdfast.ring.ring import Ring
@@ -125,15 +125,15 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
 
     ipc.Channel.__init__, ipc.Channel.close = init_channel, close_channel  # type: ignore[method-assign]
     ipc.Listener.__init__, ipc.Listener.close = init_listener, close_listener  # type: ignore[method-assign]
-    instance_release = Instance.release
+    instance_release = InstanceLease.release
 
-    def release(self: Instance, *, keep_directory: bool) -> None:
+    def release(self: InstanceLease, *, keep_directory: bool) -> None:
         if SIM.now.unwinding is None:
             instance_release(self, keep_directory=keep_directory)
         else:
             os.close(self._fd)
 
-    Instance.release = release  # type: ignore[method-assign]
+    InstanceLease.release = release  # type: ignore[method-assign]
     ring_hold = Ring.hold
 
     def hold(self: Ring, attempt: int) -> None:
@@ -187,9 +187,9 @@ def prepare_tcp() -> None:
     if _tcp_is_prepared:
         return
     _tcp_is_prepared = True
-    import stager.serving
+    import stager.service
     import stager.standing
-    from holdfast.ring.wanted import RingKeeper
+    from holdfast.ring.ring_keeper import RingKeeper
     from tests.simulation import tcp_checks, tcp_network, tcp_world
 
     assert tcp_world is not None
@@ -198,8 +198,8 @@ def prepare_tcp() -> None:
     tcp_checks.watch_ports()
     # `holdfast status`, metrics and traces have no part in what is checked, nor has MPI's shared memory.
     for name in ("serve_status", "serve_metrics", "export_spans"):
-        setattr(stager.serving, name, lambda *_, **__: contextlib.nullcontext())
-    setattr(stager.serving, "SegmentList", lambda _: io.BytesIO())  # noqa: B010
+        setattr(stager.service, name, lambda *_, **__: contextlib.nullcontext())
+    setattr(stager.service, "SegmentList", lambda _: io.BytesIO())  # noqa: B010
     keeper_hold = RingKeeper._hold
 
     def hold(self: RingKeeper) -> int:

@@ -130,6 +130,6 @@ def _waited(world: World, job: Job) -> bool:
     service = job.stager.notes.get("service") if job.stager is not None else None
     if service is None:
         return True
-    inheritance = service._trainer_desk._inheritance
-    first = inheritance._first_look_at
-    return first is not None and world.scheduler.now - first >= inheritance._seconds_max
+    previous_jobs = service._rank_handler._previous_jobs
+    first = previous_jobs._first_look_at
+    return first is not None and world.scheduler.now - first >= previous_jobs._seconds_max

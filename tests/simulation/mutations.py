@@ -168,22 +168,22 @@ MUTATIONS = {
         _one(
             "doubt_unwritten",
             "ranks and flusher hear of a doubt before it is written beside the ring",
-            "stager.doubt_desk",
+            "stager.doubt_handler",
             "            self._write()\n            reach(Point.DOUBT_WRITTEN)\n",
             "",
         ),
         _one(
             "doubt_of_the_published_only",
             "what becomes durable after the doubt is not marked",
-            "flusher.upkeep",
-            "            if manifest is not None and (marked := self._marked(manifest)) is not manifest:\n",
+            "flusher.verify_and_prune",
+            "            if manifest is not None and (marked := self.marks.marked(manifest)) is not manifest:\n",
             "            if False:\n",
         ),
         # -- the ring grows
         _one(
             "growth_unseen",
             "a stager does not look into the journal when it takes another flusher, of which the last one may have grown",
-            "stager.flusher_desk",
+            "stager.flusher_handler",
             '                self._hear_grown("")\n',
             "",
             900,
@@ -232,8 +232,8 @@ MUTATIONS = {
         _one(
             "welcome_without_whole",
             "the ranks are welcome though what is staged is neither in the store nor all in the ring",
-            "stager.inheritance",
-            "if (of_attempt, step) not in whole]",
+            "stager.previous_jobs",
+            "if key not in whole]",
             "if False]",
             3000,
         ),
@@ -306,7 +306,7 @@ MUTATIONS = {
         _one(
             "claim_unchecked",
             "a flusher publishes without a look at the claim",
-            "flusher.tenure",
+            "flusher.writer_lease",
             "            self._claim.check(at_once=True)\n",
             "            pass\n",
         ),
@@ -387,7 +387,7 @@ MUTATIONS = {
         _one(
             "removed_comes_back",
             "a checkpoint that retention removed is read back, and its manifest written again",
-            "flusher.upkeep",
+            "flusher.verify_and_prune",
             "return known.write_id in self._removed",
             "return False",
             3000,
@@ -411,7 +411,7 @@ MUTATIONS = {
         _one(
             "file_deleted_first",
             "retention deletes the file before its manifest",
-            "flusher.upkeep",
+            "flusher.verify_and_prune",
             "            self._store.delete(name)\n",
             "            self._store.delete(one.file)\n            self._store.delete(name)\n",
         ),
@@ -426,8 +426,8 @@ MUTATIONS = {
             "attempts_ignored",
             "the newest checkpoint is the one with the highest step",
             "holdfast.image.manifest",
-            "return (self.attempt, self.step)",
-            "return (0, self.step)",
+            "return CheckpointId(self.attempt, self.step)",
+            "return CheckpointId(0, self.step)",
             2000,
         ),
     )

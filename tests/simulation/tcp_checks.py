@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from holdfast.net.payload_frame import PayloadHeader
+from stager.job_listener import JobListener
 from stager.payload_line import PayloadLine, Place
-from stager.reception import Reception
 from stager.service import StagerService
 from stager.tcp import TcpTrainersPort
 from tests.simulation.checks import UNSEEN_FAULTS
@@ -216,12 +216,12 @@ class _NotedService(StagerService):
 
 def watch_ports() -> None:
     """Have the stager's ports tell what happens at them. Once in a process."""
-    import stager.serving
+    import stager.service
 
-    setattr(stager.serving, "StagerService", _NotedService)  # noqa: B010
+    setattr(stager.service, "StagerService", _NotedService)  # noqa: B010
     _watch_messages()
     _watch_payloads()
-    _watch_reception()
+    _watch_listener()
 
 
 def _checks() -> TcpChecks:
@@ -283,18 +283,18 @@ def _watch_payloads() -> None:
     _replace(PayloadLine, _into_place=noted_into_place)
 
 
-def _watch_reception() -> None:
-    place, open_job = Reception._place, Reception.open
+def _watch_listener() -> None:
+    place, open_job = JobListener._place, JobListener.open
 
-    def noted_proof(self: Reception, sock: Any, hello: Any, received: int) -> None:
+    def noted_proof(self: JobListener, sock: Any, hello: Any, received: int) -> None:
         _checks().proved(hello.incarnation)
         place(self, sock, hello, received)
 
-    def noted_job(self: Reception, port: TcpTrainersPort) -> None:
+    def noted_job(self: JobListener, port: TcpTrainersPort) -> None:
         _checks().served(port)
         open_job(self, port)
 
-    _replace(Reception, _place=noted_proof, open=noted_job)
+    _replace(JobListener, _place=noted_proof, open=noted_job)
 
 
 def _replace(owner: type, **methods: Any) -> None:

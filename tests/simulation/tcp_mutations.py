@@ -84,7 +84,7 @@ TCP_MUTATIONS = {
         (
             "late_admitted",
             "a start of a job that was replaced takes the place of the one that has replaced it",
-            "stager.reception",
+            "stager.job_listener",
             "        elif past is not None and hello.generation <= past.generation:\n",
             "        elif False:\n",
             1500,

@@ -515,8 +515,8 @@ class _Epoll(PlayedModule):
 
 def install_network() -> None:
     """Put these in the place of the modules, where the product reaches its stager or its ranks over TCP."""
+    import stager.job_listener
     import stager.reactor
-    import stager.reception
     import stager.standing
     from trainer_side.ranks import connecting, payload_sender
 
@@ -524,8 +524,8 @@ def install_network() -> None:
     for module, name, played in (
         (stager.standing, "socket", _Pairs(real_socket)),
         (stager.reactor, "select", _Epoll(real_select)),
-        (stager.reception, "socket", sockets),
-        (stager.reception, "os", system),
+        (stager.job_listener, "socket", sockets),
+        (stager.job_listener, "os", system),
         (connecting, "socket", sockets),
         (connecting, "os", system),
         (payload_sender, "os", system),

@@ -13,16 +13,16 @@ import pytest
 from flusher.flight import Flight, chunk_complaint
 from flusher.steps import ChunkFull, Verify
 from holdfast.errors import DamageError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import verify_chunk
 from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.image.regions import Region
 from holdfast.ring.journal import SOURCES_INSIDE_MAX, SlotState
 from holdfast.ring.remains import held_in, read_held, tell_held
 from holdfast.ring.ring import Ring
-from stager.inheritance import Inheritance
+from stager.previous_jobs import PreviousJobs
 from stager.session.session_messages import Action, Done, FillSlot, MarkFull, MarkStaged, Received, Sent
 from tests.support.images import Image
 from tests.support.split_images import SplitImage, split
@@ -31,7 +31,7 @@ from tests.unit.stager.session.sessions import Stager
 RANKS = 1100
 CHUNK_BYTES = 8192
 WIDTH = 3
-KEY = Key(1, 5)
+KEY = CheckpointId(1, 5)
 """Of each of two tensors a rank holds one row, or one column: three bytes, in one chunk with those of all others."""
 
 
@@ -85,7 +85,7 @@ class Staging:
 
     def done(self) -> None:
         for rank in range(RANKS):
-            self.stager.take(Done(rank, KEY.step, {}))
+            self.stager.take(Done(rank, KEY.step))
         self._carry_out()
 
     def _carry_out(self) -> None:
@@ -161,4 +161,4 @@ def test_the_stager_after_a_dead_one_finds_it_whole_in_the_ring(image: SplitImag
     with Ring.attach(staged) as ring:
         (held,) = read_held(tell_held(held_in(ring)))
         assert held.fitting(image.layout) == {0, 1}
-        assert Inheritance(10, clock=lambda: 0.0).settled(ring, KEY.attempt + 1), "nothing to wait for"
+        assert PreviousJobs(10, clock=lambda: 0.0).settled(ring, KEY.attempt + 1), "nothing to wait for"

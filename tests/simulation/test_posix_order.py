@@ -15,7 +15,7 @@ from holdfast.errors import StoreMissing
 from holdfast.image.manifest import EntryRecord, Manifest, manifest_name, step_file_name
 from holdfast.store import posix as posix_module
 from holdfast.store import posix_io, posix_upload
-from holdfast.store import posix_reuse as posix_room
+from holdfast.store import spare_room as posix_room
 from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo
 from holdfast.store.names import TEMPORARY
 from holdfast.store.posix import PosixStore

@@ -75,7 +75,7 @@ class World:
         return SlotTier("sim", Nearness.FILE, place, self.device.medium, slots=self.slots, writers=1)
 
     def data(self, order: tuple[int, int], frame: int) -> bytes:
-        return random.Random(f"{order} {frame}").randbytes(self.frames[frame].nbytes)
+        return random.Random(f"{tuple(order)} {frame}").randbytes(self.frames[frame].nbytes)
 
     # -- one life ------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
     launcher ─► job 0, job 1, …    each: ranks (real Link, a script of our own) + stager (real Service)
                       │ stager starts the flusher, as in life
                       ▼
-               flusher (real `live`: claim, adoption, engine, pipeline, publish, upkeep)
+               flusher (real `live`: claim, adoption, engine, pipeline, publish, maintenance)
 
     faults: kill any process at an event or at a named point of its work; stop it for a while; take the node away;
             flip a bit on the wire or in the ring; tear a copy; the store fails, loses answers, is slow or full;
@@ -28,12 +28,14 @@ from typing import Any
 
 from flusher.lifetime import live
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.claim import Claim
 from holdfast.checkpoints.identity import Identity
+from holdfast.checkpoints.lease import Lease
 from holdfast.checkpoints.publish import choose_name, writer_id
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import HoldfastError
-from holdfast.image.manifest import Key, manifest_name
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import manifest_name
+from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
@@ -369,7 +371,7 @@ class World:
         self.over = False
         self.calm = False  # no more faults
         self.flip_next_payload = False
-        self.intruder: Claim | None = None
+        self.intruder: Lease | None = None
         self.acts = {"any": 0, "visible": 0}  # of flushers on the store
         self.node_lost = 0
         self._ring: tuple[int, Ring] | None = None
@@ -576,7 +578,7 @@ class World:
                 source.copy = self._area(job, source, step)
             elif sim.chance.random() < 0.3:
                 self._copy_slowly(source)
-            record = {"saved_at_unix": 1.0, "save_seconds": 0.0}
+            record = SaveRecord(saved_at_unix=1.0, save_seconds=0.0)
             transfer = sending[source] = link.offer(step, source, record)
             if copier is not None and source.copy is not None:
                 begin_copy(copier, transfer, source.copy)
@@ -814,7 +816,7 @@ class World:
                 sim.note("! another host takes the run over")
                 other = Identity("other host", "b", "n", 7, 1)
                 self.checks.intruded()
-                self.intruder = Claim.take(pristine_writer(self.store), takeover=True, identity=other)
+                self.intruder = Lease.take(pristine_writer(self.store), takeover=True, identity=other)
 
     def _kill_job(self, why: str) -> None:
         job = self.jobs[-1]
@@ -838,7 +840,7 @@ class World:
         at = chance.randrange(record.nbytes)
         ring.slot_memory(slot)[at] ^= 1 << chance.randrange(8)
         self.scheduler.note(f"! a bit flips in slot {slot}: step {record.step}, chunk {record.chunk}")
-        self.checks.tainted.add((record.attempt, record.step))
+        self.checks.tainted.add(CheckpointId(record.attempt, record.step))
 
     def before_act(self, process: Process, what: str, name: str) -> None:
         """A flusher has looked at its claim, and is about to do something in the store: here it may stand still."""
@@ -874,12 +876,12 @@ class World:
             return
         sim, state = self.scheduler, self.store
         self.checks.intruded()
-        claim = self.intruder = Claim.take(
+        claim = self.intruder = Lease.take(
             pristine_writer(state), takeover=True, identity=Identity("other host", "b", "n", 7, 1)
         )
         sim.note(f"! another host takes the run over, as attempt {claim.attempt}")
         for step in sorted({offer.step for offer in self.offered}):
-            file = choose_name(pristine(state), Key(claim.attempt, step), ())
+            file = choose_name(pristine(state), CheckpointId(claim.attempt, step), ())
             manifest = manifest_of(_WINNERS, step=step, attempt=claim.attempt, file=file)
             state.objects[file], state.objects[manifest_name(file)] = _WINNERS, manifest.to_bytes()
             for name in (file, manifest_name(file)):
@@ -939,7 +941,7 @@ class World:
             record = ring.record(slot)
             memory[pieces[0].offset] ^= 4
             self.scheduler.note(f"! a bit flips on the wire: step {record.step}, chunk {record.chunk}")
-            self.checks.tainted.add((record.attempt, record.step))
+            self.checks.tainted.add(CheckpointId(record.attempt, record.step))
 
     def store_act(self, process: Process, what: str, name: str) -> None:
         self.checks.store_act(process, what, name)

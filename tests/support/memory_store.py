@@ -43,6 +43,8 @@ class MemoryStore:
     def request_bytes(self) -> int:
         return 16 << 20
 
+    def close(self) -> None: ...
+
     def check(self, *, write: bool) -> None:
         self.before("check", "")
 

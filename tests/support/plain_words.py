@@ -27,7 +27,7 @@ IDIOM = re.compile(r"\b(?:anew|in vain|at one go|is none|so many|likewise|to the
 
 # How many such sentences there are. A kind may only lose some: whoever removes more than SLACK writes the new count.
 RECORDED = {
-    "docstrings": 745,
+    "docstrings": 692,
     "comments": 71,
     "messages": 0,
     "README.md": 0,

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import DamageError, StoreError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import EntryRecord, Key, Manifest, TensorRecord, manifest_name, step_file_name
+from holdfast.image.manifest import EntryRecord, Manifest, TensorRecord, manifest_name, step_file_name
 from holdfast.image.slices import SliceSeal, area_bytes, frames_of
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from tests.support.checkpoints import manifest_of
@@ -175,7 +176,8 @@ class DictTier:
 
     def doubt(self, steps: DoubtedSteps) -> None:
         self._kept = [
-            replace(one, doubt=doubt_about([steps], Key(*one.seal.order)) or one.doubt) for one in self._kept
+            replace(one, doubt=doubt_about([steps], CheckpointId(*one.seal.order)) or one.doubt)
+            for one in self._kept
         ]
 
     def kept(self) -> list[Kept]:

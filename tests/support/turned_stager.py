@@ -1,4 +1,4 @@
-"""A stager's ports over TCP that a test turns by hand, with the reception that admits to them."""
+"""A stager's ports over TCP that a test turns by hand, with the listener that admits to them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from holdfast.net.address import Address
 from holdfast.net.tls import StagerTls
+from stager.job_listener import JobListener, listen
 from stager.reactor import Reactor
-from stager.reception import Reception, listen
 from stager.tcp import TcpTrainersPort
 
 __all__ = ["KEY", "SECONDS_MAX", "TurnedStager"]
@@ -29,7 +29,7 @@ class TurnedStager:
         self.sock = listen(Address("127.0.0.1", 0))
         self.port_number = int(self.sock.getsockname()[1])
         self.reactor = Reactor()
-        self.reception = Reception(self.sock, self.reactor, key, ranks=ranks, tls=tls)
+        self.listener = JobListener(self.sock, self.reactor, key, ranks=ranks, tls=tls)
         self.port: TcpTrainersPort | None = None
         self.messages: list[tuple[int, bytes]] = []
         self.lost: list[tuple[int, str]] = []
@@ -53,17 +53,17 @@ class TurnedStager:
 
     def open_next(self, reconnect_seconds_max: float = _RECONNECT_SECONDS) -> TcpTrainersPort:
         """Wait for the next job, and serve it."""
-        self.until(lambda: self.reception.next_job() is not None, "a job to come")
-        hello = self.reception.next_job()
+        self.until(lambda: self.listener.next_job() is not None, "a job to come")
+        hello = self.listener.next_job()
         assert hello is not None
         self.port = TcpTrainersPort(
             self.reactor, hello, reconnect_seconds_max=reconnect_seconds_max, start_seconds_max=SECONDS_MAX
         )
-        self.reception.open(self.port)
+        self.listener.open(self.port)
         return self.port
 
     def close(self) -> None:
         """Close every connection."""
         if self.port is not None:
             self.port.close()
-        self.reception.close()
+        self.listener.close()

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from holdfast.errors import DamageError, StateError
 from holdfast.image.regions import Region, grid_cuts, overlap
-from holdfast.pickle_price import PICKLE_FACTOR
-from holdfast.price import check_price
+from holdfast.parse_cost import check_cost
+from holdfast.pickle_cost import PICKLE_FACTOR
 from holdfast.store.base import Store
 from holdfast.store.ranged import RangedFile
 from trainer_side.state.pickle_bounds import refuse_costly_pickle, refuse_packed
@@ -54,7 +54,7 @@ def _check_paths(paths: Mapping[str, Any], metadata_bytes: int) -> None:
                 if part < 0:
                     raise ValueError(f"{path!r:.200} is no place in a state")
                 lengths[path[:at]] = max(lengths.get(path[:at], 0), part + 1)
-    check_price(_LIST_ITEM_BYTES * sum(lengths.values()), metadata_bytes, PICKLE_FACTOR)
+    check_cost(_LIST_ITEM_BYTES * sum(lengths.values()), metadata_bytes, PICKLE_FACTOR)
 
 
 def _check_places(folder: Path, places: Mapping[Any, Any]) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.futures import Future
 
 from holdfast.errors import ConfigError, DamageError, HoldfastError, StateError
-from holdfast.pickle_price import check_pickle
+from holdfast.pickle_cost import check_pickle
 from trainer_side.doors.dcp_claims import check_claims
 from trainer_side.doors.dcp_parts import Patterns, StoredTensor, stored_tensor
 from trainer_side.state.pickle_bounds import NOT_READABLE

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import DamageError
-from holdfast.price import PLAIN_FACTOR, check_price, json_price
+from holdfast.parse_cost import PLAIN_FACTOR, check_cost, json_cost
 from trainer_side.state.position_names import Position, Positions, from_rows, to_rows
 
 _FILE = "holdfast-names.json"
@@ -53,7 +53,7 @@ def read_names(folder: Path) -> DcpNames:
         if path.stat().st_size > _BYTES_MAX:
             raise ValueError(f"{path.stat().st_size} bytes, expected at most {_BYTES_MAX}")
         raw = path.read_bytes()
-        check_price(json_price(raw), len(raw), PLAIN_FACTOR)
+        check_cost(json_cost(raw), len(raw), PLAIN_FACTOR)
         said = json.loads(raw)
         return DcpNames(None if said["only"] is None else str(said["only"]), from_rows(said["names"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import ConfigError, DamageError, StateError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from trainer_side.doors.dcp_in import read_dcp
 from trainer_side.doors.dcp_names import read_names
 from trainer_side.doors.dcp_parts import StoredTensor
@@ -68,7 +68,7 @@ class Import:
         """Size of the checkpoint's file."""
         return self._skeleton.layout.image_bytes
 
-    def image(self, key: Key) -> StateImage:
+    def image(self, key: CheckpointId) -> StateImage:
         return StateImage(key, self._tree, self._skeleton, self._stored, self._trailer)
 
 

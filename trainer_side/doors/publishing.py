@@ -14,9 +14,9 @@ from typing import Any
 from holdfast.checkpoints.assembly import ChunkFinisher
 from holdfast.checkpoints.image_writing import Finished, Read
 from holdfast.crc import crc32
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source
 from holdfast.image.layout import CHUNK_BYTES, Layout
-from holdfast.image.manifest import Key
 from holdfast.image.regions import Extent
 from holdfast.wire.state_messages import Agreement
 from trainer_side.doors.contents import bytes_of
@@ -59,7 +59,7 @@ class StateImage:
 
     def __init__(
         self,
-        key: Key,
+        key: CheckpointId,
         tree: Mapping[str, Any],
         skeleton: Skeleton,
         stored: Sequence[StoredTensor] = (),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import DamageError
-from holdfast.price import PLAIN_FACTOR, check_price, json_price
+from holdfast.parse_cost import PLAIN_FACTOR, check_cost, json_cost
 from trainer_side.doors.plain_values import decode
 from trainer_side.doors.safetensors_format import (
     DTYPES,
@@ -80,7 +80,7 @@ def read_safetensors(path: Path) -> SafetensorsState:
 
 
 def _json(raw: bytes) -> Any:
-    check_price(json_price(raw), len(raw), PLAIN_FACTOR)
+    check_cost(json_cost(raw), len(raw), PLAIN_FACTOR)
     return json.loads(raw)
 
 

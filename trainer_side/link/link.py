@@ -18,12 +18,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, StateError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from holdfast.notices.notice import Notice
 from holdfast.process import at_exit
 from holdfast.ring.remains import Asked
@@ -219,7 +219,7 @@ class Link:
 
             self._command(tell)
 
-    def offer(self, step: int, source: SliceSource, record: dict[str, Any]) -> Transfer:
+    def offer(self, step: int, source: SliceSource, record: SaveRecord) -> Transfer:
         """Offer the checkpoint of `step`; returns at once. `source` must stay as it is until the transfer is released.
 
         Args:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.faultpoint import identify
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from holdfast.notices.notice import Notice
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import Reason
@@ -107,7 +107,7 @@ class NoStager:
     def announce(self, layout: Layout) -> None:
         """Nobody needs it."""
 
-    def offer(self, step: int, source: SliceSource, record: dict[str, Any]) -> Transfer:  # noqa: ARG002
+    def offer(self, step: int, source: SliceSource, record: SaveRecord) -> Transfer:  # noqa: ARG002
         return Transfer.none(step, record)
 
     def fetch(

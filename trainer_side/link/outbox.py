@@ -194,11 +194,11 @@ class Outbox:
             case Kind.STAGED:
                 self.staged_step = max(self.staged_step, step)
                 active.transfer.reach(TransferState.STAGED)
-                self._events().emit("staged", active.transfer.summary(), step=step)
+                self._events().emit("staged", active.transfer.record.to_json(), step=step)
             case Kind.DURABLE:
                 self.durable_step = max(self.durable_step, step)
                 active.transfer.reach(TransferState.DURABLE)
-                self._events().emit("durable", active.transfer.summary(), step=step)
+                self._events().emit("durable", active.transfer.record.to_json(), step=step)
                 self._forget_if_over(active)
             case Kind.DECLINED:
                 self._end(active, TransferState.DECLINED, Reason.of_body(body))
@@ -218,7 +218,7 @@ class Outbox:
         if not active.sending:
             active.release()
         why = {"reason": reason.text, "cause": reason.cause}
-        self._events().emit(state.value, {**transfer.summary(), **why}, step=transfer.step)
+        self._events().emit(state.value, {**transfer.record.to_json(), **why}, step=transfer.step)
         self._forget_if_over(active)
 
     def _return(self, step: int, chunk: int) -> None:

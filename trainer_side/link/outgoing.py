@@ -124,7 +124,7 @@ class Outgoing:
         return self.transfer.state.final and self.transfer.released.is_set()
 
     def offer(self, port: StagerPort, attempt: int) -> None:
-        body = {**self.transfer.summary(), "layout_digest": self.plan.digest}
+        body = {**self.transfer.record.to_json(), "layout_digest": self.plan.digest}
         port.send(wire.encode(Kind.OFFER, attempt=attempt, step=self.transfer.step, body=wire.to_json(body)))
 
     def credit(self, chunk: int, slot: int) -> bool:
@@ -182,7 +182,7 @@ class Outgoing:
         begun = time.perf_counter()
         crc = crc32(source.view(*self.plan.frames[chunk]))
         record = self.transfer.record
-        record["crc_seconds"] = record.get("crc_seconds", 0.0) + time.perf_counter() - begun
+        record.crc_seconds = (record.crc_seconds or 0.0) + time.perf_counter() - begun
         return crc
 
     def unused(self) -> list[int]:
@@ -210,7 +210,7 @@ class Outgoing:
             self._unsummed.remove(chunk)
             crc = self._sum(self._source, chunk)
         record = self.transfer.record
-        record["sent_bytes"] = record.get("sent_bytes", 0) + nbytes
+        record.sent_bytes = (record.sent_bytes or 0) + nbytes
         self._sending[port.send_payload(payload, slot, self.plan.pieces_of(chunk))] = chunk
         self._unsent.discard(chunk)
         self.transfer.frames_left = len(self._unsent)
@@ -222,7 +222,7 @@ class Outgoing:
         )
 
     def _say_done(self, port: StagerPort, attempt: int) -> None:
-        body = self.transfer.summary()
+        body = self.transfer.record.to_json()
         if self.transfer.fingerprints:
             body[FIELD] = self.transfer.fingerprints
         port.send(wire.encode(Kind.DONE, attempt=attempt, step=self.transfer.step, body=wire.to_json(body)))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from holdfast.notices.notice import Notice
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import Reason
@@ -137,7 +138,7 @@ class ToStager(Protocol):
         """Use `layout` for all later offers. Every rank calls it with the same one."""
         ...
 
-    def offer(self, step: int, source: SliceSource, record: dict[str, Any]) -> Transfer:
+    def offer(self, step: int, source: SliceSource, record: SaveRecord) -> Transfer:
         """Offer the checkpoint of `step`; returns at once. `source` must stay as it is until the transfer is released.
 
         Raises:

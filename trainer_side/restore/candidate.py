@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from holdfast.errors import DamageError, HoldfastError, StateError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key, Manifest
+from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.peers import Peers, agree, gather
@@ -83,7 +84,7 @@ class Restored:
     mended: list[str] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     whole_in: frozenset[str] = frozenset()
-    before: Key | None = None
+    before: CheckpointId | None = None
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ class Trial:
         self._seconds["check"] = time.monotonic() - begun
         return agree(self._peers, error)
 
-    def load(self, skipped: list[str], before: Key | None) -> Restored:
+    def load(self, skipped: list[str], before: CheckpointId | None) -> Restored:
         """Load what was read into the objects. Collective.
 
         Args:

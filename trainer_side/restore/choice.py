@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.image.regions import Extent
 from holdfast.image.replicas import drifted_groups, groups_of
 from trainer_side.restore.image_map import Mapped, ends_of
@@ -139,9 +139,9 @@ class Candidate:
         return str(self.checkpoint)
 
     @property
-    def checkpoint(self) -> Key:
+    def checkpoint(self) -> CheckpointId:
         """Which one it is, wherever it lies."""
-        return Key(self.attempt, self.step)
+        return CheckpointId(self.attempt, self.step)
 
 
 def candidates(
@@ -185,13 +185,13 @@ def candidates(
 
 
 def pass_over(
-    listed: Sequence[Candidate | Passed], set_aside: Collection[Key]
+    listed: Sequence[Candidate | Passed], set_aside: Collection[CheckpointId]
 ) -> Sequence[Candidate | Passed]:
     """The same list with no candidate that is set aside, wherever it lies: each is named once, as passed."""
     if not set_aside:
         return listed
     left: list[Candidate | Passed] = []
-    named: set[Key] = set()
+    named: set[CheckpointId] = set()
     for item in listed:
         if isinstance(item, Passed) or not item.checkpoint.is_set_aside(set_aside):
             left.append(item)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import Candidate, Holder, Passed, RankPlace, candidates, pass_over
 from trainer_side.restore.inventory import Shelf
@@ -28,7 +28,7 @@ class InTurn:
         holders: Sequence[Holder],
         shelf: Shelf,
         peers: Peers,
-        set_aside: Collection[Key] = (),
+        set_aside: Collection[CheckpointId] = (),
         places: Sequence[RankPlace] = (),
     ) -> None:
         self._places = places
@@ -60,4 +60,4 @@ class InTurn:
         if unread is None:
             return True
         is_drifted = isinstance(one, Candidate) and bool(one.drift)
-        return not is_drifted and Key(one.attempt, one.step) > unread
+        return not is_drifted and CheckpointId(one.attempt, one.step) > unread

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
-from holdfast.checkpoints.claim import newest_attempt as newest_of_store
+from holdfast.checkpoints.lease import newest_attempt as newest_of_store
 from holdfast.checkpoints.manifest_order import ListedManifest
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError, StoreMissing
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key, Manifest
-from holdfast.image.replicas import DIGEST_FIELD
+from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.wire.frames import peer_error
 from trainer_side.ranks.deadlines import within
@@ -160,10 +160,10 @@ def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_
 
 
 def _row(tier: Keeps, kept: Kept) -> list[object]:
-    seal = kept.seal
-    key = SliceKey(seal.attempt, seal.step, seal.ranks, seal.layout_digest, str(seal.record.get("job", "")))
-    replicas = str(seal.record.get(DIGEST_FIELD, ""))[:_DIGEST_CHARACTERS_MAX]
-    drift = kept.doubt or (str(seal.record.get("drift", "")) if seal.record.get("job") == RING else "")
+    seal, record = kept.seal, kept.seal.save_record
+    key = SliceKey(seal.attempt, seal.step, seal.ranks, seal.layout_digest, record.job or "")
+    replicas = (record.replicas_digest or "")[:_DIGEST_CHARACTERS_MAX]
+    drift = kept.doubt or (record.drift or "" if record.job == RING else "")
     where = [_NEARNESS[tier.nearness], tier.name, kept.place]
     return [key, seal.rank, *where, sorted(kept.absent), replicas, drift, kept.complete]
 
@@ -179,8 +179,8 @@ class Shelf:
 
     def __init__(self, store: Store | None, seconds_max: float) -> None:
         self.stored: list[StoreCandidate] = []
-        self.unread: Key | None = None
-        self.newest: Key | None = None
+        self.unread: CheckpointId | None = None
+        self.newest: CheckpointId | None = None
         self._store, self._seconds_max = store, seconds_max
         self._look: CatalogLook | None = None  # on rank 0
         self._names: list[tuple[int, ListedManifest]] = []  # numbered, of those that were not read
@@ -194,7 +194,7 @@ class Shelf:
         peers: Peers,
         *,
         step: int | None = None,
-        also: Collection[Key] = (),
+        also: Collection[CheckpointId] = (),
         seconds_max: float = _SECONDS_MAX,
     ) -> tuple[Shelf, HoldfastError | None]:
         """List the store, on rank 0, and read the newest manifest. Collective.
@@ -292,7 +292,7 @@ class Shelf:
         if isinstance(answer, dict):
             return silent or peer_error(answer["code"], f"rank 0: {answer['text']}")
         rows, unread, newest = answer
-        self.unread, self.newest = (None if one is None else Key(*one) for one in (unread, newest))
+        self.unread, self.newest = (None if one is None else CheckpointId(*one) for one in (unread, newest))
         self.stored = sorted([*self.stored, *(StoreCandidate(*row) for row in rows)])
         return None
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.deadlines import HANGING_SHARE
@@ -62,7 +62,7 @@ class RestoreOptions:
     without_store: bool = False
     may_lack: frozenset[str] = frozenset()
     threads: int = 4
-    set_aside: Collection[Key] = ()
+    set_aside: Collection[CheckpointId] = ()
     locked: Locked | None = None
 
 
@@ -124,7 +124,7 @@ def restore(
     if silent is not None:
         _go_without(job, silent, listed.first(), without_store=options.without_store)
     if step is not None:
-        others = [Key(one.key.attempt, one.key.step) for one in found.holders]
+        others = [CheckpointId(one.key.attempt, one.key.step) for one in found.holders]
         newest = max([*others, *([] if shelf.newest is None else [shelf.newest])], default=None)
         _see_step([*listed], step, newest, store)
     seconds = {"catalog": time.monotonic() - begun}
@@ -175,7 +175,7 @@ def _none_is_whole(job: RestoreJob, skipped: Sequence[str], *, damaged: bool) ->
     )
 
 
-def _next_of(later: Iterator[Candidate | Passed], taken: Candidate) -> Key | None:
+def _next_of(later: Iterator[Candidate | Passed], taken: Candidate) -> CheckpointId | None:
     """The checkpoint that is the first if `taken` is set aside; `later` is what comes after it. Collective."""
     try:
         for one in later:
@@ -210,7 +210,7 @@ def _go_without(
 
 
 def _see_step(
-    wanted: Sequence[Candidate | Passed], step: int, newest: Key | None, store: Store | None
+    wanted: Sequence[Candidate | Passed], step: int, newest: CheckpointId | None, store: Store | None
 ) -> None:
     """Raise `StoreMissing` if there is no checkpoint of the step that is wanted, or none that was ever whole."""
     if not wanted:

@@ -20,10 +20,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.image.regions import Extent
+from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import SliceFrame, SliceSeal, frames_of
 from holdfast.ring.near_ring import NearRing, near_ring
 from holdfast.ring.remains import ANSWER_BYTES_MAX, Asked, HeldCheckpoint, read_held
@@ -58,9 +59,9 @@ class RingContents:
         self._fetch, self._held, self._place = fetch, held, place
 
     @property
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[CheckpointId]:
         """The checkpoints of which the ring may have something."""
-        return [Key(held.attempt, held.step) for held in self._held]
+        return [CheckpointId(held.attempt, held.step) for held in self._held]
 
     def known(self, stored: Sequence[StoreCandidate], peers: Peers) -> RingSlices:
         """Those that were staged: as the ring says, or the store. Collective.
@@ -249,7 +250,7 @@ def _slices(known: _Known) -> Iterator[Kept]:
             ranks=layout.ranks,
             layout_digest=layout.digest,
             frame_crc32s=tuple(crcs),
-            record={"job": RING, "drift": held.drift},
+            record=SaveRecord(job=RING, drift=held.drift).to_json(),
         )
         yield Kept(seal, layout, "ring", absent=frozenset(absent))
 

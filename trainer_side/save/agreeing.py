@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.errors import HoldfastError, StateError
-from holdfast.wire.proof import is_statistic, some
+from holdfast.wire.replica_proof import is_statistic, some
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.save.rank_context import RankContext
 from trainer_side.state.given_state import GivenState

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from holdfast.image.replicas import DIGEST_FIELD
+from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from trainer_side.background_thread import BackgroundThread, ThreadDied
@@ -373,12 +373,12 @@ class Copier:
 
         def copied() -> None:
             # Before the sender gets the last frame: what it then says of this checkpoint is complete.
-            record["copy_seconds"] = time.monotonic() - begun
+            record.copy_seconds = time.monotonic() - begun
             if job.instant is not None and not watch.unread:
-                self._quietness.copied(job.staging.nbytes, record["copy_seconds"])
+                self._quietness.copied(job.staging.nbytes, record.copy_seconds)
             waited_seconds = self.gate.open()
-            record["gate_seconds"] = waited_seconds
-            record["cst_seconds"] = record["save_seconds"] + waited_seconds
+            record.gate_seconds = waited_seconds
+            record.cst_seconds = (record.save_seconds or 0.0) + waited_seconds
 
         if job.device is not None and job.device != self._entered:
             enter_thread(job.device)
@@ -406,8 +406,9 @@ class Copier:
             was_read=watch.was_read,
             was_copied=watch.was_copied,
         )
-        self._ledger.stalled(record["cst_seconds"])
-        self._events.emit("save", dict(record), step=job.transfer.step)
+        assert record.cst_seconds is not None, "copy_gated has called `copied`"
+        self._ledger.stalled(record.cst_seconds)
+        self._events.emit("save", record.to_json(), step=job.transfer.step)
 
     def _compare(self, job: CopyJob) -> None:
         """Have the ranks compare their replicas themselves, where there is no stager to do it."""
@@ -458,9 +459,9 @@ class _BatchWatch:
             self._copier.withdraw(self._job, path)
 
 
-def _fingerprint(job: CopyJob, fingerprints: Fingerprints, record: dict[str, Any]) -> None:
+def _fingerprint(job: CopyJob, fingerprints: Fingerprints, record: SaveRecord) -> None:
     begun = time.monotonic()
     fingerprints.take_gated(job.taken.sources)
     job.transfer.fingerprints = fingerprints.text()
-    record[DIGEST_FIELD] = fingerprints.digest()
-    record["fingerprint_seconds"] = time.monotonic() - begun
+    record.replicas_digest = fingerprints.digest()
+    record.fingerprint_seconds = time.monotonic() - begun

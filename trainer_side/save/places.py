@@ -14,9 +14,9 @@ import functools
 import itertools
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.errors import StateError
+from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.save.ahead import Make, MemoryAhead
 from trainer_side.save.areas import Areas, AreaUse
@@ -217,7 +217,7 @@ class Room:
                 self._ledger.waited(waited_seconds)
         return waited_seconds
 
-    def take(self, step: int, record: dict[str, Any]) -> StepPlace:
+    def take(self, step: int, record: SaveRecord) -> StepPlace:
         """An area for this step, and slots of the tiers as far as there are any. Follow with `send` or `give_back`.
 
         Raises:
@@ -235,7 +235,7 @@ class Room:
         """The step has begun: the area belongs to it until the stager and every tier have read it."""
         keeping = place.keeping
         self._areas.send(place.area, transfer, keeping)
-        transfer.record["in_flight"] = len(self._areas.in_flight())
+        transfer.record.in_flight = len(self._areas.in_flight())
         place.area.tell(_nobody if keeping is None else keeping.nudge)
         if keeping is not None:
             keeping.link_released = transfer.released
@@ -248,7 +248,7 @@ class Room:
 
     # -- details -------------------------------------------------------------------------------------------------
 
-    def _take(self, step: int, record: dict[str, Any]) -> StepPlace | None:
+    def _take(self, step: int, record: SaveRecord) -> StepPlace | None:
         if self._tiers.is_direct:
             return self._take_slot(step, record)
         area = self._areas.take()
@@ -256,7 +256,7 @@ class Room:
             return None
         return StepPlace(area, self._take_slots(step, record))
 
-    def _take_slot(self, step: int, record: dict[str, Any]) -> StepPlace | None:
+    def _take_slot(self, step: int, record: SaveRecord) -> StepPlace | None:
         """A slot of the first tier, which is the area: without one there is nowhere to copy to."""
         keeping = self._take_slots(step, record) if self._areas.has_room() else None
         if keeping is None:
@@ -266,7 +266,7 @@ class Room:
             return None
         return StepPlace(self._areas.take_slot(keeping.writers[keeping.source_is_slot]), keeping)
 
-    def _take_slots(self, step: int, record: dict[str, Any]) -> TierWrite | None:
+    def _take_slots(self, step: int, record: SaveRecord) -> TierWrite | None:
         """With `on_full="wait"`, wait for those that will become free: verdicts come a little later than seals."""
         lives = self._link.lives
         if self._config.on_full == "skip" or not self._tiers.takes_steps:

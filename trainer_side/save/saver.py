@@ -34,6 +34,7 @@ import torch
 
 from holdfast.errors import PeerLost, StateError
 from holdfast.faultpoint import Point, reach
+from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import OTHER, DeclineCause, Reason
 from trainer_side.opaque import only_shapes
 from trainer_side.save.copier import Copier, CopyJob
@@ -163,7 +164,7 @@ class Saver:
             return self._decline(step, DeclineCause.OUTGROWN.because(outgrown), needed_pickle_bytes=needed)
         except NoRoom as no_room:
             return self._decline(step, no_room.reason)
-        record: dict[str, Any] = {"saved_at_unix": saved_at_unix}
+        record = SaveRecord(saved_at_unix=saved_at_unix)
         try:
             # The training thread is here, so what was taken stays as it is meanwhile.
             wait_seconds = self._room.wait(step, wait_seconds_max)
@@ -174,7 +175,7 @@ class Saver:
             place = self._room.take(step, record)
         except NoRoom as no_room:
             return self._no_room(step, no_room.reason, is_late=wait_seconds_max is not None)
-        record["wait_seconds"] = wait_seconds
+        record.wait_seconds = wait_seconds
         try:
             with no_collections():
                 job = self._begin(step, plan, taken, place, answer, record, begun)
@@ -211,7 +212,7 @@ class Saver:
         taken: Capture,
         place: StepPlace,
         answer: Reason | None,
-        record: dict[str, Any],
+        record: SaveRecord,
         begun: float,
     ) -> CopyJob | None:
         """Take what must be taken at once, and set the rest going. `answer`: what the stager has said already."""
@@ -221,14 +222,10 @@ class Saver:
         else:
             with in_order_with(device, self._copier.update_streams):
                 begins = self._take(step, plan, taken, area, device)
-        record |= {
-            "slice_bytes": area.nbytes,
-            "save_seconds": 0.0,
-            "host": socket.gethostname(),
-        }
+        record.slice_bytes, record.save_seconds, record.host = area.nbytes, 0.0, socket.gethostname()
         on_device = begins.route is not None and bool(area.live(begins.route).device)
         inside, compares = self._copier.way_of(step, begins.instant, area.nbytes, on_device=on_device)
-        record["copied_inside"] = inside or begins.instant is None
+        record.copied_inside = inside or begins.instant is None
         self._copier.shut(gate=begins.is_live)
         transfer = (
             self._link.offer(step, area, record) if answer is None else Transfer.none(step, record, answer)
@@ -239,7 +236,7 @@ class Saver:
             area.drop()
             self._decline(step, transfer.reason or nowhere, tell=False)
             return None
-        record["save_seconds"] = time.monotonic() - begun
+        record.save_seconds = time.monotonic() - begun
         self._room.send(place, transfer)
         job = CopyJob(
             transfer,

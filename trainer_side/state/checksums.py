@@ -1,4 +1,4 @@
-"""A CRC-32 over every byte of every tensor, for the proof that replicas are the same (`holdfast/wire/proof.py`).
+"""A CRC-32 over every byte of every tensor, for the proof that replicas are equal (`holdfast/wire/replica_proof.py`).
 
     host memory   read where it lies                                 about as fast as memory
     a device      pieces ─► two pinned buffers, in turn ─► CRC       about as fast as the bus; small tensors together

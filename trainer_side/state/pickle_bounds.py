@@ -2,7 +2,7 @@
 
 CRCs stop accidents, not somebody who may write to the store.
 
-    file in torch's zip format ─► nothing is packed ─► price of data.pkl (holdfast.pickle_price) ─► torch.load
+    file in torch's zip format ─► nothing is packed ─► cost of data.pkl (holdfast.pickle_cost) ─► torch.load
 
 Torch stores what it writes as it is. A packed entry unpacks to a thousand times its size, and several that share their
 bytes to any multiple of it.
@@ -18,8 +18,8 @@ from typing import IO
 import torch
 
 from holdfast.errors import DamageError, StateError
-from holdfast.pickle_price import check_pickle
-from holdfast.price import TooDearError
+from holdfast.parse_cost import InputTooLarge
+from holdfast.pickle_cost import check_pickle
 
 _DEPTH_MAX = 1000  # as `tensor_paths`; Python's own pickle goes no deeper either
 _RECORD = "data.pkl"
@@ -63,7 +63,7 @@ def refuse_costly_pickle(file: IO[bytes], what: str) -> None:
         _refuse_unpacked(what, file.seek(0, os.SEEK_END), size_of(_RECORD))
     try:
         depth = check_pickle(reader.get_record(_RECORD), _DEPTH_MAX)
-    except TooDearError as error:
+    except InputTooLarge as error:
         raise DamageError(f"{what}: {_RECORD}: {error}; find out which program wrote the file") from error
     if depth > _DEPTH_MAX:
         raise StateError(

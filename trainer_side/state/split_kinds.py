@@ -5,7 +5,7 @@
 
 A DTensor says itself which part of the whole it is, so it is saved (split_tensor.py). The others are refused here.
 Classes are known by name, so that nothing is imported for it. What has no class of its own (plain tensors that are
-shards, stages with equal names, experts) is found by its bytes: `holdfast/wire/proof.py`.
+shards, stages with equal names, experts) is found by its bytes: `holdfast/wire/replica_proof.py`.
 """
 
 from __future__ import annotations

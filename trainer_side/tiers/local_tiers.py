@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import HoldfastError
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import SliceFrame, frames_of
 from holdfast.ring.doubts import DoubtedSteps
 from holdfast.telemetry.causes import STATES_DIFFER, DeclineCause, Reason
@@ -266,7 +267,7 @@ class LocalTiers(TierSet):
     # -- one step ------------------------------------------------------------------------------------------------
 
     def begin(
-        self, step: int, record: Mapping[str, Any], *, stager_lives: bool = False, wait_until: float = 0.0
+        self, step: int, record: SaveRecord, *, stager_lives: bool = False, wait_until: float = 0.0
     ) -> TierWrite | None:
         layout = self._layout
         assert layout is not None, "prepare comes first"

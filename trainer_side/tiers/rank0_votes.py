@@ -2,7 +2,7 @@
 
 SEALED, SKIPPED ─► VoteCount    ─► COMPLETE, VOID
 DONE            ─► ReplicaWatch ─► VOID, where replicas differ and such steps are refused
-PROPOSE, FITS   ─► Round        ─► RESERVED, or REFUSED
+PROPOSE, FITS   ─► LayoutRound        ─► RESERVED, or REFUSED
 READY           ─► StartBarrier ─► GO, or REFUSED
 NOTICE, AT      ─► Rank0PreemptionCoordinator ─► SAVE_AT
 ROOM            ─────────────────► ROOM
@@ -26,9 +26,9 @@ from holdfast.image.replicas import FIELD, Replicas
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
-from holdfast.wire.agreement import OneSided, Round
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind, peer_error
+from holdfast.wire.layout_agreement import LayoutRound, OneSided
 from holdfast.wire.state_messages import Agreement
 from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator
 from trainer_side.tiers.tier import Order, StepVerdict, read_reason
@@ -67,7 +67,7 @@ class Rank0Votes:
     ) -> None:
         self._ranks, self._preemption, self._watch = ranks, preemption, watch
         self._votes = VoteCount(ranks, seconds_max=limits.seal_seconds_max)
-        self._round = Round(ranks, limits.agree_seconds_max, who="rank 0")
+        self._round = LayoutRound(ranks, limits.agree_seconds_max, who="rank 0")
         self._start = StartBarrier(ranks, limits.agree_seconds_max)
         self._left: set[int] = set()
 

@@ -87,7 +87,7 @@ def read_seal(
     seal = SliceSeal.from_bytes(data, source=source)
     if seal.order != (commitment.attempt, commitment.step) or seal.rank != superblock.rank:
         raise DamageError(
-            f"{source}: the seal is of rank {seal.rank}, attempt and step {seal.order}; expected rank "
+            f"{source}: the seal is of rank {seal.rank}, attempt and step {tuple(seal.order)}; expected rank "
             f"{superblock.rank}, {(commitment.attempt, commitment.step)}"
         )
     seal.check_layout(layout, source=source)

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import ConfigError, DamageError, StoreError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import read_whole
@@ -142,7 +142,7 @@ class SlotTier:
         files, self._damage = scan(self._place, self._layouts)
         for file in files:
             for one in file.kept:
-                found.append(replace(one, doubt=doubt_about(doubts, Key(*one.seal.order))))
+                found.append(replace(one, doubt=doubt_about(doubts, CheckpointId(*one.seal.order))))
                 self._superblocks[one.place] = file.superblock
         return sorted(found, key=lambda one: (one.seal.order, -one.seal.rank), reverse=True)
 

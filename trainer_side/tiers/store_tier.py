@@ -18,18 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from holdfast.checkpoints.slice_doubts import read_doubts_of, write_doubt
 from holdfast.checkpoints.slice_sets import (
     SliceName,
     SliceSet,
     find_sets,
     layout_name,
+    read_doubts_of,
     read_layout,
     read_seal,
+    write_doubt,
 )
 from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.image.slices import SliceSeal, area_bytes
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store import parts_at_once
@@ -111,10 +112,10 @@ class StoreTier:
         return StoreSliceWriter(self._store, self._shelf, run=self._run, name=name, layout=self._layout)
 
     def complete(self, attempt: int, step: int) -> None:
-        self._shelf.complete(Key(attempt, step))
+        self._shelf.complete(CheckpointId(attempt, step))
 
     def void(self, attempt: int, step: int) -> None:
-        self._shelf.void(Key(attempt, step))
+        self._shelf.void(CheckpointId(attempt, step))
 
     def doubt(self, steps: DoubtedSteps) -> None:
         write_doubt(self._store, steps)
@@ -146,7 +147,7 @@ class StoreTier:
         with ThreadPoolExecutor(_READERS, thread_name_prefix="kept") as readers:
             looked = list(readers.map(lambda pair: look(*pair), names))
         return [
-            replace(kept, doubt=doubt_about(doubts, Key(*kept.seal.order)))
+            replace(kept, doubt=doubt_about(doubts, CheckpointId(*kept.seal.order)))
             for kept in looked
             if kept is not None
         ]
@@ -160,9 +161,8 @@ class StoreTier:
         self._store.read_into(SliceName(seal.attempt, seal.step, seal.rank, seal.ranks).slice, offset, view)
 
     def close(self) -> None:
-        close = getattr(self._store, "close", None)
-        if self._closes and close is not None:
-            close()
+        if self._closes:
+            self._store.close()
 
     def _kept(self, found: SliceSet, name: SliceName, layout_of: Any) -> Kept:
         seal = read_seal(self._store, name)

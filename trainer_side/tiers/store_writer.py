@@ -27,8 +27,8 @@ from holdfast.checkpoints.slice_sets import (
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.image.slices import SliceFrame, SliceSeal, area_bytes, frames_of
 from holdfast.store.base import Store, Upload
 
@@ -106,18 +106,18 @@ class SliceShelf:
     def __init__(self, store: Store, slots: int) -> None:
         self._store, self._slots = store, slots
         self._lock = threading.Lock()
-        self._sealed: dict[Key, set[SliceName]] = {}  # in the store
-        self._digests: dict[Key, str] = {}  # of their layouts
-        self._writing: dict[Key, list[Key]] = {}  # and the slices that go for it
-        self._void: set[Key] = set()
+        self._sealed: dict[CheckpointId, set[SliceName]] = {}  # in the store
+        self._digests: dict[CheckpointId, str] = {}  # of their layouts
+        self._writing: dict[CheckpointId, list[CheckpointId]] = {}  # and the slices that go for it
+        self._void: set[CheckpointId] = set()
         self._layouts_stored: set[str] = set()
-        self._completes: set[Key] = set()  # steps that were found complete, and the newest one
-        self._found: set[Key] | None = None  # steps of earlier jobs
-        self._forgotten: set[Key] = set()  # those that were listed as complete and are not whole
+        self._completes: set[CheckpointId] = set()  # steps that were found complete, and the newest one
+        self._found: set[CheckpointId] | None = None  # steps of earlier jobs
+        self._forgotten: set[CheckpointId] = set()  # those that were listed as complete and are not whole
 
     def note_found(self, rank: int, ranks: int) -> None:
         """Look for slices of earlier jobs: those of rank `r` now belong to rank `r` modulo `ranks`."""
-        orders: set[Key] = set()
+        orders: set[CheckpointId] = set()
         for found in find_sets(self._store.list()):
             mine = {name for name in found.names() if name.rank % ranks == rank}
             digest = self._digests.get(found.order) or self._digest_of(found, mine)
@@ -130,7 +130,7 @@ class SliceShelf:
                     self._digests[found.order] = digest
         self._found = orders if self._found is None else self._found
 
-    def take(self, key: Key) -> bool:
+    def take(self, key: CheckpointId) -> bool:
         """Take a slot for this step, without a request. False: all are taken, or a newer step is complete."""
         with self._lock:
             if key in self._writing or (self._complete and key <= self._complete):
@@ -144,7 +144,7 @@ class SliceShelf:
             self._void.discard(key)
             return True
 
-    def is_late(self, key: Key) -> bool:
+    def is_late(self, key: CheckpointId) -> bool:
         """Whether this step is no longer of use: it is void, or a newer step is complete."""
         with self._lock:
             return key in self._void or (self._complete is not None and key < self._complete)
@@ -155,13 +155,13 @@ class SliceShelf:
             self._sealed.setdefault(name.order, set()).add(name)
             self._writing.pop(name.order, None)
 
-    def let_go(self, key: Key) -> None:
+    def let_go(self, key: CheckpointId) -> None:
         """This step will not be sealed: its slot is free."""
         with self._lock:
             self._writing.pop(key, None)
             self._void.discard(key)
 
-    def complete(self, key: Key) -> None:
+    def complete(self, key: CheckpointId) -> None:
         """Every rank has sealed this step: remove this rank's slices of other layouts. A failure is logged."""
         with self._lock:
             newest = max(key, self._complete or key)
@@ -175,7 +175,7 @@ class SliceShelf:
             ]
         self.try_remove(old)
 
-    def void(self, key: Key) -> None:
+    def void(self, key: CheckpointId) -> None:
         """Not every rank will seal this step: this rank's slice goes, now or when it would be sealed."""
         with self._lock:
             if key in self._completes:
@@ -189,14 +189,14 @@ class SliceShelf:
             gone = [key] if key in self._sealed else []
         self.try_remove(gone)
 
-    def make_room(self, key: Key) -> None:
+    def make_room(self, key: CheckpointId) -> None:
         """Remove the slices that go for this step, before its first byte is sent."""
         with self._lock:
             going = list(self._writing.get(key, ()))
         for old in going:
             self._remove(old)
 
-    def try_remove(self, keys: list[Key]) -> None:
+    def try_remove(self, keys: list[CheckpointId]) -> None:
         """Remove these slices; a failure is only logged, and retried when a slot is needed."""
         for key in keys:
             try:
@@ -205,11 +205,11 @@ class SliceShelf:
                 _log.warning("%s: this rank's old slice stays in the store for now: %s", key, error)
 
     @property
-    def _complete(self) -> Key | None:
+    def _complete(self) -> CheckpointId | None:
         """The newest step that every rank has sealed. The caller holds the lock."""
         return max(self._completes, default=None)
 
-    def _remove(self, key: Key) -> None:
+    def _remove(self, key: CheckpointId) -> None:
         # The seal first: a slice without a seal is nothing, a seal without its slice would be a lie.
         with self._lock:
             names = sorted(self._sealed.get(key, ()))
@@ -221,11 +221,11 @@ class SliceShelf:
             self._sealed.pop(key, None)
             self._digests.pop(key, None)
 
-    def _going(self) -> set[Key]:
+    def _going(self) -> set[CheckpointId]:
         """The steps whose slices are removed for those that are being written. The caller holds the lock."""
         return {old for going in self._writing.values() for old in going}
 
-    def _spare(self, key: Key) -> list[Key]:
+    def _spare(self, key: CheckpointId) -> list[CheckpointId]:
         """The steps that may be removed, the first to go first. The caller holds the lock."""
         newest = self._complete
         going = self._going()

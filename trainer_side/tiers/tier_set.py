@@ -6,11 +6,11 @@ slots, and the ranks agree through the stager. `LocalTiers` and `CommitVotes` ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 from holdfast.errors import HoldfastError
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from holdfast.notices.notice import Notice
 from holdfast.telemetry.causes import Reason
 from holdfast.wire.doubt import Doubt
@@ -150,7 +150,7 @@ class TierSet:
         return ()
 
     def begin(
-        self, step: int, record: Mapping[str, Any], *, stager_lives: bool = False, wait_until: float = 0.0
+        self, step: int, record: SaveRecord, *, stager_lives: bool = False, wait_until: float = 0.0
     ) -> TierWrite | None:
         """Take a slot in each tier; None if none has one. Follow it by `keep` or `drop`.
 

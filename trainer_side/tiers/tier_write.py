@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from holdfast.crc import crc32
+from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import SliceFrame
 from holdfast.telemetry.causes import Reason
 from trainer_side.tiers.tier import Order, SliceWriter
@@ -39,7 +39,7 @@ class TierWrite:
 
     order: Order
     frames: tuple[SliceFrame, ...]
-    record: Mapping[str, Any]
+    record: SaveRecord
     writers: dict[int, SliceWriter]
     layout_digest: str = ""
     job: str = ""

@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from holdfast.errors import HoldfastError, StoreError
@@ -375,11 +376,7 @@ class TierWriterThreads:
                 with self.calls.noted(f"giving up step {write.step}"):
                     part.writer.abandon()
             else:
-                record = {
-                    **{k: v for k, v in dict(write.record).items() if isinstance(v, (str, int, float))},
-                    "tier_seconds": seconds,
-                    "job": write.job,
-                }
+                record = replace(write.record, tier_seconds=seconds, job=write.job).to_json()
                 with self.calls.noted(f"the seal of step {write.step}"):
                     sealed = part.writer.seal(record)
                 if not sealed:

@@ -279,8 +279,8 @@ def _rank_over_mpi() -> RankEnd:
 
 def _stager_over_tcp(port_file: Path, *, with_tls: bool) -> TrainersPort:
     from holdfast.net.tls import StagerTls
+    from stager.job_listener import JobListener, listen
     from stager.reactor import Reactor
-    from stager.reception import Reception, listen
     from stager.tcp import TcpTrainersPort
 
     sock = listen(Address("127.0.0.1", 0))
@@ -288,7 +288,7 @@ def _stager_over_tcp(port_file: Path, *, with_tls: bool) -> TrainersPort:
     tls = (
         StagerTls(port_file.with_name("stager.pem"), port_file.with_name("stager.key")) if with_tls else None
     )
-    reception = Reception(sock, reactor, _KEY, ranks=RANKS, tls=tls)
+    listener = JobListener(sock, reactor, _KEY, ranks=RANKS, tls=tls)
     port_file.with_suffix(".new").write_text(str(sock.getsockname()[1]))
     port_file.with_suffix(".new").replace(port_file)
     deadline = time.monotonic() + _SECONDS_MAX
@@ -296,10 +296,10 @@ def _stager_over_tcp(port_file: Path, *, with_tls: bool) -> TrainersPort:
     while hello is None:
         assert time.monotonic() < deadline, "no rank has come"
         reactor.turn()
-        hello = reception.next_job()
+        hello = listener.next_job()
         time.sleep(0.001)
     port = TcpTrainersPort(reactor, hello, reconnect_seconds_max=1.0, start_seconds_max=_SECONDS_MAX)
-    reception.open(port)
+    listener.open(port)
     return port
 
 

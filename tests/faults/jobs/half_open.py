@@ -8,8 +8,8 @@ import time
 
 from holdfast.errors import HoldfastError
 from holdfast.net.address import Address
+from stager.job_listener import JobListener, listen
 from stager.reactor import Reactor
-from stager.reception import Reception, listen
 from stager.tcp import TcpTrainersPort
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
@@ -21,12 +21,12 @@ _SECONDS_MAX = 90.0
 
 def _stager(host: str) -> None:
     reactor = Reactor()
-    reception = Reception(listen(Address(host, _PORT)), reactor, _KEY, ranks=1)
-    while (hello := reception.next_job()) is None:
+    listener = JobListener(listen(Address(host, _PORT)), reactor, _KEY, ranks=1)
+    while (hello := listener.next_job()) is None:
         reactor.turn()
         time.sleep(0.001)
     port = TcpTrainersPort(reactor, hello, reconnect_seconds_max=30.0, start_seconds_max=60.0)
-    reception.open(port)
+    listener.open(port)
     begun = time.monotonic()
     said = 0
     answers: list[bytes] = []

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from holdfast.store.retrying import Retrying
+from holdfast.store.wrapper import StoreWrapper
 from trainer_side import Checkpointer, PerRank
 
 SIZES = (60_000, 7, 20_000)  # 320,028 bytes and what the zip adds: 5 chunks of 64 KiB
@@ -33,7 +34,7 @@ def count_reads() -> None:
     """Note each read of a checkpoint's bytes from the store."""
     read_into = Retrying.read_into
 
-    def counted(self: Retrying, name: str, offset: int, buffer: memoryview) -> None:
+    def counted(self: StoreWrapper, name: str, offset: int, buffer: memoryview) -> None:
         _requests.append(name)
         read_into(self, name, offset, buffer)
 

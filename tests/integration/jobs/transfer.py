@@ -22,6 +22,7 @@ from holdfast.crc import crc32
 from holdfast.errors import HoldfastError
 from holdfast.image.entries import REPLICATED, Entry, TensorInfo
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire.state_messages import Proposal
@@ -145,9 +146,9 @@ def run(link: ToStager, scenario: str, image_bytes: int, steps: int, said: dict[
         die = scenario == "die" and step == steps - 1 and link.rank == 1
         data = my_slice(plan, image(plan, step, patched=False), link.rank)
         source = Slice(data, ready_bytes=len(data) // 2 if die else None)
-        transfer = link.offer(step, source, {"saved_at_unix": time.time()})
+        transfer = link.offer(step, source, SaveRecord(saved_at_unix=time.time()))
         if die:
-            while not transfer.record.get("sent_bytes"):
+            while not transfer.record.sent_bytes:
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
         settled = transfer.settled.wait(WAIT_SECONDS_MAX) and transfer.released.wait(WAIT_SECONDS_MAX)

@@ -12,22 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from flusher import held as held_module
+from flusher import retry_queue
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
 from flusher.recovery import settle, take_up
 from flusher.retention import Keep
 from flusher.ring_room import RingGrown
-from flusher.tenure import Tenure
-from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
+from flusher.verify_and_prune import Maintenance, MaintenanceRules, ReadBack
 from flusher.workers import Inbox
+from flusher.writer_lease import WriterLease
 from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
-from holdfast.image.manifest import Key, Manifest, State, manifest_name
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import Manifest, State, manifest_name
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
+from holdfast.store.concurrency import ConcurrencyLimit
 from holdfast.store.guarded import guarded
-from holdfast.store.lanes import Lanes
 from holdfast.telemetry.events import EventLog
 from tests.support.images import Image, from_torch_file, made_up
 from tests.support.memory_store import MemoryStore
@@ -40,13 +41,13 @@ class Heard:
     """Remembers what the engine tells."""
 
     def __init__(self) -> None:
-        self.durables: dict[Key, DurableStep] = {}
+        self.durables: dict[CheckpointId, DurableStep] = {}
         self.read_backs: list[ReadBack] = []
-        self.failures: dict[Key, HoldfastError] = {}
-        self.beginnings: list[tuple[Key, int]] = []
+        self.failures: dict[CheckpointId, HoldfastError] = {}
+        self.beginnings: list[tuple[CheckpointId, int]] = []
         self.notes: list[str] = []
 
-    def began(self, key: Key, part_chunks: int) -> None:
+    def began(self, key: CheckpointId, part_chunks: int) -> None:
         self.beginnings.append((key, part_chunks))
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
@@ -54,13 +55,13 @@ class Heard:
     def grown(self, note: str) -> None:
         self.notes.append(note)
 
-    def durable(self, key: Key, durable: DurableStep) -> None:
+    def durable(self, key: CheckpointId, durable: DurableStep) -> None:
         self.durables[key] = durable
 
     def read_back(self, result: ReadBack) -> None:
         self.read_backs.append(result)
 
-    def failed(self, key: Key, error: HoldfastError) -> None:
+    def failed(self, key: CheckpointId, error: HoldfastError) -> None:
         self.failures[key] = error
 
 
@@ -73,19 +74,19 @@ class Rig:
             directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=32, attempt=1, room_chunks=512
         )
         self.inbox, self.heard = Inbox(), Heard()
-        self.tenure = Tenure(self.store, 5.0)
+        self.lease = WriterLease(self.store, 5.0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")
-        guard = guarded(self.store, self.tenure.check_once)
-        self.context = FlusherContext(guard, self.tenure, self.inbox, self.events)
-        self.upkeep = Upkeep(self.context, UpkeepRules(verify=verify, keep=Keep(0)))
+        guard = guarded(self.store, self.lease.check_once)
+        self.context = FlusherContext(guard, self.lease, self.inbox, self.events)
+        self.maintenance = Maintenance(self.context, MaintenanceRules(verify=verify, keep=Keep(0)))
         self.engine = self.new_engine()
 
     def new_engine(self, want_room: Callable[[int], bool] = lambda _: False) -> Engine:
         return Engine(
             self.ring,
             self.context,
-            self.upkeep,
-            writers=Lanes(2),
+            self.maintenance,
+            writers=ConcurrencyLimit(2),
             listener=self.heard,
             want_room=want_room,
         )
@@ -94,7 +95,7 @@ class Rig:
         """A whole checkpoint lies in the ring."""
         digest = self.ring.put_layout(image.layout)
         if tell:
-            self.engine.begin(Key(1, step), image.layout)
+            self.engine.begin(CheckpointId(1, step), image.layout)
         for chunk in range(image.layout.chunks):
             slot = next(n for n in range(32) if self.ring.state(n) is SlotState.FREE)
             self.ring.mark_filling(slot, 1, step, chunk)
@@ -105,14 +106,14 @@ class Rig:
                 self.engine.chunk(self.ring.record(slot))
         self.ring.write_checkpoint(1, step, "staged", digest, {"ranks": {"0": {"saved_at_unix": 1.0}}})
         if tell:
-            self.engine.staged(Key(1, step))
+            self.engine.staged(CheckpointId(1, step))
 
     def drain(self) -> None:
         until = time.monotonic() + DEADLINE_SECONDS
         while True:
-            upkeep_was_idle = self.upkeep.idle
+            maintenance_was_idle = self.maintenance.idle
             self.engine.turn()
-            if upkeep_was_idle and self.engine.idle and self.upkeep.idle:
+            if maintenance_was_idle and self.engine.idle and self.maintenance.idle:
                 return
             assert time.monotonic() < until
             waits = self.engine.wait_seconds()
@@ -131,13 +132,13 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_FIRST", 0.001)
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_MAX", 0.002)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_FIRST", 0.001)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_MAX", 0.002)
     made = Rig(tmp_path, verify=True)
     yield made
     made.engine.stop()
-    made.upkeep.stop()
-    made.tenure.end()
+    made.maintenance.stop()
+    made.lease.end()
     made.inbox.close()
     made.events.close()
     made.ring.close()
@@ -152,7 +153,7 @@ def real(tmp_path: Path) -> Image:
 
 IMAGE = made_up(1, entries=6, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max=9000)
 LARGER = made_up(7, entries=10, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max=9000)
-KEY = Key(1, 5)
+KEY = CheckpointId(1, 5)
 FILE = "step-000000005.pt"
 
 
@@ -217,8 +218,8 @@ def test_what_waiting_does_not_mend_holds_the_checkpoint_until_a_person_does(
 
 
 def test_an_aborted_checkpoint_does_not_wait_for_the_store(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_FIRST", 3600.0)
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_MAX", 3600.0)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_FIRST", 3600.0)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_MAX", 3600.0)
     failing = rig.store.before = Failing("write_part", 10_000, retriable=False)
     rig.fill(IMAGE, 5)
     until = time.monotonic() + DEADLINE_SECONDS
@@ -447,7 +448,7 @@ def test_two_checkpoints_of_one_step_on_their_way_do_not_share_a_name(rig: Rig) 
 
     rig.store.before = hold
     rig.fill(IMAGE, 5)
-    rig.engine.begin(Key(2, 5), IMAGE.layout)
+    rig.engine.begin(CheckpointId(2, 5), IMAGE.layout)
     release.set()
     for chunk in range(IMAGE.layout.chunks):
         slot = next(n for n in range(31, -1, -1) if rig.ring.state(n) is SlotState.FREE)
@@ -456,7 +457,7 @@ def test_two_checkpoints_of_one_step_on_their_way_do_not_share_a_name(rig: Rig) 
         rig.ring.slot_memory(slot)[: len(data)] = data
         rig.ring.mark_full(slot, IMAGE.sources(chunk), len(data))
         rig.engine.chunk(rig.ring.record(slot))
-    rig.engine.staged(Key(2, 5))
+    rig.engine.staged(CheckpointId(2, 5))
     rig.drain()
     assert {m.file for m in rig.heard.durables.values()} == {FILE, "step-000000005-a002.pt"}
 
@@ -490,8 +491,8 @@ def test_recovery_publishes_what_is_whole_and_gives_up_the_rest_by_name(rig: Rig
     assert rig.store.objects[FILE] == IMAGE.final
     assert rig.heard.durables[KEY].record["parts_written"] == IMAGE.layout.chunks
     assert rig.manifest(FILE).record["ranks"]["0"]["saved_at_unix"] == 1.0
-    assert "1 of" in str(rig.heard.failures[Key(1, 6)])
-    assert "the stager ended" in str(rig.heard.failures[Key(1, 7)])
+    assert "1 of" in str(rig.heard.failures[CheckpointId(1, 6)])
+    assert "the stager ended" in str(rig.heard.failures[CheckpointId(1, 7)])
     assert rig.all_free()
     assert rig.ring.checkpoint_names() == []
     assert rig.store.open_uploads == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flusher import held as held_module
+from flusher import retry_queue
 from flusher.engine import Engine
 from flusher.recovery import recorded, settle, take_up
 from holdfast.errors import StoreError
@@ -21,13 +21,13 @@ from tests.unit.flusher.test_engine import FILE, IMAGE, KEY, Rig
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_FIRST", 0.001)
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_MAX", 0.002)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_FIRST", 0.001)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_MAX", 0.002)
     made = Rig(tmp_path)
     yield made
     made.engine.stop()
-    made.upkeep.stop()
-    made.tenure.end()
+    made.maintenance.stop()
+    made.lease.end()
     made.inbox.close()
     made.events.close()
     made.ring.close()

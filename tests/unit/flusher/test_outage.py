@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import flusher.engine as engine_module
-from flusher import held as held_module
+from flusher import retry_queue
 from flusher.recovery import settle, take_up
 from holdfast.errors import BusyError, DamageError, StoreError
 from holdfast.faultpoint import Point
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.journal import SlotState
 from tests.support.images import made_up
 from tests.unit.flusher.test_engine import CHUNK_BYTES, DEADLINE_SECONDS, Rig
@@ -36,15 +36,15 @@ class Refusing:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_FIRST", 0.001)
-    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_MAX", 0.002)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_FIRST", 0.001)
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_MAX", 0.002)
     monkeypatch.setattr(engine_module, "_STANDS_SECONDS", 0.05)
     made = Rig(tmp_path)
     made.store.before = Refusing()
     yield made
     made.engine.stop()
-    made.upkeep.stop()
-    made.tenure.end()
+    made.maintenance.stop()
+    made.lease.end()
     made.inbox.close()
     made.events.close()
     made.ring.close()
@@ -81,16 +81,16 @@ def test_the_newest_whole_step_takes_the_place_of_an_older_one_step_after_step(r
     rig.fill(IMAGE, 5)
     for step in range(6, 9):
         rig.fill(IMAGE, step)
-        rig.engine.begin(Key(1, step + 1), IMAGE.layout)
+        rig.engine.begin(CheckpointId(1, step + 1), IMAGE.layout)
         turn_until(rig, lambda: free_slots(rig) >= IMAGE.layout.chunks)
         assert rig.ring.checkpoint_names() == [(1, step)]
-        assert isinstance(rig.heard.failures[Key(1, step - 1)], BusyError)
+        assert isinstance(rig.heard.failures[CheckpointId(1, step - 1)], BusyError)
     rig.fill(IMAGE, 9)
     mend(rig)
     rig.drain()
     assert published(rig) == {"step-000000008.pt", "step-000000009.pt"}
     assert rig.store.objects["step-000000009.pt"] == IMAGE.final
-    assert rig.heard.failures.keys() == {Key(1, step) for step in (5, 6, 7)}
+    assert rig.heard.failures.keys() == {CheckpointId(1, step) for step in (5, 6, 7)}
     assert rig.all_free()
     assert rig.store.open_uploads == []
 
@@ -108,7 +108,8 @@ def test_while_there_is_room_every_step_waits_for_the_store(rig: Rig) -> None:
 def test_the_newest_whole_step_stays_whatever_comes(rig: Rig) -> None:
     rig.fill(IMAGE, 5)
     rig.engine.begin(
-        Key(1, 6), made_up(2, entries=20, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max=20_000).layout
+        CheckpointId(1, 6),
+        made_up(2, entries=20, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max=20_000).layout,
     )
     turn_for(rig, 0.2)
     assert rig.heard.failures == {}
@@ -119,7 +120,7 @@ def test_a_store_that_is_only_slow_costs_no_step(rig: Rig, monkeypatch: pytest.M
     monkeypatch.setattr(engine_module, "_STANDS_SECONDS", 3600.0)
     rig.fill(IMAGE, 5)
     rig.fill(IMAGE, 6)
-    rig.engine.begin(Key(1, 7), IMAGE.layout)
+    rig.engine.begin(CheckpointId(1, 7), IMAGE.layout)
     turn_for(rig, 0.2)
     assert rig.heard.failures == {}
 
@@ -133,13 +134,13 @@ def test_a_step_of_which_the_store_has_parts_waits_longer(
     rig.fill(IMAGE, 5)
     turn_until(rig, lambda: free_slots(rig) == 32 - IMAGE.layout.chunks + 2)
     rig.fill(IMAGE, 6)
-    rig.engine.begin(Key(1, 7), IMAGE.layout)
+    rig.engine.begin(CheckpointId(1, 7), IMAGE.layout)
     turn_for(rig, 0.15)
     assert rig.heard.failures == {}
     if seconds < 1.0:
         turn_until(rig, lambda: free_slots(rig) >= IMAGE.layout.chunks)
-        assert rig.heard.failures.keys() == {Key(1, 5)}
-        rig.engine.abort(Key(1, 7), BusyError("of the test"))
+        assert rig.heard.failures.keys() == {CheckpointId(1, 5)}
+        rig.engine.abort(CheckpointId(1, 7), BusyError("of the test"))
         mend(rig)
         rig.drain()
         assert published(rig) == {"step-000000006.pt"}
@@ -152,16 +153,18 @@ def test_a_damaged_step_takes_nobodys_place(rig: Rig) -> None:
     rig.fill(IMAGE, 6, tell=False)
     slot = next(record.slot for record in rig.ring.records() if (record.step, record.chunk) == (6, 3))
     rig.ring.slot_memory(slot)[100] ^= 1
-    rig.engine.begin(Key(1, 6), IMAGE.layout)
+    rig.engine.begin(CheckpointId(1, 6), IMAGE.layout)
     for record in list(rig.ring.records()):
         if record.step == 6:
             rig.engine.chunk(record)
-    rig.engine.staged(Key(1, 6))
-    rig.engine.begin(Key(1, 7), IMAGE.layout)
-    turn_until(rig, lambda: Key(1, 6) in rig.heard.failures and free_slots(rig) >= IMAGE.layout.chunks)
-    assert isinstance(rig.heard.failures.pop(Key(1, 6)), DamageError)
+    rig.engine.staged(CheckpointId(1, 6))
+    rig.engine.begin(CheckpointId(1, 7), IMAGE.layout)
+    turn_until(
+        rig, lambda: CheckpointId(1, 6) in rig.heard.failures and free_slots(rig) >= IMAGE.layout.chunks
+    )
+    assert isinstance(rig.heard.failures.pop(CheckpointId(1, 6)), DamageError)
     assert rig.heard.failures == {}
-    rig.engine.abort(Key(1, 7), BusyError("of the test"))
+    rig.engine.abort(CheckpointId(1, 7), BusyError("of the test"))
     mend(rig)
     rig.drain()
     assert published(rig) == {"step-000000005.pt"}
@@ -181,12 +184,12 @@ def test_a_flusher_that_dies_as_one_makes_room_leaves_the_newest_whole(
     rig.fill(IMAGE, 6)
     with monkeypatch.context() as patched:
         patched.setattr(engine_module, "reach", die)
-        rig.engine.begin(Key(1, 7), IMAGE.layout)
+        rig.engine.begin(CheckpointId(1, 7), IMAGE.layout)
         with pytest.raises(Killed):
             turn_for(rig, 1.0)
     rig.engine.stop()
     rig.engine = rig.new_engine()
-    assert take_up(rig.engine, rig.ring) == [Key(1, 6)]
+    assert take_up(rig.engine, rig.ring) == [CheckpointId(1, 6)]
     assert free_slots(rig) == 32 - IMAGE.layout.chunks, "slots of the older one belong to nobody"
     mend(rig)
     rig.drain()
@@ -199,10 +202,10 @@ def test_what_is_said_of_a_step_that_was_not_staged_is_true(rig: Rig) -> None:
         rig.fill(IMAGE, step, tell=False)
         rig.ring.write_checkpoint(1, step, "receiving", IMAGE.layout.digest, {})
     rig.ring.free(next(record.slot for record in rig.ring.records() if (record.step, record.chunk) == (6, 1)))
-    rig.engine.begin(Key(1, 5), IMAGE.layout)
-    rig.engine.begin(Key(1, 6), IMAGE.layout)
+    rig.engine.begin(CheckpointId(1, 5), IMAGE.layout)
+    rig.engine.begin(CheckpointId(1, 6), IMAGE.layout)
     settle(rig.engine, rig.ring, "the stager ended")
     mend(rig)
     rig.drain()
-    assert "before every rank had said" in str(rig.heard.failures[Key(1, 5)])
-    assert "before all chunks came" in str(rig.heard.failures[Key(1, 6)])
+    assert "before every rank had said" in str(rig.heard.failures[CheckpointId(1, 5)])
+    assert "before all chunks came" in str(rig.heard.failures[CheckpointId(1, 6)])

@@ -35,9 +35,9 @@ from flusher.steps import (
     WritePart,
 )
 from holdfast.errors import ConfigError, DamageError, HoldfastError, PeerLost, ProtocolError, StoreError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source, patch_chunk, verify_chunk
 from holdfast.image.index import LayoutIndex
-from holdfast.image.manifest import Key
 from tests.support.images import Image, made_up
 
 CHUNK_BYTES = 4096
@@ -48,18 +48,22 @@ class World:
     grants the lowest chunk first and otherwise any.
     """
 
-    def __init__(self, images: dict[Key, Image], *, ring_chunks: int, part_chunks: int, seed: int) -> None:
+    def __init__(
+        self, images: dict[CheckpointId, Image], *, ring_chunks: int, part_chunks: int, seed: int
+    ) -> None:
         self.chance = random.Random(seed)
         self.pipeline = Pipeline(ring_chunks)
         self.images, self.part_chunks = images, part_chunks
         self.slots: list[bytearray | None] = [None] * ring_chunks
-        self.files: dict[Key, dict[int, bytes]] = {}
-        self.published: dict[Key, Publish] = {}
-        self.discarded: dict[Key, HoldfastError] = {}
-        self.written_parts: list[tuple[Key, int]] = []
+        self.files: dict[CheckpointId, dict[int, bytes]] = {}
+        self.published: dict[CheckpointId, Publish] = {}
+        self.discarded: dict[CheckpointId, HoldfastError] = {}
+        self.written_parts: list[tuple[CheckpointId, int]] = []
         self.jobs: list[Action] = []
         self.fail: Callable[[Action], HoldfastError | None] = lambda job: None
-        self.flip: tuple[Key, int, int] | None = None  # key, chunk, offset of the byte that flips on arrival
+        self.flip: tuple[CheckpointId, int, int] | None = (
+            None  # key, chunk, offset of the byte that flips on arrival
+        )
         self.to_send = {key: list(range(image.layout.chunks)) for key, image in images.items()}
         for key, image in images.items():
             self.tell(Begin(key, LayoutIndex(image.layout)))
@@ -158,7 +162,7 @@ class World:
                 break
         assert not self.jobs
 
-    def file(self, key: Key) -> bytes:
+    def file(self, key: CheckpointId) -> bytes:
         return b"".join(data for _, data in sorted(self.files[key].items()))
 
 
@@ -183,7 +187,7 @@ images = st.builds(
 def test_any_order_gives_the_image_with_true_crcs(
     first: Image, second: Image, seed: int, part_chunks: int, spare: int
 ) -> None:
-    made = {Key(1, 5): first, Key(1, 6): second}
+    made = {CheckpointId(1, 5): first, CheckpointId(1, 6): second}
     world = World(made, ring_chunks=part_chunks + spare, part_chunks=part_chunks, seed=seed)
     world.run()
     assert world.discarded == {}
@@ -209,17 +213,19 @@ def test_a_flipped_byte_fails_that_checkpoint_only_and_names_rank_and_chunk(
     in_field = any(f <= position < f + 4 for entry in layout.entries for f in entry.crc_fields)
     chunk = position // CHUNK_BYTES
     other = made_up(3, entries=3, chunk_bytes=CHUNK_BYTES, ranks=2, entry_bytes_max=9000)
-    world = World({Key(1, 5): image, Key(1, 6): other}, ring_chunks=5, part_chunks=2, seed=seed)
-    world.flip = (Key(1, 5), chunk, position % CHUNK_BYTES)
+    world = World(
+        {CheckpointId(1, 5): image, CheckpointId(1, 6): other}, ring_chunks=5, part_chunks=2, seed=seed
+    )
+    world.flip = (CheckpointId(1, 5), chunk, position % CHUNK_BYTES)
     world.run()
-    assert world.file(Key(1, 6)) == other.final
+    assert world.file(CheckpointId(1, 6)) == other.final
     assert world.pipeline.idle
     assert all(slot is None for slot in world.slots)
     if in_field:  # these four bytes are ours to write; what arrives there does not matter
-        assert world.file(Key(1, 5)) == image.final
+        assert world.file(CheckpointId(1, 5)) == image.final
         return
-    assert Key(1, 5) not in world.published
-    error = world.discarded[Key(1, 5)]
+    assert CheckpointId(1, 5) not in world.published
+    error = world.discarded[CheckpointId(1, 5)]
     assert isinstance(error, DamageError)
     assert f"chunk {chunk} from rank" in str(error)
     segment = next(s for s in layout.segments(chunk) if s.offset <= position < s.offset + s.nbytes)
@@ -230,7 +236,7 @@ def test_a_flipped_byte_fails_that_checkpoint_only_and_names_rank_and_chunk(
 @given(image=images.filter(lambda image: image.layout.chunks > 1), seed=st.integers(0, 2**32))
 def test_a_bit_that_flips_after_the_check_gets_no_crc_that_fits_it(image: Image, seed: int) -> None:
     """In the segments around the CRC fields, whose CRCs change: no damaged checkpoint may look like a whole one."""
-    world = World({Key(1, 5): image}, ring_chunks=16, part_chunks=1, seed=seed)
+    world = World({CheckpointId(1, 5): image}, ring_chunks=16, part_chunks=1, seed=seed)
     hit: list[int] = []
 
     def flip(job: Action) -> None:
@@ -249,10 +255,10 @@ def test_a_bit_that_flips_after_the_check_gets_no_crc_that_fits_it(image: Image,
     world.fail = flip
     world.run()
     if not hit:
-        assert world.file(Key(1, 5)) == image.final
+        assert world.file(CheckpointId(1, 5)) == image.final
         return
     assert world.published == {}
-    error = world.discarded[Key(1, 5)]
+    error = world.discarded[CheckpointId(1, 5)]
     assert isinstance(error, DamageError)
     assert f"chunk {hit[0]}:" in str(error)
     assert all(slot is None for slot in world.slots)
@@ -262,11 +268,11 @@ def test_damage_names_the_tensor() -> None:
     image = image_of_three_chunks()
     entry = image.layout.entries[0]
     assert entry.nbytes > 0
-    world = World({Key(2, 1): image}, ring_chunks=5, part_chunks=1, seed=0)
-    world.flip = (Key(2, 1), entry.offset // CHUNK_BYTES, entry.offset % CHUNK_BYTES)
+    world = World({CheckpointId(2, 1): image}, ring_chunks=5, part_chunks=1, seed=0)
+    world.flip = (CheckpointId(2, 1), entry.offset // CHUNK_BYTES, entry.offset % CHUNK_BYTES)
     world.run()
-    assert "step 1 (attempt 2)" in str(world.discarded[Key(2, 1)])
-    assert "model/layer.0.weight" in str(world.discarded[Key(2, 1)])
+    assert "step 1 (attempt 2)" in str(world.discarded[CheckpointId(2, 1)])
+    assert "model/layer.0.weight" in str(world.discarded[CheckpointId(2, 1)])
 
 
 @settings(max_examples=100, deadline=None)
@@ -274,7 +280,7 @@ def test_damage_names_the_tensor() -> None:
 def test_a_job_that_fails_drops_the_checkpoint_and_gives_every_slot_back(
     image: Image, seed: int, after: int
 ) -> None:
-    world = World({Key(1, 5): image}, ring_chunks=4, part_chunks=1, seed=seed)
+    world = World({CheckpointId(1, 5): image}, ring_chunks=4, part_chunks=1, seed=seed)
     count = 0
 
     def fail(job: Action) -> HoldfastError | None:
@@ -286,25 +292,25 @@ def test_a_job_that_fails_drops_the_checkpoint_and_gives_every_slot_back(
     world.run()
     assert world.pipeline.idle
     assert all(slot is None for slot in world.slots)
-    assert (Key(1, 5) in world.published) != (Key(1, 5) in world.discarded)
+    assert (CheckpointId(1, 5) in world.published) != (CheckpointId(1, 5) in world.discarded)
     if count > after:
-        assert str(world.discarded[Key(1, 5)]) == "disk full"
+        assert str(world.discarded[CheckpointId(1, 5)]) == "disk full"
 
 
 @settings(max_examples=100, deadline=None)
 @given(image=images, seed=st.integers(0, 2**32), after=st.integers(0, 20))
 def test_an_abort_at_any_moment_publishes_nothing_partial(image: Image, seed: int, after: int) -> None:
-    world = World({Key(1, 5): image}, ring_chunks=4, part_chunks=2, seed=seed)
+    world = World({CheckpointId(1, 5): image}, ring_chunks=4, part_chunks=2, seed=seed)
     for _ in range(after):
         world.chance.choice([world.send_one, world.work_one])()
-    world.tell(Aborted(Key(1, 5), PeerLost("rank 1 is gone")))
+    world.tell(Aborted(CheckpointId(1, 5), PeerLost("rank 1 is gone")))
     world.run()
     assert world.pipeline.idle
     assert all(slot is None for slot in world.slots)
-    if Key(1, 5) in world.published:
-        assert world.file(Key(1, 5)) == image.final
+    if CheckpointId(1, 5) in world.published:
+        assert world.file(CheckpointId(1, 5)) == image.final
     else:
-        assert Key(1, 5) in world.discarded
+        assert CheckpointId(1, 5) in world.discarded
 
 
 def image_of_three_chunks() -> Image:
@@ -328,31 +334,31 @@ def image_of_three_chunks() -> Image:
 def test_a_chunk_that_does_not_fit_the_layout_drops_the_checkpoint(
     change: dict[str, object], message: str
 ) -> None:
-    world = World({Key(1, 5): image_of_three_chunks()}, ring_chunks=4, part_chunks=1, seed=0)
+    world = World({CheckpointId(1, 5): image_of_three_chunks()}, ring_chunks=4, part_chunks=1, seed=0)
     world.slots[2] = bytearray(CHUNK_BYTES)
-    event = replace(ChunkFull(Key(1, 5), 2, 0, CHUNK_BYTES, (Source(0, 1),)), **change)  # type: ignore[arg-type]
+    event = replace(ChunkFull(CheckpointId(1, 5), 2, 0, CHUNK_BYTES, (Source(0, 1),)), **change)  # type: ignore[arg-type]
     world.tell(event)
     world.to_send = {}
     world.run()
     with pytest.raises(ProtocolError, match=message):
-        raise world.discarded[Key(1, 5)]
+        raise world.discarded[CheckpointId(1, 5)]
     assert all(slot is None for slot in world.slots)
 
 
 def test_staged_with_chunks_missing_is_refused() -> None:
-    world = World({Key(1, 5): image_of_three_chunks()}, ring_chunks=4, part_chunks=1, seed=0)
-    world.tell(Staged(Key(1, 5)))
+    world = World({CheckpointId(1, 5): image_of_three_chunks()}, ring_chunks=4, part_chunks=1, seed=0)
+    world.tell(Staged(CheckpointId(1, 5)))
     world.to_send = {}
     world.run()
-    assert "3 of 3 chunks never came" in str(world.discarded[Key(1, 5)])
+    assert "3 of 3 chunks never came" in str(world.discarded[CheckpointId(1, 5)])
 
 
 def test_a_part_that_can_never_fit_into_the_ring_is_refused_at_once() -> None:
-    world = World({Key(1, 5): image_of_three_chunks()}, ring_chunks=2, part_chunks=3, seed=0)
+    world = World({CheckpointId(1, 5): image_of_three_chunks()}, ring_chunks=2, part_chunks=3, seed=0)
     while world.work_one():
         pass
-    assert isinstance(world.discarded[Key(1, 5)], ConfigError)
-    assert "raise ring_bytes" in str(world.discarded[Key(1, 5)])
+    assert isinstance(world.discarded[CheckpointId(1, 5)], ConfigError)
+    assert "raise ring_bytes" in str(world.discarded[CheckpointId(1, 5)])
 
 
 @settings(max_examples=100, deadline=None)
@@ -360,7 +366,7 @@ def test_a_part_that_can_never_fit_into_the_ring_is_refused_at_once() -> None:
 def test_resumed_from_any_parts_it_gives_what_an_uninterrupted_flush_gives(
     image: Image, seed: int, part_chunks: int, mask: int
 ) -> None:
-    key = Key(1, 5)
+    key = CheckpointId(1, 5)
     whole = World({key: image}, ring_chunks=part_chunks + 3, part_chunks=part_chunks, seed=seed)
     segment_crcs: dict[int, tuple[tuple[int, ...], ...]] = {}
 

@@ -15,16 +15,17 @@ from holdfast.checkpoints.publish import (
     choose_name,
     list_file,
     names_of,
-    saved_at_unix,
     writer_attempt,
     writer_id,
 )
 from holdfast.errors import BusyError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.entries import REPLICATED, SPLIT, Entry, TensorInfo
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key, Manifest, State, is_manifest_name, manifest_name
+from holdfast.image.manifest import Manifest, State, is_manifest_name, manifest_name
 from holdfast.image.regions import Region, unite
+from holdfast.image.save_record import StepRecord
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 
@@ -34,7 +35,11 @@ IMAGE = made_up(2, entries=4, chunk_bytes=4096, ranks=2, entry_bytes_max=9000)
 def manifest(file: str, **changes: Any) -> Manifest:
     layout = IMAGE.layout
     job = Publish(
-        Key(1, 7), LayoutIndex(layout), 1, tuple(range(layout.chunks)), tuple(range(len(layout.entries)))
+        CheckpointId(1, 7),
+        LayoutIndex(layout),
+        1,
+        tuple(range(layout.chunks)),
+        tuple(range(len(layout.entries))),
     )
     made = build_manifest(
         job,
@@ -65,7 +70,7 @@ def test_it_says_of_split_tensors_alone_how_they_were_split() -> None:
     tensors = (TensorInfo("w", "float32", (50, 6), 0), TensorInfo("b", "float32", (10,), 1))
     layout = Layout(4096, 4096, 2, entries, tensors, patterns=(halves,))
     made = build_manifest(
-        Publish(Key(1, 7), LayoutIndex(layout), 1, (1,), (1, 2)),
+        Publish(CheckpointId(1, 7), LayoutIndex(layout), 1, (1,), (1, 2)),
         run="run",
         file="step-000000007.pt",
         write_id="w",
@@ -79,10 +84,10 @@ def test_it_says_of_split_tensors_alone_how_they_were_split() -> None:
 
 def test_only_the_first_attempt_has_plain_names_and_no_attempt_another_ones() -> None:
     store = MemoryStore()
-    names = {attempt: set(names_of(Key(attempt, 7))) for attempt in (1, 2, 3, 12, 999, 1000, 10_000)}
-    assert choose_name(store, Key(1, 7), ()) == "step-000000007.pt"
-    assert choose_name(store, Key(3, 7), ()) == "step-000000007-a003.pt"
-    assert choose_name(store, Key(1000, 7), ()) == "step-000000007-a1000.pt"
+    names = {attempt: set(names_of(CheckpointId(attempt, 7))) for attempt in (1, 2, 3, 12, 999, 1000, 10_000)}
+    assert choose_name(store, CheckpointId(1, 7), ()) == "step-000000007.pt"
+    assert choose_name(store, CheckpointId(3, 7), ()) == "step-000000007-a003.pt"
+    assert choose_name(store, CheckpointId(1000, 7), ()) == "step-000000007-a1000.pt"
     for one, other in itertools.combinations(names.values(), 2):
         assert not one & other
     assert all(is_manifest_name(manifest_name(name)) for found in names.values() for name in found)
@@ -99,16 +104,16 @@ def test_whatever_stands_at_a_name_is_left_alone(what: str) -> None:
         store.objects[manifest_name(name)] = manifest(name, state=State.BAD).to_bytes()
     if what == "of no use":
         store.objects[manifest_name(name)] = b"{}"
-    assert choose_name(store, Key(3, 7), ()) == "step-000000007-a0003.pt"
+    assert choose_name(store, CheckpointId(3, 7), ()) == "step-000000007-a0003.pt"
     with pytest.raises(BusyError, match="move away"):
-        choose_name(store, Key(3, 7), {"step-000000007-a0003.pt"})
+        choose_name(store, CheckpointId(3, 7), {"step-000000007-a0003.pt"})
 
 
 def test_a_step_is_published_once_per_attempt() -> None:
     store = MemoryStore()
     store.objects["step-000000007.json"] = manifest("step-000000007.pt").to_bytes()
     with pytest.raises(BusyError, match="already published"):
-        choose_name(store, Key(1, 7), ())
+        choose_name(store, CheckpointId(1, 7), ())
 
 
 def test_a_manifest_is_written_once_and_never_over_another() -> None:
@@ -143,4 +148,4 @@ def test_a_sweep_knows_whose_an_upload_is() -> None:
     ],
 )
 def test_earliest_save_is_found_in_any_record(record: dict[str, Any], expected: float | None) -> None:
-    assert saved_at_unix(record) == expected
+    assert StepRecord.from_json(record).saved_at_unix == expected

@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flusher.retention import Keep, StoredStep, to_remove
-from holdfast.image.manifest import Key, State, step_file_name
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import State, step_file_name
 
 
 def checkpoint(
@@ -261,20 +262,31 @@ def test_asking_again_removes_no_more_while_the_clock_goes_forward(
 def test_what_is_set_aside_stays_as_evidence_and_counts_for_nothing() -> None:
     run = [checkpoint(step) for step in (1, 3, 5)]
     assert steps(to_remove(run, Keep(1))) == [1, 3]
-    assert steps(to_remove(run, Keep(1), [Key(1, 5)])) == [1], "step 3 is what the run goes back to"
+    assert steps(to_remove(run, Keep(1), [CheckpointId(1, 5)])) == [1], "step 3 is what the run goes back to"
     later = [*run, *(checkpoint(step, attempt=4) for step in (5, 7, 9))]
-    removed = to_remove(later, Keep(2), [Key(1, 5)])
+    removed = to_remove(later, Keep(2), [CheckpointId(1, 5)])
     assert [one.order for one in removed] == [(1, 1), (1, 3), (4, 5)]
 
 
 def test_of_many_that_are_set_aside_only_the_last_ones_stay() -> None:
     run = [checkpoint(step) for step in range(10)]
-    assert steps(to_remove(run, Keep(1), [Key(1, step) for step in (2, 8, 6, 4)])) == [0, 1, 2, 3, 5, 7]
+    assert steps(to_remove(run, Keep(1), [CheckpointId(1, step) for step in (2, 8, 6, 4)])) == [
+        0,
+        1,
+        2,
+        3,
+        5,
+        7,
+    ]
 
 
-@given(runs, st.integers(1, 4), st.lists(st.builds(Key, st.integers(1, 3), st.integers(0, 40)), max_size=3))
+@given(
+    runs,
+    st.integers(1, 4),
+    st.lists(st.builds(CheckpointId, st.integers(1, 3), st.integers(0, 40)), max_size=3),
+)
 def test_what_is_set_aside_changes_nothing_for_the_others(
-    run: list[StoredStep], keep_last: int, set_aside: list[Key]
+    run: list[StoredStep], keep_last: int, set_aside: list[CheckpointId]
 ) -> None:
     removed = to_remove(run, Keep(keep_last), set_aside)
     assert not {one.order for one in removed} & set(set_aside)

@@ -15,9 +15,9 @@ import pytest
 from flusher.flusher_context import FlusherContext
 from flusher.retention import Keep
 from flusher.service import FlusherService
-from flusher.tenure import Tenure
-from flusher.upkeep import Upkeep, UpkeepRules
+from flusher.verify_and_prune import Maintenance, MaintenanceRules
 from flusher.workers import Inbox
+from flusher.writer_lease import WriterLease
 from holdfast.config import FlusherConfig
 from holdfast.ring.doorbell import SOCKET_NAME, VERSION, Channel, Listener, Message, connect
 from holdfast.ring.journal import SlotState
@@ -29,7 +29,7 @@ from tests.support.memory_store import MemoryStore
 SECONDS_MAX = 60
 
 
-class LateUpkeep(Upkeep):
+class LateMaintenance(Maintenance):
     """Reading back ends just after the loop has looked whether it has, and its last word is taken in the same turn."""
 
     service: FlusherService
@@ -41,7 +41,7 @@ class LateUpkeep(Upkeep):
 
     def give_way(self, busy: bool) -> None:
         super().give_way(busy)
-        self._over = self.service.desk is not None and self.service.desk.finishing
+        self._over = self.service.handler is not None and self.service.handler.finishing
 
 
 def test_work_that_ends_between_two_looks_does_not_leave_the_loop_asleep(tmp_path: Path) -> None:
@@ -53,21 +53,21 @@ def test_work_that_ends_between_two_looks_does_not_leave_the_loop_asleep(tmp_pat
         held.callback(ring.close)
         inbox = Inbox()
         held.callback(inbox.close)
-        tenure = Tenure(store, config.heartbeat_seconds)
-        held.callback(tenure.end)
-        context = FlusherContext(store, tenure, inbox, EventLog(None, role="flusher"))
-        upkeep = LateUpkeep(context, UpkeepRules(verify=False, keep=Keep(0)))
-        held.callback(upkeep.stop)
+        lease = WriterLease(store, config.heartbeat_seconds)
+        held.callback(lease.end)
+        context = FlusherContext(store, lease, inbox, EventLog(None, role="flusher"))
+        maintenance = LateMaintenance(context, MaintenanceRules(verify=False, keep=Keep(0)))
+        held.callback(maintenance.stop)
         listener = Listener(tmp_path / "run" / SOCKET_NAME)
         held.callback(listener.close)
         service = FlusherService(
             config,
             ring,
             context,
-            upkeep=upkeep,
+            maintenance=maintenance,
             listener=listener,
         )
-        upkeep.service = service
+        maintenance.service = service
 
         def stager() -> None:
             channel = connect(tmp_path / "run" / SOCKET_NAME)
@@ -103,18 +103,18 @@ class Bench:
         config = FlusherConfig(store="memory://run", chunk_bytes=4096, ring_bytes=8 * 4096, grace_seconds=0)
         inbox = Inbox()
         held.callback(inbox.close)
-        tenure = Tenure(self.store, config.heartbeat_seconds)
-        held.callback(tenure.end)
-        context = FlusherContext(self.store, tenure, inbox, EventLog(None, role="flusher"))
-        upkeep = Upkeep(context, UpkeepRules(verify=False, keep=Keep(0)))
-        held.callback(upkeep.stop)
+        lease = WriterLease(self.store, config.heartbeat_seconds)
+        held.callback(lease.end)
+        context = FlusherContext(self.store, lease, inbox, EventLog(None, role="flusher"))
+        maintenance = Maintenance(context, MaintenanceRules(verify=False, keep=Keep(0)))
+        held.callback(maintenance.stop)
         listener = Listener(directory / SOCKET_NAME)
         held.callback(listener.close)
         self.service = FlusherService(
             config,
             self.ring,
             context,
-            upkeep=upkeep,
+            maintenance=maintenance,
             listener=listener,
             adopted=True,
         )

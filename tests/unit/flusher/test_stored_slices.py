@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from flusher.stored_slices import Slices
-from flusher.tenure import Tenure
-from holdfast.checkpoints.claim import Claim
+from flusher.writer_lease import WriterLease
+from holdfast.checkpoints.lease import Lease
 from holdfast.checkpoints.slice_sets import SliceName, find_sets
 from holdfast.errors import FencedError, StoreError
-from holdfast.image.manifest import Key, Manifest
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import Manifest
 from holdfast.store.base import ObjectInfo
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
@@ -26,13 +27,13 @@ class Rig:
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.write(1, 1)
-        self.tenure = Tenure(self.store, 30.0)  # attempt 2
-        self.slices = Slices(self.store, self.store, self.tenure, None)
+        self.lease = WriterLease(self.store, 30.0)  # attempt 2
+        self.slices = Slices(self.store, self.store, self.lease, None)
 
     def write(self, attempt: int, step: int, ranks: list[int] | None = None) -> None:
         write_slices(self.store, IMAGE, attempt=attempt, step=step, ranks=ranks)
 
-    def make(self, *under_way: Key) -> Manifest | None:
+    def make(self, *under_way: CheckpointId) -> Manifest | None:
         return self.slices.assemble_newest(lambda: under_way)
 
     def orders(self) -> list[tuple[int, int]]:
@@ -43,7 +44,7 @@ class Rig:
 def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
-    made.tenure.end()
+    made.lease.end()
 
 
 def test_the_newest_complete_set_becomes_a_file_once(rig: Rig) -> None:
@@ -59,7 +60,7 @@ def test_the_newest_complete_set_becomes_a_file_once(rig: Rig) -> None:
 
 def test_what_is_under_way_from_the_ring_is_not_made_twice(rig: Rig) -> None:
     rig.write(1, 5)
-    assert rig.make(Key(1, 5)) is None
+    assert rig.make(CheckpointId(1, 5)) is None
     assert not any(name.startswith("step-") for name in rig.store.objects)
 
 
@@ -157,7 +158,7 @@ def test_a_run_that_is_anothers_is_not_touched(rig: Rig) -> None:
     rig.write(1, 5)
     made = rig.make()
     assert made is not None
-    other = Claim.take(rig.store, takeover=True)
+    other = Lease.take(rig.store, takeover=True)
     before = dict(rig.store.objects)
     acts: list[Callable[[], None]] = [
         lambda: rig.slices.attached(3),

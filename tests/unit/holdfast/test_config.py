@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.config import RING_CHUNKS_MIN, FlusherConfig, StagerConfig, TrainerConfig, parse_size
 from holdfast.errors import ConfigError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 
 MIB = 1024 * 1024
 
@@ -288,10 +288,10 @@ def test_whole_units_are_exact(number: int, unit: tuple[str, int]) -> None:
 def test_checkpoints_to_set_aside_from_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TrainerConfig().restore_set_aside == ()
     write_toml('[trainer]\nrestore_set_aside = ["1200-a3", "5-a1"]')
-    assert TrainerConfig().restore_set_aside == (Key(3, 1200), Key(1, 5))
+    assert TrainerConfig().restore_set_aside == (CheckpointId(3, 1200), CheckpointId(1, 5))
     monkeypatch.setenv("HOLDFAST_RESTORE_SET_ASIDE", " 7-a002 ,")
-    assert TrainerConfig().restore_set_aside == (Key(2, 7),)
-    assert TrainerConfig(restore_set_aside=(Key(1, 1),)).restore_set_aside == (Key(1, 1),)
+    assert TrainerConfig().restore_set_aside == (CheckpointId(2, 7),)
+    assert TrainerConfig(restore_set_aside=(CheckpointId(1, 1),)).restore_set_aside == (CheckpointId(1, 1),)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import cast
 from unittest.mock import Mock
 
 import pytest
@@ -13,7 +12,6 @@ from holdfast.image.layout import Layout
 from holdfast.image.regions import Region, unite
 from stager.actions import Actions
 from stager.session.session_messages import BeginReceiving
-from stager.stager_context import StagerContext
 
 
 def _layout(*shards: int) -> Layout:
@@ -23,9 +21,9 @@ def _layout(*shards: int) -> Layout:
 
 
 def _said(layouts: list[Layout], caplog: pytest.LogCaptureFixture) -> list[str]:
-    context = Mock()
-    context.trainers.name = "rank {} on host b".format
-    actions = Actions(Mock(), cast(StagerContext, context))
+    trainers = Mock()
+    trainers.name = "rank {} on host b".format
+    actions = Actions(Mock(), Mock(), trainers, Mock(), Mock(), Mock())
     with caplog.at_level(logging.WARNING, "holdfast.stager"):
         actions.do([BeginReceiving(step, layout) for step, layout in enumerate(layouts)])
     return [record.getMessage() for record in caplog.records]

@@ -9,7 +9,7 @@ import pytest
 from holdfast.errors import FencedError
 from holdfast.wire.frames import Kind
 from holdfast.wire.welcome import Welcome
-from stager.refusal import refuse_start
+from stager.service import refuse_start
 from tests.unit.stager.bench import FakePort
 
 
@@ -32,14 +32,14 @@ def test_a_trainer_may_come_as_late_as_it_likes(monkeypatch: pytest.MonkeyPatch)
 
     def pause(_seconds: float) -> None:
         turn = next(turns)
-        monkeypatch.setattr("stager.refusal.time.monotonic", lambda: 60.0 * turn)
+        monkeypatch.setattr("stager.service.time.monotonic", lambda: 60.0 * turn)
         if turn == 1000:
             port.say(0, Kind.HELLO, attempt=0, body=b"{}")
             port.say(0, Kind.BYE, attempt=0)
         if turn == 2000:
             port.say(1, Kind.BYE, attempt=0)
 
-    monkeypatch.setattr("stager.refusal.time.sleep", pause)
+    monkeypatch.setattr("stager.service.time.sleep", pause)
     assert refuse_start(cast("Any", port), FencedError("host a has the run"))
     assert next(turns) > 2000
     assert [rank for rank, _ in port.told(Kind.WELCOME)] == [0]

@@ -165,7 +165,7 @@ def test_it_looks_less_often_the_longer_nothing_comes_unless_bytes_move_only_whi
         bench.offer_all()
         bench.flusher.send("began", attempt=3, step=1, part_chunks=1)
     bench.port.unsent = state == "streaming"
-    assert bench.service._trainer_desk.streaming == (state == "streaming")
+    assert bench.service._rank_handler.streaming == (state == "streaming")
     pauses: list[float] = []
     monkeypatch.setattr(bench.service._line, "wait", pauses.append)
     bench.now += waited_seconds

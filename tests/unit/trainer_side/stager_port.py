@@ -11,6 +11,7 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import PeerLost
 from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
@@ -118,4 +119,4 @@ def make(port: FakePort, *, rank: int = 0, **settings: Any) -> Link:
 
 
 def offer(link: Link, step: int = 1, source: Source | None = None) -> Transfer:
-    return link.offer(step, source or Source(link.rank), {"saved_at_unix": time.time()})
+    return link.offer(step, source or Source(link.rank), SaveRecord(saved_at_unix=time.time()))

@@ -17,6 +17,7 @@ import torch
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import area_bytes
 from holdfast.notices.messages import Announcement, StepWord
 from holdfast.notices.notice import Notice, NoticeKind, Terms
@@ -24,8 +25,8 @@ from holdfast.notices.sparing import NO_LIMIT, Sparing
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
-from holdfast.wire.agreement import Round
 from holdfast.wire.doubt import Doubt
+from holdfast.wire.layout_agreement import LayoutRound
 from holdfast.wire.pace import Wish
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side import joining
@@ -102,7 +103,7 @@ class FakeLink:
         self.appointments.heard(Announcement(StepWord.APPOINTED, step, step, terms.to_json()))
 
     def agree(self, proposal: Proposal) -> Agreement:
-        agreed = Round(1, SECONDS_MAX).propose(0, proposal, 0.0)
+        agreed = LayoutRound(1, SECONDS_MAX).propose(0, proposal, 0.0)
         assert isinstance(agreed, Agreement)
         return Agreement(
             2 * proposal.pickle_bytes + 4096, {}, patterns=agreed.patterns, split_rows=agreed.split_rows
@@ -114,7 +115,7 @@ class FakeLink:
     def announce(self, layout: Layout) -> None:
         self.layouts.append(layout)
 
-    def offer(self, step: int, source: Staging, record: dict[str, Any]) -> Transfer:
+    def offer(self, step: int, source: Staging, record: SaveRecord) -> Transfer:
         transfer = Transfer(step, record)
         self.offers[step] = transfer, source
         return transfer
@@ -330,7 +331,7 @@ def steps_begun(rank: Rank, steps: range) -> list[int]:
     return begun
 
 
-def told(rank: Rank) -> int:
+def event_text(rank: Rank) -> int:
     """Which rank was told, as far as this one knows; -1: none."""
     notice = rank.checkpointer.notice
     return -1 if notice is None else notice.rank
@@ -345,9 +346,9 @@ def test_step_saves_at_the_interval_and_at_the_appointed_step(link: FakeLink) ->
     assert steps_begun(rank, range(12)) == [9]
     link.appoint(14, Terms(True, "there is time", _END))
     assert steps_begun(rank, range(12, 14)) == []
-    assert told(rank) == -1
+    assert event_text(rank) == -1
     assert steps_begun(rank, range(14, 31)) == [14, 19, 29]
-    assert told(rank) == 3
+    assert event_text(rank) == 3
     link.appoint(39, Terms(True, "there is time", _END))
     assert steps_begun(rank, range(31, 41)) == [39]  # due twice, saved once
 

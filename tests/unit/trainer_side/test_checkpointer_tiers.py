@@ -13,6 +13,7 @@ import torch
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32 as true_crc32
 from holdfast.errors import PeerLost
+from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import Reason
 from holdfast.telemetry.events import EventLog
 from tests.unit.trainer_side.test_checkpointer import FakeLink
@@ -30,7 +31,7 @@ class Link(FakeLink):
 
     problem: Any = None
 
-    def offer(self, step: int, source: Any, record: dict[str, Any]) -> Transfer:
+    def offer(self, step: int, source: Any, record: SaveRecord) -> Transfer:
         if self.problem is not None:
             return Transfer.none(step, record, Reason.of_error(self.problem))
         return super().offer(step, source, record)

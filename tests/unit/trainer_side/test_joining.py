@@ -12,13 +12,14 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.checkpoints.claim import Claim, newest_attempt
 from holdfast.checkpoints.identity import Identity, start_ticks
+from holdfast.checkpoints.lease import Lease, newest_attempt
 from holdfast.checkpoints.slice_sets import SliceName, find_sets, slice_write_id
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.save_record import SaveRecord
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -97,7 +98,7 @@ def test_a_rank_that_is_set_otherwise_is_refused_on_every_rank(
 
 def test_what_one_rank_alone_sets_aside_is_refused_without_any_tiers() -> None:
     def work(peers: ThreadPeers) -> bool:
-        config = TrainerConfig(restore_set_aside=(Key(1, 5),) if peers.rank == 1 else ())
+        config = TrainerConfig(restore_set_aside=(CheckpointId(1, 5),) if peers.rank == 1 else ())
         with pytest.raises(ConfigError, match="restore_set_aside: rank 1 has"):
             compare(config, peers, alone=False)
         return True
@@ -163,7 +164,7 @@ def test_without_a_stager_the_attempt_is_above_tiers_and_store_and_the_store_is_
     assert _alone(config, store_url, [tier], LonePeers()) == 9
     store = open_store(store_url)
     assert newest_attempt(store) == 9
-    assert Claim.take(store).attempt == 10, "and a stager is not held up by it"
+    assert Lease.take(store).attempt == 10, "and a stager is not held up by it"
 
 
 def _half_sent(store: Store, attempt: int) -> None:
@@ -194,7 +195,7 @@ def test_what_older_attempts_left_half_sent_is_removed_unless_one_may_live(
     )
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         identity = replace(Identity.of_this_process(), pid=process.pid, started=start_ticks(process.pid) or 0)
-        assert Claim.take(store, identity=identity).attempt == 3
+        assert Lease.take(store, identity=identity).attempt == 3
         if not lives:
             process.kill()
             process.wait()
@@ -256,7 +257,7 @@ def test_without_tiers_the_ranks_agree_through_the_stager_and_no_step_is_kept() 
     tiers.council.concur(None)
     with pytest.raises(ConfigError, match="of the test"):
         tiers.council.concur(ConfigError("of the test"))
-    assert tiers.begin(1, {}) is None
+    assert tiers.begin(1, SaveRecord()) is None
     assert (tiers.takes_steps, tiers.is_prepared, tiers.is_idle, tiers.complete_step) == (
         False,
         True,

@@ -7,6 +7,7 @@ import weakref
 from typing import Any, cast
 
 from holdfast.errors import PeerLost, StateError
+from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.ledger import Ledger
 from trainer_side.tiers.tier_write import TierWrite
@@ -15,7 +16,7 @@ from trainer_side.transfer import Transfer, TransferState
 
 def test_a_step_that_another_rank_declined_is_not_saved() -> None:
     ledger = Ledger()
-    first, second, third = (Transfer(step, {}) for step in range(3))
+    first, second, third = (Transfer(step, SaveRecord()) for step in range(3))
     for transfer in (first, second, third):
         ledger.begun(transfer)
     assert (ledger.stats.saved, ledger.stats.declined) == (3, 0)
@@ -34,7 +35,7 @@ def test_a_step_that_another_rank_declined_is_not_saved() -> None:
 def test_steps_that_have_ended_take_no_memory_though_nobody_asks_for_the_stats() -> None:
     ledger, seen = Ledger(), []
     for step in range(20):
-        transfer = Transfer(step, {})
+        transfer = Transfer(step, SaveRecord())
         seen.append(weakref.ref(transfer))
         ledger.begun(transfer)
         transfer.reach(TransferState.DURABLE)
@@ -46,8 +47,8 @@ def test_steps_that_have_ended_take_no_memory_though_nobody_asks_for_the_stats()
 
 def _kept(ledger: Ledger, step: int) -> TierWrite:
     """A step that this rank has in a local tier, in a job without a stager."""
-    keeping = TierWrite((1, step), (), {}, {0: cast(Any, None)})
-    ledger.begun(Transfer.none(step, {}), keeping)
+    keeping = TierWrite((1, step), (), SaveRecord(), {0: cast(Any, None)})
+    ledger.begun(Transfer.none(step, SaveRecord()), keeping)
     return keeping
 
 
@@ -71,7 +72,7 @@ def test_a_step_that_all_ranks_refuse_counts_as_failed_whenever_that_is_heard() 
 
 def test_a_step_that_the_stager_made_durable_is_not_refused() -> None:
     ledger = Ledger()
-    transfer = Transfer(1, {})
+    transfer = Transfer(1, SaveRecord())
     ledger.begun(transfer)
     transfer.reach(TransferState.DURABLE)
     ledger.refused(1, Reason.of_error(StateError("rank 1 has drifted")))

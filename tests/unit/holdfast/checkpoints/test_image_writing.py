@@ -12,13 +12,12 @@ from holdfast.checkpoints.assembly import ChunkFinisher
 from holdfast.checkpoints.image_writing import Finished, Read, write_parts
 from holdfast.crc import crc32
 from holdfast.errors import StoreError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source
 from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.ring.pages import direct_window
-from holdfast.store.lane_width import LaneWidth
-from holdfast.store.lanes import Lanes
+from holdfast.store.concurrency import AdaptiveLimit, ConcurrencyLimit
 
 _MODULE = "holdfast.checkpoints.image_writing"
 _CHUNK = 4096
@@ -31,7 +30,7 @@ class _Numbered:
     def __init__(self) -> None:
         nbytes = _CHUNKS * _CHUNK
         self.layout = Layout(nbytes, _CHUNK, 2, (Entry("all", 64, nbytes - _CHUNK, REPLICATED, ()),))
-        self._finisher = ChunkFinisher(Key(1, 1), self.layout)
+        self._finisher = ChunkFinisher(CheckpointId(1, 1), self.layout)
 
     def senders(self, chunk: int) -> tuple[int, ...]:
         return self.layout.senders(chunk)
@@ -73,17 +72,24 @@ def _fill(rank: int, offset: int, view: memoryview) -> None:
     view[:] = bytes([offset // _CHUNK]) * len(view)
 
 
-def _measured(width: int) -> Lanes:
-    return Lanes(64, LaneWidth(width, least=width, most=64))
+def _measured(width: int) -> ConcurrencyLimit:
+    return ConcurrencyLimit(64, AdaptiveLimit(width, least=width, most=64))
 
 
-@pytest.mark.parametrize("lanes", [(Lanes(4), Lanes(1)), (Lanes(8), Lanes(8)), (_measured(2), _measured(2))])
-def test_every_part_is_written_once(lanes: tuple[Lanes, Lanes]) -> None:
+@pytest.mark.parametrize(
+    "limits",
+    [
+        (ConcurrencyLimit(4), ConcurrencyLimit(1)),
+        (ConcurrencyLimit(8), ConcurrencyLimit(8)),
+        (_measured(2), _measured(2)),
+    ],
+)
+def test_every_part_is_written_once(limits: tuple[ConcurrencyLimit, ConcurrencyLimit]) -> None:
     upload, image = _Taken(), _Numbered()
-    written = list(write_parts(upload, image, _fill, *lanes))
+    written = list(write_parts(upload, image, _fill, *limits))
     assert sum(written) == image.layout.image_bytes
     assert sorted(upload.order) == list(range(_CHUNKS // 2))
-    if lanes[1].most == 1:
+    if limits[1].most == 1:
         assert upload.order == sorted(upload.order)
     for part, content in upload.parts.items():
         body = content[1024:_CHUNK] + content[_CHUNK + 1024 :]  # besides what precedes the first entry
@@ -101,9 +107,9 @@ def test_after_a_read_that_failed_those_that_wait_for_a_lane_do_not_begin() -> N
             raise StoreError("lost")
         _fill(rank, offset, view)
 
-    one = Lanes(64, LaneWidth(1, least=1, most=64))
+    one = ConcurrencyLimit(64, AdaptiveLimit(1, least=1, most=64))
     with pytest.raises(StoreError, match="lost"):
-        list(write_parts(upload, _Numbered(), read, one, Lanes(32)))
+        list(write_parts(upload, _Numbered(), read, one, ConcurrencyLimit(32)))
     assert failed == 1
     assert not upload.parts
 
@@ -123,9 +129,9 @@ def test_after_a_part_that_failed_no_other_begins() -> None:
                 several.set()
             return super().finish_chunk(memory)
 
-    upload, one = Lost(), Lanes(64, LaneWidth(1, least=1, most=64))
+    upload, one = Lost(), ConcurrencyLimit(64, AdaptiveLimit(1, least=1, most=64))
     with pytest.raises(StoreError, match="lost"):
-        list(write_parts(upload, Told(), _fill, Lanes(8), one))
+        list(write_parts(upload, Told(), _fill, ConcurrencyLimit(8), one))
     assert len(upload.order) == 1
 
 
@@ -138,7 +144,7 @@ def test_a_consumer_that_stops_is_the_end_of_it() -> None:
             go.wait(10)
         _fill(rank, offset, view)
 
-    with closing(write_parts(upload, _Numbered(), read, Lanes(8), _measured(2))) as parts:
+    with closing(write_parts(upload, _Numbered(), read, ConcurrencyLimit(8), _measured(2))) as parts:
         next(parts)
         threading.Timer(0.5, go.set).start()
     assert len(late) <= 8, "as many as had a lane"
@@ -156,8 +162,8 @@ def test_parts_at_work_are_within_the_share_of_memory(monkeypatch: pytest.Monkey
     share_bytes = 2 * buffers * _Taken.part_bytes
     monkeypatch.setattr(f"{_MODULE}.available_memory_bytes", lambda: 4 * share_bytes)
     monkeypatch.setattr(f"{_MODULE}.direct_window", window)
-    list(write_parts(_Taken(), _Numbered(), _fill, Lanes(32), Lanes(32)))
+    list(write_parts(_Taken(), _Numbered(), _fill, ConcurrencyLimit(32), ConcurrencyLimit(32)))
     assert made == [_Taken.part_bytes] * buffers
     made.clear()
-    list(write_parts(_Taken(), _Numbered(), _fill, Lanes(32), Lanes(1)))
+    list(write_parts(_Taken(), _Numbered(), _fill, ConcurrencyLimit(32), ConcurrencyLimit(1)))
     assert len(made) == 2

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.claim import Claim, _ClaimRecord, _name, names_tell, note_attempt
-from holdfast.checkpoints.claim import newest_attempt as newest_of_store
 from holdfast.checkpoints.identity import Identity
+from holdfast.checkpoints.lease import Lease, _LeaseRecord, _name, names_tell, note_attempt
+from holdfast.checkpoints.lease import newest_attempt as newest_of_store
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import (
     EntryRecord,
-    Key,
     Manifest,
     State,
     TensorRecord,
@@ -74,7 +74,7 @@ def _large(step: int, attempt: int = 1, state: State = State.VERIFIED, *, file: 
 def store() -> CountedStore:
     """A run of the first attempt whose writer was of this version."""
     store = CountedStore()
-    Claim.take(store).release()
+    Lease.take(store).release()
     image = small_image()
     for step in range(1, _STEPS + 1):
         manifest = _large(step)
@@ -104,7 +104,7 @@ def _restored_first(catalog: Catalog) -> Candidate | None:
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_the_newest_good_one_costs_no_look_at_the_older_ones(store: CountedStore, look: str) -> None:
-    Claim.take(store).release()  # the second attempt begins
+    Lease.take(store).release()  # the second attempt begins
     _add(store, _large(_STEPS + 1, 2, State.BAD))
     store.read_whole.clear()
     assert LOOKS[look](Catalog(store)) == _STEPS
@@ -161,28 +161,28 @@ def test_a_claim_says_that_names_tell_attempts_as_long_as_each_writer_did() -> N
     store = MemoryStore()
     assert not names_tell(store, store.list()), "no claim"
     for _ in range(5):  # old claims are removed
-        Claim.take(store).release()
+        Lease.take(store).release()
         assert names_tell(store, store.list())
     assert note_attempt(store, 6)
     assert names_tell(store, store.list())
     assert newest_of_store(store) == 6
     _claim_of_an_older_version(store, 7)
     assert not names_tell(store, store.list())
-    Claim.take(store).release()
+    Lease.take(store).release()
     assert not names_tell(store, store.list()), "what the older version wrote is still there"
 
 
 def test_nor_of_a_run_that_has_manifests_and_no_claim() -> None:
     store = MemoryStore()
     add_small(store, 1, attempt=4)
-    claim = Claim.take(store)
+    claim = Lease.take(store)
     assert claim.attempt == 5
     assert not names_tell(store, store.list())
 
 
 def _claim_of_an_older_version(store: MemoryStore, attempt: int) -> None:
     mine = Identity.of_this_process()
-    record = _ClaimRecord(
+    record = _LeaseRecord(
         attempt=attempt,
         write_id="w",
         host=mine.host,
@@ -229,7 +229,7 @@ def test_what_comes_in_turn_is_what_all_of_them_would_give(seed: int) -> None:
         for rank in range(2)
         for _ in range(dice.randrange(3))
     ]
-    set_aside = [Key(dice.randint(1, 3), dice.randrange(9))] if seed % 3 == 0 else []
+    set_aside = [CheckpointId(dice.randint(1, 3), dice.randrange(9))] if seed % 3 == 0 else []
     shelf, _ = Shelf.look(store, LonePeers())
     in_turn = [*InTurn(holders, shelf, LonePeers(), set_aside)]
     assert in_turn == [*pass_over(candidates(holders, stored), set_aside)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoints.assembly import assemble
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.lease import Lease
 from holdfast.checkpoints.slice_sets import (
     SEAL_BYTES_MAX,
     SliceName,
@@ -311,7 +311,7 @@ def test_slices_are_no_checkpoints_of_the_catalog(store: MemoryStore) -> None:
 def test_attempts_grow_beyond_those_of_slices() -> None:
     store = MemoryStore()
     write_slices(store, IMAGE, attempt=41, step=7, ranks=[1])
-    assert Claim.take(store).attempt == 42
+    assert Lease.take(store).attempt == 42
 
 
 @given(st.binary(max_size=200))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.image.chunk_size import chunk_bytes_for
+from holdfast.image.layout import chunk_bytes_for
 
 MIB, GIB = 1 << 20, 1 << 30
 

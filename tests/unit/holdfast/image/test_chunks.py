@@ -10,11 +10,11 @@ import pytest
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source, patch_chunk, verify_chunk
 from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from tests.support.calls import python_calls
 
 _ENTRY_BYTES = 19  # so that fields begin at any address
@@ -22,7 +22,7 @@ _ENTRY_BYTES = 19  # so that fields begin at any address
 
 @dataclass(frozen=True)
 class _Job:
-    key: Key
+    key: CheckpointId
     chunk: int
     index: LayoutIndex
     sources: tuple[Source, ...] = ()
@@ -62,13 +62,13 @@ class _Scene:
 
     def verify(self) -> tuple[int, ...]:
         sources = (Source(0, zlib.crc32(self.sent)),)
-        return verify_chunk(memoryview(self.memory), _Job(Key(1, 1), 0, self.index, sources))
+        return verify_chunk(memoryview(self.memory), _Job(CheckpointId(1, 1), 0, self.index, sources))
 
     def patch(self, verified: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         fields = self.index.fields[0]
         entry_crcs = tuple(map(self.entry_crcs.__getitem__, fields.entries))
         verified_crcs = tuple(map(verified.__getitem__, fields.segments))
-        job = _Job(Key(1, 1), 0, self.index, entry_crcs=entry_crcs, verified_crcs=verified_crcs)
+        job = _Job(CheckpointId(1, 1), 0, self.index, entry_crcs=entry_crcs, verified_crcs=verified_crcs)
         return patch_chunk(memoryview(self.memory), job)
 
 

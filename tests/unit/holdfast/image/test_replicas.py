@@ -22,6 +22,7 @@ from holdfast.image.replicas import (
     stride,
     watched,
 )
+from holdfast.image.save_record import StepRecord
 
 CHUNK = 4096
 
@@ -145,11 +146,14 @@ def test_drift_is_what_the_stager_said_or_else_what_the_ranks_did() -> None:
     one, other = digest(encode([1, 2])), digest(encode([1, 3]))
     equal = {"0": {"replicas_digest": one}, "1": {"replicas_digest": one}}
     differ = {**equal, "1": {"replicas_digest": other}, "2": {}}
-    assert drift_of({"ranks": equal}, 7) == ""
-    assert drift_of({"ranks": differ}, 7) == (
+    assert drift_of(StepRecord.from_json({"ranks": equal}), 7) == ""
+    assert drift_of(StepRecord.from_json({"ranks": differ}), 7) == (
         "step 7: replicas have drifted apart: rank 0 and rank 1 differ from each other"
     )
-    assert drift_of({"ranks": equal, "divergence": {"message": "model/w drifted"}}, 7) == "model/w drifted"
+    assert (
+        drift_of(StepRecord.from_json({"ranks": equal, "divergence": {"message": "model/w drifted"}}), 7)
+        == "model/w drifted"
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,13 +169,13 @@ def test_drift_is_what_the_stager_said_or_else_what_the_ranks_did() -> None:
     ],
 )
 def test_a_record_from_outside_says_no_drift_by_accident(record: dict[str, Any]) -> None:
-    assert drift_of(record, 7) == ""
+    assert drift_of(StepRecord.from_json(record), 7) == ""
 
 
 def test_what_is_said_of_drift_fits_a_manifest() -> None:
     ranks = {str(rank): {"replicas_digest": str(rank)} for rank in range(3000)}
-    assert len(drift_of({"ranks": ranks}, 7)) < 300
-    assert len(drift_of({"divergence": {"message": "x" * 10_000}}, 7)) <= 4096
+    assert len(drift_of(StepRecord.from_json({"ranks": ranks}), 7)) < 300
+    assert len(drift_of(StepRecord.from_json({"divergence": {"message": "x" * 10_000}}), 7)) <= 4096
 
 
 def _split_layout(*holders: int) -> Layout:

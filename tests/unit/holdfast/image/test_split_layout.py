@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, ProtocolError
 from holdfast.image import regions
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source, verify_chunk
 from holdfast.image.entries import REPLICATED, SPLIT, Entry
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.image.regions import Pattern, Region, unite
 from holdfast.image.slices import area_bytes, areas_of
 
@@ -141,7 +141,7 @@ def test_a_layout_with_patterns_comes_back_from_its_bytes(layout: Layout) -> Non
 class Job:
     """As the flusher has it."""
 
-    key: Key
+    key: CheckpointId
     chunk: int
     sources: tuple[Source, ...]
     index: LayoutIndex
@@ -154,7 +154,7 @@ def test_the_flusher_names_the_rank_whose_byte_has_changed(layout: Layout, data:
     extent = layout.chunk_extent(chunk)
     memory = bytearray(ranks.image[extent.offset : extent.end].tobytes())
     sources = tuple(Source(rank, crc32(ranks.frame(chunk, rank))) for rank in layout.senders(chunk))
-    job = Job(Key(1, 2), chunk, sources, index)
+    job = Job(CheckpointId(1, 2), chunk, sources, index)
     crcs = verify_chunk(memoryview(memory), job)
     assert list(crcs) == [
         crc32(ranks.image[one.offset : one.end].tobytes()) for one in layout.segments(chunk)

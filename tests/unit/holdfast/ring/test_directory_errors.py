@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import ConfigError, StoreError
 from holdfast.ring.directory import open_private_file
 from holdfast.ring.ring import Ring
-from holdfast.ring.wanted import is_kept
+from holdfast.ring.ring_keeper import is_kept
 
 MACHINE = [errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EIO, errno.EROFS]
 PLANTED = [errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EACCES]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.doubts import DoubtedSteps, doubt_about, read_doubts, write_doubts
 from holdfast.wire.doubt import Doubt
 
@@ -41,7 +41,7 @@ def test_what_is_written_is_read(directory: Path) -> None:
     ],
 )
 def test_a_doubt_is_about_steps_of_its_attempt(attempt: int, step: int, is_doubtful: bool) -> None:
-    assert bool(doubt_about(FOUND, Key(attempt, step))) == is_doubtful
+    assert bool(doubt_about(FOUND, CheckpointId(attempt, step))) == is_doubtful
 
 
 def test_damage_is_logged_and_says_nothing(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -64,4 +64,4 @@ def test_too_many_become_one_for_each_attempt_and_none_is_lost(directory: Path) 
     for attempt, doubt in many:
         assert doubt.steps is not None
         for step in doubt.steps:
-            assert doubt_about(read, Key(attempt, step))
+            assert doubt_about(read, CheckpointId(attempt, step))

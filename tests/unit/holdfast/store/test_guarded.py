@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.checkpoints.claim import Claim
 from holdfast.checkpoints.identity import Identity
+from holdfast.checkpoints.lease import Lease
 from holdfast.crc import crc32
 from holdfast.errors import FencedError, StoreError
 from holdfast.store.base import Store
@@ -34,13 +34,13 @@ ACTS: dict[str, Callable[[Store], object]] = {
 
 
 def taken_over(store: MemoryStore) -> None:
-    Claim.take(store, takeover=True, identity=Identity("other", "b", "n", 7, 1))
+    Lease.take(store, takeover=True, identity=Identity("other", "b", "n", 7, 1))
 
 
 @pytest.mark.parametrize("act", ACTS)
 def test_a_fenced_writer_does_nothing_that_others_see(act: str) -> None:
     store = MemoryStore()
-    claim = Claim.take(store)
+    claim = Lease.take(store)
     ours = guarded(Retrying(store), lambda: claim.check(at_once=True))
     taken_over(store)
     before = dict(store.objects)
@@ -53,7 +53,7 @@ def test_a_fenced_writer_does_nothing_that_others_see(act: str) -> None:
 def test_a_writer_that_is_replaced_between_two_tries_makes_no_further_one(act: str) -> None:
     """The store fails for a while, the call is repeated; meanwhile another writer takes the run over."""
     store = MemoryStore()
-    claim = Claim.take(store)
+    claim = Lease.take(store)
     tries = 0
 
     def fail(what: str, name: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.lease import Lease
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, StoreError, StoreMissing
 from holdfast.store import posix, posix_io, posix_upload
@@ -37,7 +37,7 @@ ACTS: dict[str, Callable[[PosixStore], object]] = {
     "resume": resumed,
     "check": lambda store: store.check(write=True),
     "retire": lambda store: store.retire("step-000000009.pt"),
-    "claim": Claim.take,
+    "claim": Lease.take,
 }
 INSIDE: dict[str, Callable[[PosixStore], object]] = {
     "write": lambda store: store.write("slices/a", DATA),

@@ -11,6 +11,7 @@ from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.store.base import SMALL_BYTES_MAX
 from holdfast.store.posix import PosixStore
 from holdfast.store.retrying import RetryBudget, Retrying
+from holdfast.store.wrapper import UploadWrapper
 
 
 class _Failing(PosixStore):
@@ -102,6 +103,7 @@ def test_a_server_that_says_how_long_to_stay_away_is_believed_within_the_bounds(
 def test_the_calls_of_an_upload_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Retrying(PosixStore(tmp_path), sleep=lambda _: None)
     upload = store.begin("step.pt", nbytes=3, chunk_bytes=4096, write_id="w")
+    assert isinstance(upload, UploadWrapper)
     inner = upload._inner
     for name, arguments in (("write_part", (0, [memoryview(b"abc")], 0)), ("publish", ())):
         monkeypatch.setattr(inner, name, _fail_once(getattr(inner, name)))

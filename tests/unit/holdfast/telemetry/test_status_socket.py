@@ -20,11 +20,11 @@ from holdfast.ring.doorbell import MESSAGE_BYTES_MAX, VERSION, Channel, Listener
 from holdfast.telemetry import status_socket as desk
 from holdfast.telemetry.status_document import (
     RANKS_MAX,
-    CheckpointSaid,
-    RankSaid,
+    CheckpointStatus,
+    RankStatus,
     StatusDocument,
     StatusLine,
-    read_said,
+    read_status,
 )
 from holdfast.telemetry.status_socket import ask, fit, serve_status, socket_path
 
@@ -168,13 +168,15 @@ def test_the_largest_answer_fits_a_packet_and_keeps_what_matters_most() -> None:
         since_unix=1.0,
         now_unix=1.0,
         ranks_total=5000,
-        ranks=tuple(RankSaid(rank=rank, host=text) for rank in range(RANKS_MAX)),
-        checkpoints=tuple(CheckpointSaid(attempt=1, step=step, held=text, failed=text) for step in range(64)),
+        ranks=tuple(RankStatus(rank=rank, host=text) for rank in range(RANKS_MAX)),
+        checkpoints=tuple(
+            CheckpointStatus(attempt=1, step=step, held=text, failed=text) for step in range(64)
+        ),
         problems=tuple(StatusLine(at_unix=1.0, event="failed", text=text) for _ in range(16)),
     )
     document = fit(said.model_dump(mode="json"))
     assert len(Message("state", {"document": document}).to_bytes()) <= MESSAGE_BYTES_MAX
-    found = read_said(json.loads(json.dumps(document)), "here")
+    found = read_status(json.loads(json.dumps(document)), "here")
     assert found.ranks[0].rank == 0
     assert found.checkpoints[-1].step == 63
     assert 1 < len(found.checkpoints) < 64
@@ -182,7 +184,7 @@ def test_the_largest_answer_fits_a_packet_and_keeps_what_matters_most() -> None:
 
 def test_a_newer_version_may_say_more_and_nonsense_is_refused() -> None:
     document = Speaker()().model_dump(mode="json")
-    assert read_said({**document, "mood": "good"}, "here").pid == os.getpid()
+    assert read_status({**document, "mood": "good"}, "here").pid == os.getpid()
     for wrong in ({"pid": -1}, {"ranks": "all"}, {"version": 2}, {"now_unix": "soon"}):
         with pytest.raises(ProtocolError, match="here: this version does not understand"):
-            read_said({**document, **wrong}, "here")
+            read_status({**document, **wrong}, "here")

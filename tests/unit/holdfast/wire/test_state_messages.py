@@ -10,7 +10,7 @@ import pytest
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
-from holdfast.price import inflate_json
+from holdfast.parse_cost import inflate_json
 from holdfast.wire import frames as wire
 from holdfast.wire import state_messages
 from holdfast.wire.frames import Frame, Kind

@@ -10,9 +10,9 @@ import pytest
 from holdfast.errors import ProtocolError, StateError
 from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
-from holdfast.wire.agreement import Round
 from holdfast.wire.frames import decode
 from holdfast.wire.held_regions import HeldRegions
+from holdfast.wire.layout_agreement import LayoutRound
 from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.state_union import Stage, StateUnion
 
@@ -59,7 +59,7 @@ def staged(
 
 
 def answered(*proposals: Proposal) -> Any:
-    round_, answer = Round(len(proposals), 60), None
+    round_, answer = LayoutRound(len(proposals), 60), None
     for rank, proposal in enumerate(proposals):
         answer = round_.propose(rank, proposal, 0.0)
     return answer

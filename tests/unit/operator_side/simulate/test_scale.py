@@ -52,7 +52,7 @@ def test_messages_and_journal_are_those_of_a_real_session() -> None:
     stager.offer_all(1)
     stager.pay_all(1)
     for rank in range(layout.ranks):
-        stager.take(Done(rank, 1, {}))
+        stager.take(Done(rank, 1))
     stager.take(Durable(1))
     frames = sum(len(layout.senders(chunk)) for chunk in range(layout.chunks))
     to_stager = layout.ranks + frames + layout.ranks  # OFFER, SENT, DONE

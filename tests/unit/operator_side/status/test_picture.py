@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from holdfast.telemetry.rows import StoredCheckpoint
-from holdfast.telemetry.status_document import CheckpointSaid, RankSaid, StatusDocument, StatusLine
+from holdfast.telemetry.status_document import CheckpointStatus, RankStatus, StatusDocument, StatusLine
 from operator_side.commands.status_output import bar, render, spark
 from operator_side.status.picture import Interval, Peer, Picture, RunEvidence, compose
 from operator_side.status.ring_files import RingCheckpoint, RingLook
@@ -22,17 +22,17 @@ NOW = 10_000.0
 GONE, HERE = Peer("gone"), Peer("here", 4711, NOW - 100)
 
 
-def checkpoint(step: int, *, attempt: int = 1, **more: Any) -> CheckpointSaid:
-    return CheckpointSaid(attempt=attempt, step=step, **more)
+def checkpoint(step: int, *, attempt: int = 1, **more: Any) -> CheckpointStatus:
+    return CheckpointStatus(attempt=attempt, step=step, **more)
 
 
-def done(step: int, **more: Any) -> CheckpointSaid:
+def done(step: int, **more: Any) -> CheckpointStatus:
     """A durable one that was saved `step` seconds after the job began."""
     at = NOW - 100 + step
     return checkpoint(step, saved_at_unix=at, staged_at_unix=at + 1, durable_at_unix=at + 2, **more)
 
 
-def said(role: str, *checkpoints: CheckpointSaid, **more: Any) -> StatusDocument:
+def said(role: str, *checkpoints: CheckpointStatus, **more: Any) -> StatusDocument:
     return StatusDocument.model_validate(
         {"role": role, "run": "r", "pid": 1, "attempt": 1, "since_unix": NOW - 100, "now_unix": NOW}
         | {"checkpoints": [row.model_dump() for row in checkpoints]}
@@ -73,7 +73,7 @@ def many(ranks: int = 64, flights: int = 100) -> Picture:
     """A run with all that there can be, long names among it."""
     long = "x" * 300
     rows = [
-        RankSaid(rank=n, host=f"spot-{long}", step=1200, state="here", quiet_seconds=1.0)
+        RankStatus(rank=n, host=f"spot-{long}", step=1200, state="here", quiet_seconds=1.0)
         for n in range(ranks)
     ]
     lines = [StatusLine(at_unix=NOW - n, event="rank_lost", step=n, text=long) for n in range(16, 0, -1)]

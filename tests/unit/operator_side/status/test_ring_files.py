@@ -9,8 +9,8 @@ import pytest
 
 from flusher.progress import Head, Progress, progress_path
 from holdfast.errors import ProtocolError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key
 from holdfast.ring.ring import Ring
 from operator_side.status.ring_files import RingFiles
 
@@ -34,9 +34,9 @@ def test_it_tells_what_is_in_the_ring_and_what_the_store_has(ring: Ring) -> None
     head = Head(
         file="step-000000007.pt", write_id="w", token="t", part_bytes=2 * CHUNK_BYTES, layout_digest=digest
     )
-    progress = Progress.begin(progress_path(ring.directory, Key(3, 7)), head)
+    progress = Progress.begin(progress_path(ring.directory, CheckpointId(3, 7)), head)
     progress.add_part(0, ((1,), (2,)))
-    with progress_path(ring.directory, Key(3, 7)).open("ab") as file:
+    with progress_path(ring.directory, CheckpointId(3, 7)).open("ab") as file:
         file.write(b'00000000 {"part":1,"chunks":[[1],[2]]')  # killed while it wrote
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in ring.directory.iterdir()}
     found = RingFiles(ring.directory).look()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from holdfast.ring.wanted import is_kept
+from holdfast.ring.ring_keeper import is_kept
 from operator_side.supervise.flusher import KeptFlusher, Segments
 
 _GIVES_BACK_FIRST = """

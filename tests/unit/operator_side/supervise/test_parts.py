@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.notices.decider import Emergency
 from holdfast.notices.messages import EventLine
 from holdfast.notices.notice import Notice, NoticeKind
@@ -80,7 +80,7 @@ def test_reports_that_are_none(said: str) -> None:
 
 def test_a_restored_checkpoint_is_named_with_the_one_before() -> None:
     said = '{"restored": {"rank": 1, "step": 5, "attempt": 2, "before": "3-a1"}}'
-    assert parse_report(MARK + said) == RankRestored(1, 5, 2, Key(1, 3))
+    assert parse_report(MARK + said) == RankRestored(1, 5, 2, CheckpointId(1, 3))
     assert parse_report(MARK + '{"restored": {"rank": 1, "step": 5, "attempt": 2}}') == RankRestored(1, 5, 2)
     assert parse_report(MARK + '{"restored": {"rank": 1, "step": 5}}') == RankRestored(1, 5)
 
@@ -248,13 +248,13 @@ def test_ranks_are_placed_once_each(slots: list[int], wanted: int) -> None:
     [
         (None, (), None),
         ("9-a1", (), "9-a1"),
-        (None, (Key(1, 5), Key(4, 3)), "5-a1,3-a4"),
-        ("9-a1", (Key(1, 5),), "9-a1,5-a1"),
-        ("", (Key(1, 5),), "5-a1"),
+        (None, (CheckpointId(1, 5), CheckpointId(4, 3)), "5-a1,3-a4"),
+        ("9-a1", (CheckpointId(1, 5),), "9-a1,5-a1"),
+        ("", (CheckpointId(1, 5),), "5-a1"),
     ],
 )
 def test_an_attempt_is_told_what_is_set_aside(
-    tmp_path: Path, by_hand: str | None, set_aside: tuple[Key, ...], expected: str | None
+    tmp_path: Path, by_hand: str | None, set_aside: tuple[CheckpointId, ...], expected: str | None
 ) -> None:
     given = dict(os.environ) | ({} if by_hand is None else {SET_ASIDE_VARIABLE: by_hand})
     script = f"import os; print('told', os.environ.get({SET_ASIDE_VARIABLE!r}))"
@@ -272,7 +272,7 @@ def test_an_mpirun_that_says_nothing_more_is_waited_for_without_looking_again_an
 
 
 def _attempt(
-    folder: Path, script: str, environment: Mapping[str, str], set_aside: tuple[Key, ...] = ()
+    folder: Path, script: str, environment: Mapping[str, str], set_aside: tuple[CheckpointId, ...] = ()
 ) -> tuple[list[str], int]:
     """What a script said in the place of mpirun, and how many waits it took to hear that."""
     said: list[str] = []
@@ -293,8 +293,10 @@ def _attempt(
     return said, waits
 
 
-@pytest.mark.parametrize("set_aside", [(), (Key(1, 5),)])
-def test_other_hosts_are_told_as_well(monkeypatch: pytest.MonkeyPatch, set_aside: tuple[Key, ...]) -> None:
+@pytest.mark.parametrize("set_aside", [(), (CheckpointId(1, 5),)])
+def test_other_hosts_are_told_as_well(
+    monkeypatch: pytest.MonkeyPatch, set_aside: tuple[CheckpointId, ...]
+) -> None:
     from holdfast.config import StagerConfig
     from operator_side.commands.run import _mpirun
 

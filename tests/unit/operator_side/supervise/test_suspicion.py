@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.supervise.core import SupervisorPhase
 from operator_side.supervise.supervisor_messages import (
     Ended,
@@ -21,11 +21,15 @@ from operator_side.supervise.verdict import Cause
 from tests.unit.operator_side.supervise.test_core import BUG, KILLED, Story
 
 OTHER_BUG, PARTNER = Ended(1, 1, "KeyError"), Ended(0, 1, "RuntimeError")
-OLD, GOOD, POISONED = Key(1, 1), Key(1, 3), Key(1, 5)
+OLD, GOOD, POISONED = CheckpointId(1, 1), CheckpointId(1, 3), CheckpointId(1, 5)
 
 
 def life(
-    story: Story, key: Key | None, before: Key | None, *ends: Ended, staged: tuple[int, ...] = ()
+    story: Story,
+    key: CheckpointId | None,
+    before: CheckpointId | None,
+    *ends: Ended,
+    staged: tuple[int, ...] = (),
 ) -> Story:
     """An attempt that is restored from `key`, stages some steps, and ends so."""
     if story.phase is SupervisorPhase.PAUSING:
@@ -46,7 +50,7 @@ def notes(story: Story) -> list[dict[str, Any]]:
     return [dict(note.fields) for note in story.of(Note) if note.event == "set_aside"]
 
 
-def passed_over(story: Story) -> tuple[Key, ...]:
+def passed_over(story: Story) -> tuple[CheckpointId, ...]:
     if story.phase is SupervisorPhase.PAUSING:
         story.wait()
     story.launch()
@@ -73,7 +77,7 @@ def test_two_equal_crashes_after_the_restore_of_one_checkpoint_set_it_aside() ->
 
 
 def test_the_status_file_tells_which_attempt_had_saved_what_is_restored() -> None:
-    story = life(begun(), Key(4, 3), OLD)
+    story = life(begun(), CheckpointId(4, 3), OLD)
     told = [dict(note.fields) for note in story.of(Note) if note.event == "restored"]
     assert told == [{"attempt": 1, "step": -1}, {"attempt": 2, "step": 3, "of_attempt": 4}]
 
@@ -88,7 +92,7 @@ def test_two_in_a_row_are_set_aside_and_then_the_run_ends_as_ever() -> None:
     story = life(life(begun(), POISONED, GOOD), POISONED, GOOD)
     life(life(story, GOOD, OLD), GOOD, OLD)
     assert [(one["step"], one["before_step"]) for one in notes(story)] == [(5, 3), (3, 1)]
-    life(story, OLD, Key(1, 0))
+    life(story, OLD, CheckpointId(1, 0))
     assert story.verdict.cause is Cause.CRASHED
     assert story.verdict.message.startswith(
         "the same crash 6 times in a row without a newer checkpoint: a bug"
@@ -104,7 +108,7 @@ def test_how_many_is_an_option(set_aside_max: int) -> None:
     story = begun(set_aside_max=set_aside_max, restarts_max=100)
     while story.phase is not SupervisorPhase.OVER:
         step = 100 - len(notes(story))
-        life(story, Key(1, step), Key(1, step - 1))
+        life(story, CheckpointId(1, step), CheckpointId(1, step - 1))
     assert len(notes(story)) == set_aside_max
     assert len(story.of(Launch)) == 2 + 2 * set_aside_max
 
@@ -173,16 +177,16 @@ def test_a_newer_checkpoint_in_between_begins_anew() -> None:
     assert story.verdict.cause is Cause.CRASHED, "and nothing speaks against the checkpoint"
     story = life(begun(), POISONED, GOOD)
     life(story, POISONED, GOOD, staged=(6,))
-    life(story, Key(3, 6), POISONED)
+    life(story, CheckpointId(3, 6), POISONED)
     assert not notes(story)
-    life(story, Key(3, 6), POISONED)
+    life(story, CheckpointId(3, 6), POISONED)
     assert [(one["step"], one["of_attempt"], one["before_step"]) for one in notes(story)] == [(6, 3, 5)]
 
 
 def test_a_bug_that_comes_again_after_the_step_was_trained_anew_is_one() -> None:
     story = life(life(begun(), POISONED, GOOD), POISONED, GOOD)
     life(story, GOOD, OLD, staged=(5,))
-    life(story, Key(4, 5), GOOD)
+    life(story, CheckpointId(4, 5), GOOD)
     assert len(notes(story)) == 1
     assert story.verdict.message.endswith("; set aside before, which did not help: step 5 (attempt 1)")
     assert len(story.of(Launch)) == 5
@@ -191,9 +195,9 @@ def test_a_bug_that_comes_again_after_the_step_was_trained_anew_is_one() -> None
 def test_a_job_that_went_beyond_may_go_back_again_as_often() -> None:
     story = life(life(begun(set_aside_max=1), POISONED, GOOD), POISONED, GOOD)
     life(story, GOOD, OLD, KILLED, staged=(5, 7))
-    life(life(story, Key(4, 7), Key(4, 5)), Key(4, 7), Key(4, 5))
+    life(life(story, CheckpointId(4, 7), CheckpointId(4, 5)), CheckpointId(4, 7), CheckpointId(4, 5))
     assert [one["step"] for one in notes(story)] == [5, 7]
-    assert passed_over(story) == (POISONED, Key(4, 7)), "what was set aside before is not forgotten"
+    assert passed_over(story) == (POISONED, CheckpointId(4, 7)), "what was set aside before is not forgotten"
 
 
 def test_steps_that_are_trained_again_are_progress() -> None:

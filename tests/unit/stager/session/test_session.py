@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import ProtocolError
+from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import DeclineCause
-from holdfast.wire.agreement import pickle_reserve_bytes
 from holdfast.wire.frames import Kind
+from holdfast.wire.layout_agreement import pickle_reserve_bytes
 from stager.session.checkpoint import Phase
 from stager.session.session_messages import (
     Began,
@@ -45,16 +46,16 @@ def stager() -> Stager:
 
 
 def test_a_checkpoint_from_offer_to_durable(stager: Stager) -> None:
-    assert stager.take(Offer(0, 5, stager.layout.digest, {"saved_at_unix": 1.0})) == []
+    assert stager.take(Offer(0, 5, stager.layout.digest, SaveRecord(saved_at_unix=1.0))) == []
     granted = stager.take(Offer(1, 5, stager.layout.digest))
     assert granted[:2] == [BeginReceiving(5, stager.layout), FillSlot(0, 5, 0)]
     assert isinstance(granted[2], GrantCredit)
     stager.pay_all(5)
-    stager.take(Done(0, 5, {"crc_seconds": 0.5}))
+    stager.take(Done(0, 5, SaveRecord(crc_seconds=0.5)))
     assert stager.take(Began(5)) == [], "not before every rank has said DONE"
     (staged,) = stager.take(Done(1, 5))
     assert isinstance(staged, MarkStaged)
-    assert staged.records[0] == {"saved_at_unix": 1.0, "crc_seconds": 0.5}
+    assert staged.records[0] == SaveRecord(saved_at_unix=1.0, crc_seconds=0.5)
     assert {full.chunk for full in stager.of(MarkFull)} == set(range(6))
     assert sum(full.nbytes for full in stager.of(MarkFull)) == stager.layout.image_bytes
     assert stager.take(Durable(5, {"file": "f"})) == [Tell(None, Kind.DURABLE, 5, {"file": "f"})]

@@ -10,6 +10,7 @@ from holdfast.errors import ProtocolError
 from holdfast.image.entries import REPLICATED, Entry, TensorInfo
 from holdfast.image.layout import Layout
 from holdfast.image.replicas import OnDivergence, encode
+from holdfast.image.save_record import SaveRecord
 from holdfast.wire.frames import Kind
 from stager.session.session import Session
 from stager.session.session_messages import (
@@ -57,7 +58,7 @@ class Driver:
     def checkpoint(self, step: int, fingerprints: list[Any]) -> list[Action]:
         granted: list[GrantCredit] = []
         for rank in range(3):
-            actions = self.take(Offer(rank, step, LAYOUT.digest, {"saved_at_unix": 1.0}))
+            actions = self.take(Offer(rank, step, LAYOUT.digest, SaveRecord(saved_at_unix=1.0)))
             granted += [action for action in actions if isinstance(action, GrantCredit)]
         granted += [action for action in self.take(Began(step, 1)) if isinstance(action, GrantCredit)]
         for credit in granted:
@@ -66,8 +67,7 @@ class Driver:
             self.take(Received(credit.rank, step, credit.chunk))
         actions = []
         for rank, crcs in enumerate(fingerprints):
-            body = {"copy_seconds": 1.0} if crcs is None else {"copy_seconds": 1.0, "replicas": crcs}
-            actions += self.take(Done(rank, step, body))
+            actions += self.take(Done(rank, step, SaveRecord(copy_seconds=1.0), crcs))
         return actions
 
 
@@ -80,7 +80,9 @@ def test_warn_says_it_once_and_stages() -> None:
     assert isinstance(said, Diverged)
     assert (said.step, said.body["drifted"]) == (1, {"1": ["model/b"]})
     assert isinstance(staged, MarkStaged)
-    assert all("replicas" not in record for record in staged.records.values()), "it is not for the manifest"
+    assert all("replicas" not in record.to_json() for record in staged.records.values()), (
+        "it is not for the manifest"
+    )
     assert [type(action) for action in driver.checkpoint(2, [SAME, OTHER, SAME])] == [MarkStaged]
 
 
@@ -116,5 +118,5 @@ def test_noise_is_the_ranks_fault_and_changes_nothing() -> None:
     driver = Driver("warn")
     with pytest.raises(ProtocolError, match="DONE: replicas"):
         driver.checkpoint(1, [SAME, "AAAA"])
-    driver.take(Done(1, 1, {"replicas": SAME}))
-    assert [type(action) for action in driver.take(Done(2, 1, {"replicas": SAME}))] == [MarkStaged]
+    driver.take(Done(1, 1, fingerprints=SAME))
+    assert [type(action) for action in driver.take(Done(2, 1, fingerprints=SAME))] == [MarkStaged]

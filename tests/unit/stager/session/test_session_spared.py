@@ -43,7 +43,7 @@ def _finish(stager: Stager) -> None:
             freed += _PART
         if len(full) == _CHUNKS:
             for rank in (0, 1):
-                stager.take(Done(rank, 1, {}))
+                stager.take(Done(rank, 1))
 
 
 def test_it_hands_over_first_whatever_else_waits_and_then_may_die() -> None:
@@ -99,7 +99,7 @@ def test_under_hsdp_its_replica_sends_all_and_it_may_die_at_once() -> None:
     stager.pay_all(1)
     assert not [credit for credit in stager.of(GrantCredit) if credit.rank == 2]
     for rank in {*range(8)} - {2}:
-        stager.take(Done(rank, 1, {}))
+        stager.take(Done(rank, 1))
     assert [staged.step for staged in stager.of(MarkStaged)] == [1]
 
 
@@ -146,5 +146,5 @@ def test_the_lowest_part_keeps_its_slots() -> None:
         slots = {action.chunk: action.slot for action in stager.of(MarkFull)}
         stager.take(SlotsFreed(tuple(slots[chunk] for chunk in chunks)))
     for rank in range(3):
-        stager.take(Done(rank, 1, {}))
+        stager.take(Done(rank, 1))
     assert [staged.step for staged in stager.of(MarkStaged)] == [1]

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.lease import Lease
 from holdfast.checkpoints.verification import verify_file
 from holdfast.command import cli
 from holdfast.errors import ConfigError, DamageError, StateError
@@ -72,7 +72,7 @@ def test_what_torch_saved_is_restored_and_goes_on_the_same(tmp_path: Path, run: 
     manifest = Catalog(store).get()
     assert manifest.record["imported"] == {"from": "old.pt", "format": "torch"}
     assert verify_file(store, manifest).ok
-    claim = Claim.take(store)
+    claim = Lease.take(store)
     assert claim.attempt == 2, "the next job is a later attempt, and need not wait"
     claim.release()
 
@@ -195,7 +195,7 @@ def test_a_run_with_checkpoints_or_with_a_writer_is_left_alone(tmp_path: Path, r
     assert code == 2
     assert "this run has checkpoints already, the newest of step 9" in err
     store = open_store(str(tmp_path / "run"))
-    claim = Claim.take(store)
+    claim = Lease.take(store)
     code, _, err = run(file, tmp_path / "run", "--step", 4, "--force")
     assert code == 8, err
     claim.release()

@@ -37,7 +37,12 @@ def test_a_checkpoint_from_offer_to_durable(link: Link, port: FakePort) -> None:
     port.say(Kind.DURABLE, step=1)
     assert transfer.ended.wait(SECONDS_MAX)
     assert link.durable_step == 1
-    assert {"sending_seconds", "sent_seconds", "staged_seconds", "durable_seconds"} <= transfer.record.keys()
+    assert {
+        "sending_seconds",
+        "sent_seconds",
+        "staged_seconds",
+        "durable_seconds",
+    } <= transfer.record.to_json().keys()
 
 
 def test_unused_credits_are_returned_when_a_checkpoint_ends(link: Link, port: FakePort) -> None:

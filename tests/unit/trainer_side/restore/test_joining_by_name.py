@@ -510,7 +510,7 @@ def test_a_list_that_may_follow_the_groups_is_refused_by_name(tmp_path: Path) ->
 
 
 def test_a_scheduler_that_is_not_there_yet_is_refused_by_name(tmp_path: Path) -> None:
-    class Later:
+    class RetryQueue:
         def state_dict(self) -> State:
             return {}
 
@@ -521,7 +521,7 @@ def test_a_scheduler_that_is_not_there_yet_is_refused_by_name(tmp_path: Path) ->
     optimizer = _grouped(net, "ab")
     publish_named(tmp_path, 3, {"model": net, "optimizer": optimizer, "later": StepLR(optimizer, 2)})
     with pytest.raises(StateError, match=r"later/.*groups of optimizer"):
-        bring_back({"model": fresh, "optimizer": _grouped(fresh, "ba"), "later": Later()}, tmp_path)
+        bring_back({"model": fresh, "optimizer": _grouped(fresh, "ba"), "later": RetryQueue()}, tmp_path)
 
 
 def test_schedulers_in_another_order_are_refused(tmp_path: Path) -> None:

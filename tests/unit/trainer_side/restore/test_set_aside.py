@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import DamageError
-from holdfast.image.manifest import Key
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.ring import Ring
 from tests.support.restoring import CountingStore
 from tests.support.ring_checkpoint import LiveFetch, put_in_ring
@@ -33,7 +33,7 @@ def ring(tmp_path: Path) -> Iterator[Ring]:
         yield made
 
 
-def published(store: CountingStore, *keys: Key) -> None:
+def published(store: CountingStore, *keys: CheckpointId) -> None:
     for key in keys:
         saved(key.step, attempt=key.attempt).publish(Path(store.url))
 
@@ -41,9 +41,9 @@ def published(store: CountingStore, *keys: Key) -> None:
 def test_the_one_before_is_taken_on_every_rank_and_that_is_said_once(
     store: CountingStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    published(store, Key(1, 3), Key(1, 5), Key(1, 7))
+    published(store, CheckpointId(1, 3), CheckpointId(1, 5), CheckpointId(1, 7))
     with caplog.at_level(logging.WARNING, "holdfast.restore"):
-        results = assert_step(*bring_back(store, [[], [], []], set_aside=[Key(1, 5)]), 3)
+        results = assert_step(*bring_back(store, [[], [], []], set_aside=[CheckpointId(1, 5)]), 3)
     said = [record.getMessage() for record in caplog.records if "set aside" in record.getMessage()]
     assert said == [
         f"restore: step {step} (attempt 1) is set aside by the setting restore_set_aside; trying step 3 (attempt 1) "
@@ -55,46 +55,50 @@ def test_the_one_before_is_taken_on_every_rank_and_that_is_said_once(
 
 
 def test_neither_tiers_nor_ring_bring_it_back(ring: Ring, store: CountingStore) -> None:
-    published(store, Key(1, 3), Key(1, 5))
+    published(store, CheckpointId(1, 3), CheckpointId(1, 5))
     poisoned, good = saved(5), saved(3)
     put_in_ring(ring, poisoned, range(CHUNKS), state="staged")
     tiers = [[DictTier().put(poisoned, rank), DictTier(Nearness.NVME).put(good, rank)] for rank in range(2)]
     results = assert_step(*bring_back(store, tiers, fetch=LiveFetch(ring)), 5)
-    assert [result.before for result in results] == [Key(1, 3)] * 2
-    results = assert_step(*bring_back(store, tiers, fetch=LiveFetch(ring), set_aside=[Key(1, 5)]), 3)
+    assert [result.before for result in results] == [CheckpointId(1, 3)] * 2
+    results = assert_step(*bring_back(store, tiers, fetch=LiveFetch(ring), set_aside=[CheckpointId(1, 5)]), 3)
     assert all(set(result.sources) == {"nvme:test"} for result in results)
     assert [len(result.skipped) for result in results] == [1, 1], "wherever it lies, it is named once"
 
 
 def test_the_ring_has_the_one_before_as_well(ring: Ring, store: CountingStore) -> None:
-    published(store, Key(1, 3), Key(1, 5))
+    published(store, CheckpointId(1, 3), CheckpointId(1, 5))
     put_in_ring(ring, saved(3), range(CHUNKS), state="durable")
-    results = assert_step(*bring_back(store, [[], []], fetch=LiveFetch(ring), set_aside=[Key(1, 5)]), 3)
+    results = assert_step(
+        *bring_back(store, [[], []], fetch=LiveFetch(ring), set_aside=[CheckpointId(1, 5)]), 3
+    )
     assert all(set(result.sources) == {RingSlices.name} for result in results)
 
 
-@pytest.mark.parametrize("newest", [Key(4, 4), Key(4, 5)])
-def test_who_made_progress_after_going_back_goes_on_from_there(store: CountingStore, newest: Key) -> None:
+@pytest.mark.parametrize("newest", [CheckpointId(4, 4), CheckpointId(4, 5)])
+def test_who_made_progress_after_going_back_goes_on_from_there(
+    store: CountingStore, newest: CheckpointId
+) -> None:
     """On the next preemption, and even if nobody said any more what was set aside: a later attempt is newer."""
-    published(store, Key(1, 3), Key(1, 5), newest)
-    for set_aside in ([Key(1, 5)], []):
+    published(store, CheckpointId(1, 3), CheckpointId(1, 5), newest)
+    for set_aside in ([CheckpointId(1, 5)], []):
         (result,) = assert_step(*bring_back(store, [[]], set_aside=set_aside), newest.step)
         assert result.attempt == 4
-        assert result.before == (Key(1, 3) if set_aside else Key(1, 5))
+        assert result.before == (CheckpointId(1, 3) if set_aside else CheckpointId(1, 5))
 
 
 def test_when_all_are_set_aside_nothing_begins_anew(store: CountingStore) -> None:
-    published(store, Key(1, 5))
+    published(store, CheckpointId(1, 5))
     with pytest.raises(
         DamageError, match=r"none of 1 checkpoints.*\n.*step 5 \(attempt 1\) is set aside by the set"
     ):
-        bring_back(store, [[], []], set_aside=[Key(1, 2)])
+        bring_back(store, [[], []], set_aside=[CheckpointId(1, 2)])
 
 
 def test_a_step_that_the_script_names_is_set_aside_all_the_same(store: CountingStore) -> None:
-    published(store, Key(1, 3), Key(1, 5))
+    published(store, CheckpointId(1, 3), CheckpointId(1, 5))
     with pytest.raises(DamageError, match="restore_set_aside"):
-        bring_back(store, [[]], step=5, set_aside=[Key(1, 5)])
+        bring_back(store, [[]], step=5, set_aside=[CheckpointId(1, 5)])
     (result,) = assert_step(*bring_back(store, [[]], step=5), 5)
     assert result.before is None, "it would be asked for again: there is nothing to go back to"
 
@@ -106,9 +110,9 @@ def test_the_reason_of_one_that_is_damaged_stays() -> None:
         Candidate(1, 1, 1),
     ]
     assert pass_over(listed, []) is listed
-    assert pass_over(listed, [Key(1, 3)]) == [
+    assert pass_over(listed, [CheckpointId(1, 3)]) == [
         listed[0],
         Passed(1, 3, "step 3 (attempt 1) is set aside by the setting restore_set_aside", lost=True),
         listed[2],
     ]
-    assert candidates([], []) == pass_over([], [Key(1, 3)])
+    assert candidates([], []) == pass_over([], [CheckpointId(1, 3)])

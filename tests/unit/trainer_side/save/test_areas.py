@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 
 from holdfast.errors import ConfigError
+from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import area_bytes
 from tests.unit.trainer_side.slices import laid_out
 from trainer_side.save.areas import Areas, areas_max
@@ -41,7 +42,7 @@ def _pool(count_max: int) -> tuple[Areas, Made]:
 def _send(areas: Areas, step: int) -> Transfer:
     area = areas.take()
     assert area is not None
-    transfer = Transfer(step, {})
+    transfer = Transfer(step, SaveRecord())
     areas.send(area, transfer)
     return transfer
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
@@ -104,7 +105,7 @@ def _made(seconds_max: float) -> tuple[Copier, FakeLink, Ledger, torch.optim.SGD
 def _begin(copier: Copier, staging: SlowStaging, step: int) -> CopyJob:
     ((parameter_storage, _),) = copier.gate.update_order().items()
     staging.storage = parameter_storage
-    transfer = Transfer(step, {"save_seconds": 0.5})
+    transfer = Transfer(step, SaveRecord(save_seconds=0.5))
     job = CopyJob(
         transfer, cast(Staging, staging), cast(Router, staging), Capture([], {}, None, ()), None, None
     )
@@ -192,8 +193,8 @@ def test_ranks_compare_their_replicas_themselves_where_no_stager_does(lives: boo
     said: list[str] = []
     staging = SlowStaging()
     ((staging.storage, _),) = copier.gate.update_order().items()
-    keeping = TierWrite((1, 3), (), {}, {0: cast(Any, None)}, compare=said.append)
-    transfer = Transfer(3, {"save_seconds": 0.5})
+    keeping = TierWrite((1, 3), (), SaveRecord(), {0: cast(Any, None)}, compare=said.append)
+    transfer = Transfer(3, SaveRecord(save_seconds=0.5))
     taken = Capture([], {}, None, ())
     copier.shut()
     fingerprints = cast(Fingerprints, FakeFingerprints())

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import StateError
-from holdfast.pickle_price import check_pickle
+from holdfast.pickle_cost import check_pickle
 from trainer_side.state.pickle_bounds import refuse_costly_pickle
 
 

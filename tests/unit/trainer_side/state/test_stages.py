@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import StateError
-from holdfast.wire.agreement import Round
+from holdfast.wire.layout_agreement import LayoutRound
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.state.parameter_names import by_name, first_names, parameter_names
 from trainer_side.state.pickling import load_structure
@@ -47,7 +47,7 @@ def stepped(*layers: int) -> State:
 
 def agreed(states: Sequence[State]) -> tuple[Agreement, list[Any]]:
     """What the ranks agree on, and their trees."""
-    round_, answer = Round(len(states), 60), None
+    round_, answer = LayoutRound(len(states), 60), None
     trees = []
     names_of = [first_names(parameter_names(state)) for state in states]
     for rank, (state, names) in enumerate(zip(states, names_of, strict=True)):
@@ -187,7 +187,7 @@ def test_parameters_without_a_name_of_their_own_are_refused_by_name() -> None:
 
 def test_a_tensor_that_lies_scattered_is_refused_by_name() -> None:
     states = [{"a": torch.zeros(2)}, {"b": torch.zeros(2, 3).T}]
-    round_, answer = Round(2, 60), None
+    round_, answer = LayoutRound(2, 60), None
     for rank, state in enumerate(states):
         made = table(state, state, rank=rank, ranks=2, names={})
         answer = round_.propose(

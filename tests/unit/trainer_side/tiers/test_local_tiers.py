@@ -15,6 +15,7 @@ import pytest
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
+from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import FRAME_ALIGNMENT_BYTES
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.telemetry.causes import DeclineCause
@@ -71,7 +72,7 @@ class Rank:
             self.local.prepare(self.layout)
 
     def begin(self, step: int, *, wait_seconds: float = 0.0) -> TierWrite | None:
-        record = {"saved_at_unix": 1.0, "not": object()}
+        record = SaveRecord(saved_at_unix=1.0)
         return self.local.begin(step, record, wait_until=time.monotonic() + wait_seconds)
 
     def save(
@@ -181,11 +182,11 @@ def test_a_slot_is_waited_for_where_one_will_become_free(rank: Rank) -> None:
     assert rank.save(1)[0].released.wait(60)
     until(lambda: rank.local.is_idle)
     keeping, area = rank.save(3, frames=2)
-    late = rank.local.begin(4, {}, wait_until=time.monotonic() + 0.05)
+    late = rank.local.begin(4, SaveRecord(), wait_until=time.monotonic() + 0.05)
     assert late is None, "one slot holds what is complete, the other what is on its way"
     found: list[TierWrite | None] = []
     waiting = threading.Thread(
-        target=lambda: found.append(rank.local.begin(5, {}, wait_until=time.monotonic() + 60))
+        target=lambda: found.append(rank.local.begin(5, SaveRecord(), wait_until=time.monotonic() + 60))
     )
     waiting.start()
     area.fill(3)

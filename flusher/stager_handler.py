@@ -1,0 +1,207 @@
+"""The flusher's side of the connection to one stager.
+
+    hello ─► welcome | refused      begin, chunk, staged, abort, doubt ─► engine      finish ─► (drain) ─► drained
+
+A stager whose flusher died says all that it knows to the next one; what this one knows already has no effect, and what
+ended in between is told again.
+
+A stager that breaks the protocol is hung up on. If it lives it comes back, as to another flusher, and says all that it
+knows; if it does not, its partial checkpoints are given up and its staged ones published.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from flusher.engine import Engine
+from flusher.listener import DurableStep
+from flusher.verify_and_prune import ReadBack
+from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
+from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import State
+from holdfast.ring import doorbell as ipc
+from holdfast.ring.doorbell import Channel, Message
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
+
+_log = logging.getLogger("holdfast.flusher")
+_TEXT_CHARACTERS_MAX = 4000  # a message must fit its packet, whatever an error says
+_SLOTS_TOLD_MAX = 4096  # in one message; the numbers of a larger ring would not fit a packet
+
+
+class StagerHandler:
+    """Talks to one stager. For the loop's thread.
+
+    Attributes:
+        attempt: The attempt whose ring it still has, as its hello says; 0 for a new job.
+    """
+
+    def __init__(self, channel: Channel, ring: Ring, store_url: str) -> None:
+        self.channel, self._ring, self._store_url = channel, ring, store_url
+        self.welcomed = self.resumed = False
+        self.attempt = 0
+        self.finishing = False
+        self.refuse_begins = ""
+        self._held_said = ""
+
+    # -- what the stager says ------------------------------------------------------------------------------------
+
+    def hear(self, engine: Engine) -> bool:
+        """Take what the stager has said. False: it has just said hello, and wants an answer. Raises `ProtocolError`: it
+        broke the protocol.
+        """
+        # Until nothing comes: a complaint about the last message is only raised when those before it were taken.
+        while messages := self.channel.poll():
+            for message in messages:
+                if not self.welcomed:
+                    if (
+                        message.kind != "hello"
+                        or message.fields["version"] != ipc.VERSION
+                        or len(messages) > 1
+                    ):
+                        said = message.fields.get("version", message.kind)
+                        raise ProtocolError(f"expected one hello of version {ipc.VERSION}, got {said!r:.60}")
+                    self.attempt = message.fields["attempt"]
+                    return False
+                self._take(message, engine)
+        return True
+
+    def say_held(self, message: str) -> None:
+        """Report why the store fails, when that has changed; the stager shows it where the user looks."""
+        message = message[:_TEXT_CHARACTERS_MAX]
+        if self.welcomed and message != self._held_said:
+            self._held_said = message
+            self.channel.send("held", message=message)
+
+    def welcome(self, *, resumed: bool) -> None:
+        """Answer hello: from now on its chunks may come. With `resumed` it says once more all that it knows."""
+        self.welcomed, self.resumed = True, resumed
+        self.channel.send(
+            "welcome",
+            version=ipc.VERSION,
+            pid=os.getpid(),
+            chunk_bytes=self._ring.chunk_bytes,
+            ring_chunks=self._ring.ring_chunks,
+            attempt=self._ring.attempt,
+            store_url=self._store_url,
+            resumed=resumed,
+        )
+
+    def refuse(self, error: HoldfastError) -> None:
+        """Answer hello: no."""
+        self.channel.send("refused", code=error.code, message=str(error)[:_TEXT_CHARACTERS_MAX])
+        self.channel.close()
+
+    def _take(self, message: Message, engine: Engine) -> None:
+        fields = message.fields
+        match message.kind:
+            case "chunk":
+                self._take_chunk(fields["slot"], engine)
+            case "begin":
+                self._take_begin(self._key(fields), fields["layout_digest"], engine)
+            case "staged":
+                reach(Point.STAGED_HEARD)
+                engine.staged(self._key(fields))
+            case "abort":
+                self._take_abort(self._key(fields), fields["reason"], engine)
+            case "doubt":
+                engine.doubt()
+            case "finish":
+                self.finishing = True
+                engine.abort_receiving(PeerLost("the training ended before it was staged"))
+            case _:
+                raise ProtocolError(f"{message.kind} is not a message that a stager may send")
+
+    def _key(self, fields: dict[str, int]) -> CheckpointId:
+        if fields["attempt"] != self._ring.attempt:
+            raise ProtocolError(
+                f"the stager names attempt {fields['attempt']}, expected attempt {self._ring.attempt}"
+            )
+        return CheckpointId(fields["attempt"], fields["step"])
+
+    def _take_begin(self, key: CheckpointId, layout_digest: str, engine: Engine) -> None:
+        try:
+            if self.resumed and not engine.knows(key) and self._ring.checkpoint(*key) is None:
+                engine.ask(key)  # it ended while no stager listened, or its message was lost
+                return
+            if self.refuse_begins and not engine.knows(key):
+                raise PeerLost(self.refuse_begins)
+            layout = self._ring.layout(layout_digest)
+        except (PeerLost, ProtocolError, ConfigError) as error:
+            self.failed(key, error)
+        else:
+            engine.begin(key, layout)
+
+    def _take_abort(self, key: CheckpointId, reason: str, engine: Engine) -> None:
+        error = PeerLost(f"aborted by the stager: {reason}")
+        if engine.knows(key) or not self.resumed or self._ring.checkpoint(*key) is None:
+            engine.abort(key, error)
+            return
+        # Given up while there was no flusher: what lies in the ring of it is nobody else's.
+        freed = []
+        for slot in range(self._ring.ring_chunks):
+            record = self._ring.record(slot)
+            if record.state is SlotState.FULL and (record.attempt, record.step) == key:
+                self._ring.free(slot)
+                freed.append(slot)
+        self.freed(tuple(freed))
+        engine.give_up(key, error)
+
+    def _take_chunk(self, slot: int, engine: Engine) -> None:
+        try:
+            record = self._ring.record(slot)
+            if self.resumed and record.state is not SlotState.FULL:
+                return  # said again, and meanwhile written and freed
+            engine.chunk(record)
+        except ProtocolError as error:
+            # The record would say which checkpoint it is, so all that are coming in are suspect.
+            _log.error("%s", error)
+            engine.abort_receiving(error)
+
+    # -- what the stager is told ---------------------------------------------------------------------------------
+
+    def _concerns(self, key: CheckpointId) -> bool:
+        return self.welcomed and key.attempt == self._ring.attempt
+
+    def began(self, key: CheckpointId, part_chunks: int) -> None:
+        """As `flusher.listener.FlushListener`."""
+        if self._concerns(key):
+            self.channel.send("began", **key._asdict(), part_chunks=part_chunks)
+
+    def freed(self, slots: tuple[int, ...]) -> None:
+        """As `flusher.listener.FlushListener`."""
+        if self.welcomed:
+            for first in range(0, len(slots), _SLOTS_TOLD_MAX):
+                self.channel.send("freed", slots=list(slots[first : first + _SLOTS_TOLD_MAX]))
+
+    def grown(self, note: str) -> None:
+        """As `flusher.listener.FlushListener`."""
+        if self.welcomed:
+            self.channel.send("grown", note=note)
+
+    def durable(self, key: CheckpointId, durable: DurableStep) -> None:
+        """As `flusher.listener.FlushListener`."""
+        if self._concerns(key):
+            self.channel.send(
+                "durable",
+                **key._asdict(),
+                file=durable.file,
+                pgt2_seconds=durable.pgt2_seconds,
+                record=durable.record,
+            )
+
+    def read_back(self, result: ReadBack) -> None:
+        """As `flusher.listener.FlushListener`."""
+        if self._concerns(result.key):
+            if result.state is State.VERIFIED:
+                self.channel.send("verified", **result.key._asdict(), note=result.note[:_TEXT_CHARACTERS_MAX])
+            elif result.state is State.BAD:
+                self.channel.send("bad", **result.key._asdict(), note=result.note[:_TEXT_CHARACTERS_MAX])
+
+    def failed(self, key: CheckpointId, error: HoldfastError) -> None:
+        """As `flusher.listener.FlushListener`."""
+        if self._concerns(key):
+            message = str(error)[:_TEXT_CHARACTERS_MAX]
+            self.channel.send("failed", **key._asdict(), code=error.code, message=message)

@@ -1,0 +1,439 @@
+"""Maintenance of durable checkpoints: read them back, record the result in their manifests, and remove old ones.
+
+At the start, and when a job begins, it also looks after slices that ranks wrote to the store (stored_slices.py).
+
+One thread, one checkpoint after the other. Reading back gives way to what is being written (read_pace.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flusher.doubt_marks import DoubtMarks
+from flusher.flusher_context import FlusherContext
+from flusher.read_pace import ReadPace
+from flusher.retention import Keep, StoredStep, to_remove
+from flusher.stored_slices import Slices
+from flusher.workers import Workers
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.intents import Intent, forget_intent
+from holdfast.checkpoints.verification import verify_file
+from holdfast.errors import DamageError, FencedError, HoldfastError, StoreError, StoreMissing
+from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import READ_BACK, Manifest, State, is_manifest_name, manifest_name
+from holdfast.ring.doubts import DoubtedSteps
+from holdfast.store.wrapper import PatientStore
+
+_log = logging.getLogger("holdfast.flusher")
+_UNREAD_LOOKED_AT = 3  # an older one is restored only when these are bad, and restore checks what it reads
+
+
+class ReadBack(NamedTuple):
+    """A checkpoint was read back. `state` is `durable` when the store failed and nothing is known, or when it is whole
+    and has a caveat.
+
+    Attributes:
+        caveat: `drifted` or `doubtful`, of one that is whole; else empty.
+        nonfinite: How many of its numbers are not finite; None: not counted. `numbers`: the same in words, if some are.
+    """
+
+    key: CheckpointId
+    state: State
+    note: str
+    seconds: float
+    caveat: str = ""
+    nonfinite: int | None = None
+    numbers: str = ""
+
+    @property
+    def event(self) -> str:
+        if self.caveat:
+            return self.caveat
+        return {State.VERIFIED: "verified", State.BAD: "bad", State.DURABLE: "verify_failed"}[self.state]
+
+
+class Pruned(NamedTuple):
+    """Files that retention removed."""
+
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MaintenanceRules:
+    """The settings for checkpoints that are published.
+
+    Attributes:
+        reuse: Whether the room of a removed one may be written over by the next checkpoint.
+        refuse_nonfinite: Whether one with numbers that are not finite is marked bad.
+    """
+
+    verify: bool
+    keep: Keep
+    reuse: bool = True
+    refuse_nonfinite: bool = False
+
+
+class Maintenance:
+    """Verification and retention.
+
+    Args:
+        context: The run. Its inbox gets `ReadBack` and `Pruned`, and a `FencedError` when the run was taken over.
+        set_aside: Tells which checkpoints the supervisor of the run has set aside so far.
+
+    Attributes:
+        marks: Of checkpoints that may be torn.
+    """
+
+    def __init__(
+        self,
+        context: FlusherContext,
+        rules: MaintenanceRules,
+        *,
+        set_aside: Callable[[], Sequence[CheckpointId]] = tuple,
+        pace: ReadPace | None = None,
+    ) -> None:
+        store = context.store
+        self._store, self._lease, self._inbox, self._events = (
+            store,
+            context.lease,
+            context.inbox,
+            context.events,
+        )
+        self._rules, self._set_aside = rules, set_aside
+        self._remove = store.retire if rules.reuse else store.delete
+        self._pace = pace or ReadPace()
+        self._stopped = False
+        self._pending = 0
+        self._lock = threading.Lock()
+        self._known: dict[str, StoredStep] = {}  # by manifest: nobody else writes them, so each is read once
+        # Of the newest that was published, and not of all: a manifest names every tensor.
+        self._newest: Manifest | None = None
+        self._under_way: set[CheckpointId] = set()  # their manifests may be there, and are written once more
+        self._write_ids: dict[str, str] = {}  # of each manifest, the last write that was heard of
+        self._waiting: set[str] = set()  # write-ids whose turn comes, or has come; each is looked after once
+        self._removed: set[str] = set()  # those that retention removed before they were read back
+        self.marks = DoubtMarks(context, self._replace)
+        self._slices = Slices(store, PatientStore(store, self._wait), context.lease, context.events)
+        self._workers = Workers("maintenance", 1)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is left to be done."""
+        with self._lock:
+            return self._pending == 0
+
+    def give_way(self, busy: bool) -> None:
+        """Tell whether something is being written."""
+        self._pace.busy(busy)
+
+    def wrote(self, nbytes: int) -> None:
+        """Tell that so many bytes have been written."""
+        self._pace.wrote(nbytes)
+
+    def under_way(self, key: CheckpointId) -> None:
+        """A checkpoint is being written and published; until it is, retention leaves it alone."""
+        with self._lock:
+            self._under_way.add(key)
+
+    def given_up(self, key: CheckpointId) -> None:
+        """It will not be published."""
+        with self._lock:
+            self._under_way.discard(key)
+
+    def published(self, key: CheckpointId, manifest: Manifest) -> None:
+        """A new checkpoint is durable."""
+        if self._stopped:
+            return
+        with self._lock:
+            self._under_way.discard(key)
+            self._write_ids[manifest_name(manifest.file)] = manifest.write_id
+            if manifest.write_id in self._waiting:  # as a flusher that takes over may hear of it twice
+                return
+            self._waiting.add(manifest.write_id)
+            self._pending += 1
+            self._newest = manifest
+        known = StoredStep.of(manifest)
+        self._workers.submit((0,), lambda: self._look_after(key, known))
+
+    def doubt(self, found: Sequence[DoubtedSteps]) -> None:
+        """Mark what is published of these steps, and whatever will be. The list has all that were given before."""
+        if self.marks.learn(found):
+            self._mark_again()
+
+    def _mark_again(self) -> None:
+        """A mark may be missing in the store: it is tried until all are there."""
+        self.marks.owed = True
+        self._submit(self.marks.write_all)
+
+    def catch_up(self) -> None:
+        """Do what an earlier flusher left undone: make a file of slices, and read the newest files back."""
+        self._submit(self._assemble)
+        self._submit(self._look_for_unread)
+
+    def attached(self, attempt: int) -> None:
+        """A job of this attempt begins: those before it are over."""
+        self._submit(lambda: self._guarded(lambda: self._slices.attached(attempt), "slices not cleared away"))
+
+    def end(self) -> None:
+        """Stop, and remove what only a job that is over could have wanted."""
+        self.stop()
+
+        def is_good(key: CheckpointId) -> bool:
+            states = {State.VERIFIED} if self._rules.verify else {State.VERIFIED, State.DURABLE}
+            return any(known.order == key and known.state in states for known in self._known.values())
+
+        self._guarded(lambda: self._slices.ended(is_good), "slices not removed")
+
+    def _submit(self, call: Callable[[], object]) -> None:
+        """Have the thread do something; nothing waits for it."""
+        if self._stopped:
+            return
+
+        def do() -> None:
+            try:
+                call()
+            finally:
+                with self._lock:
+                    self._pending -= 1
+                self._inbox.put(None)
+
+        with self._lock:
+            self._pending += 1
+        self._workers.submit((1,), do)
+
+    def _assemble(self) -> None:
+        """In the worker thread."""
+        made: list[Manifest] = []
+
+        def make() -> None:
+            manifest = self._slices.assemble_newest(lambda: frozenset(self._under_way))
+            made.extend([] if manifest is None else [manifest])
+
+        self._guarded(make, "the slices in the store are not made into a file; they stay for the next start")
+        for manifest in made:
+            self.published(manifest.order, manifest)
+
+    def _look_for_unread(self) -> None:
+        """In the worker thread."""
+        try:
+            found: list[Manifest] = []
+            for item in Catalog(self._store).newest_first():
+                if item.manifest is None:
+                    _log.warning("a checkpoint is not read back from the store: %s", item.fault)
+                elif len(found) < _UNREAD_LOOKED_AT or item.manifest.state is not State.BAD:
+                    found.append(item.manifest)
+                if len(found) >= _UNREAD_LOOKED_AT and any(one.state is not State.BAD for one in found):
+                    break
+            self._say_newest(found)
+            for manifest in found[:_UNREAD_LOOKED_AT]:
+                is_unread = manifest.state is State.DURABLE and manifest.note != READ_BACK
+                if self._rules.verify and is_unread:
+                    self.published(manifest.order, manifest)
+        except StoreError as error:
+            _log.warning("checkpoints that an earlier flusher did not read back stay unverified: %s", error)
+
+    def _say_newest(self, found: Sequence[Manifest]) -> None:
+        """How far the run is as this flusher begins."""
+        good = next((manifest for manifest in found if manifest.state is not State.BAD), None)
+        if good is not None:
+            self._events.emit(
+                "found",
+                {"attempt": good.attempt, "state": good.state.value, "created": good.created},
+                step=good.step,
+            )
+
+    def stop(self) -> None:
+        """Give up what waits and what runs: unread checkpoints stay durable."""
+        self._stopped = True
+        self.marks.stop()
+        self._pace.end()
+        self._workers.stop()
+        with self._lock:
+            self._pending = 0
+
+    def _look_after(self, key: CheckpointId, known: StoredStep) -> None:
+        name = manifest_name(known.file)
+        try:
+            forget_intent(self._store, known.write_id)
+            if self._is_removed(known):
+                return
+            self._known[name] = known
+            if self._is_behind():
+                self._guarded(self._prune, "old checkpoints not removed")
+                if self._is_removed(known):
+                    return
+            manifest = self._manifest(known)
+            if manifest is not None and (marked := self.marks.marked(manifest)) is not manifest:
+                manifest = marked  # before the long look at its bytes
+                if not self._guarded(lambda: self._replace(marked), f"{key} not marked as doubtful"):
+                    self._mark_again()
+            if manifest is not None and self._rules.verify:
+                manifest = self._read_back(key, manifest)
+                self._known[name] = StoredStep.of(manifest)
+            self._guarded(self._prune, "old checkpoints not removed")
+            if manifest is not None and (manifest.state is State.VERIFIED or not self._rules.verify):
+                self._guarded(lambda: self._slices.published(manifest), "slices of older jobs not removed")
+        finally:
+            self._removed.discard(known.write_id)
+            with self._lock:
+                self._waiting.discard(known.write_id)
+                self._pending -= 1
+            self._inbox.put(None)  # the loop looks whether all is done
+
+    def _is_removed(self, known: StoredStep) -> bool:
+        return known.write_id in self._removed
+
+    def _is_behind(self) -> bool:
+        """Whether newer ones wait, and one is verified: what is not to be kept then goes without being read."""
+        with self._lock:
+            waits = self._pending > 1
+        return (
+            waits and self._rules.verify and any(one.state is State.VERIFIED for one in self._known.values())
+        )
+
+    def _manifest(self, known: StoredStep) -> Manifest | None:
+        """Its manifest, from the store when newer ones have come since. None: it is not looked at, and it was said."""
+        newest = self._newest
+        if newest is not None and newest.write_id == known.write_id:
+            return newest
+        found: list[Manifest] = []
+
+        def read() -> None:
+            name = manifest_name(known.file)
+            found.append(Manifest.from_bytes(self._store.read(name), source=name))
+
+        self._guarded(read, f"{known.file} not read back")
+        return found[0] if found and found[0].write_id == known.write_id else None
+
+    def _read_back(self, key: CheckpointId, manifest: Manifest) -> Manifest:
+        """Verify one file; the manifest as it now stands in the store."""
+        begun = time.monotonic()
+        try:
+            report = verify_file(_ReadBackStore(self._store, self._wait), manifest)
+        except StoreError as error:
+            self._inbox.put(ReadBack(key, State.DURABLE, str(error), time.monotonic() - begun))
+            return manifest
+        counted = report.nonfinite
+        numbers = counted.told() if counted is not None and counted.values else ""
+        refused = bool(numbers) and self._rules.refuse_nonfinite
+        manifest = self.marks.marked(manifest)  # while it was read more may have become known
+        has_caveat = report.ok and not refused and bool(manifest.caveat)
+        whole = State.DURABLE if has_caveat else State.VERIFIED
+        state = whole if report.ok and not refused else State.BAD
+        if numbers:
+            _log.warning("%s: %s%s", key, numbers, "; restore does not use it" if refused else "")
+        note = report.summary() if not report.ok else numbers if refused else READ_BACK if has_caveat else ""
+        done = manifest.model_copy(update={"state": state, "note": note[:4096], "nonfinite": counted})
+        if self._guarded(lambda: self._replace(done), f"{key} not marked {state}"):
+            values = None if counted is None else counted.values
+            said = manifest.caveat if has_caveat else note or numbers
+            seconds = time.monotonic() - begun
+            told = manifest.told_state if has_caveat else ""
+            self._inbox.put(ReadBack(key, state, said, seconds, told, values, numbers))
+            return done
+        if manifest.doubt:
+            self._mark_again()
+        return manifest
+
+    def _replace(self, manifest: Manifest) -> None:
+        name = manifest_name(manifest.file)
+        self._store.write(name, manifest.to_bytes())
+        self._lease.keep_whole(manifest)
+        if name in self._known:
+            self._known[name] = StoredStep.of(manifest)
+        if self._newest is not None and self._newest.write_id == manifest.write_id:
+            self._newest = manifest
+        if manifest.doubt:
+            reach(Point.DOUBT_MARKED)
+
+    def _is_of_another_write(self, name: str) -> bool:
+        """Whether the manifest of this name is not the one that is known of it here."""
+        return self._write_ids.get(name, self._known[name].write_id) != self._known[name].write_id
+
+    def make_room(self) -> None:
+        """The store is full: remove what only the ladder keeps. What the other settings keep stays all the same."""
+        keep = self._rules.keep
+        if keep != keep.without_rungs():
+            self._submit(lambda: self._guarded(lambda: self._prune(keep.without_rungs()), "no room was made"))
+
+    def _prune(self, keep: Keep | None = None) -> None:
+        keep = keep or self._rules.keep
+        if keep.last == 0:
+            return
+        names = [info.name for info in self._store.list() if is_manifest_name(info.name)]
+        for name in names:
+            if name not in self._known or self._is_of_another_write(name):
+                try:
+                    self._known[name] = StoredStep.of(
+                        Manifest.from_bytes(self._store.read(name), source=name)
+                    )
+                except (DamageError, StoreMissing) as error:
+                    _log.warning("a checkpoint is left out when old ones are removed: %s", error)
+        self._known = {name: self._known[name] for name in names if name in self._known}
+        old = to_remove(list(self._known.values()), keep, self._set_aside())
+        if not old:
+            return
+        removed: list[str] = []
+        for one in old:
+            name = manifest_name(one.file)
+            with self._lock:
+                if any(key.step == one.step for key in self._under_way) or self._is_of_another_write(name):
+                    continue
+                if one.write_id in self._waiting:
+                    self._removed.add(one.write_id)
+                self._write_ids.pop(name, None)
+            self._known.pop(name)
+            if self._remove_one(name, one):
+                removed.append(one.file)
+        if removed:
+            self._inbox.put(Pruned(tuple(removed)))
+
+    def _remove_one(self, name: str, one: StoredStep) -> bool:
+        """Remove a checkpoint, if it is still the write that is meant."""
+        try:
+            manifest = Manifest.head_from_bytes(self._store.read(name), source=name)
+        except (DamageError, StoreMissing) as error:
+            _log.warning("not removed: %s", error)
+            return False
+        if manifest.write_id != one.write_id:
+            _log.warning("%s: is of another write than the one that is not kept any more; not removed", name)
+            return False
+        Intent.to_remove(manifest).write(self._store)
+        # The manifest first: a file without one is no checkpoint, a manifest without its file would be a lie.
+        try:
+            self._store.delete(name)
+        except FencedError:
+            forget_intent(self._store, one.write_id)
+            raise
+        reach(Point.MANIFEST_DELETED)
+        self._remove(one.file)
+        forget_intent(self._store, one.write_id)
+        return True
+
+    def _guarded(self, call: Callable[[], None], what: str) -> bool:
+        try:
+            call()
+        except HoldfastError as error:
+            _log.warning("%s: %s", what, error)
+            if error.code == "fenced":
+                self._inbox.put(error)
+            return False
+        return True
+
+    def _wait(self, nbytes: int) -> None:
+        if not self._pace.wait(nbytes):
+            raise StoreError(
+                "the flusher ends, so the rest of the checkpoint was not read back from the store"
+            )
+
+
+class _ReadBackStore(PatientStore):
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        super().read_into(name, offset, buffer)
+        reach(Point.VERIFYING)

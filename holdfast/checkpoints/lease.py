@@ -1,0 +1,434 @@
+"""One writer per run: the fencing epoch, kept as small files in the store.
+
+    RUN/.holdfast/writer-000007.json      {attempt, write_id, host, …, pid, heartbeat_seconds, beat, released}
+
+    take: read the claims ─► newest one alive? ── yes ─► FencedError, naming its host and pid
+                                   │ no
+                                   ▼
+          create writer-<highest + 1> ── someone was faster ─► read again
+                                   │ ours
+                                   ▼
+          beat() now and then · check() before every publish · release() at the end
+
+The number of the claim is the *attempt*: it only grows, and the highest one owns the run. Nobody has to be
+told that they lost it: a writer that finds a higher attempt than its own stops (`FencedError`), however long
+it was asleep.
+
+Whether the newest claim is alive needs no clock shared between hosts. In the same place (host, boot, pid
+namespace) its process is looked up, with its start time, because pids are reused. Elsewhere its `beat` is
+watched: a live writer changes it within two heartbeats. A claim file that cannot be read counts as dead,
+with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.checkpoints.identity import Identity
+from holdfast.checkpoints.manifest_order import manifests_in, newest_first
+from holdfast.checkpoints.slice_sets import find_sets
+from holdfast.errors import DamageError, FencedError, StoreError, StoreMissing
+from holdfast.image.manifest import Manifest
+from holdfast.sealed import seal, unseal
+from holdfast.store.base import ObjectInfo, Store
+from holdfast.store.retrying import Retrying
+
+_PUBLISHED = re.compile(r"-a(\d{3,10})[.-]")  # in names of files, manifests and slices
+# old claims are removed, so the first that is left may have any number up to it
+_ATTEMPTS_SKIPPED_MAX = 1_000_000
+_CLAIM_BYTES_MAX = 1 << 16
+_NAME = re.compile(r"\.holdfast/writer-(\d{6,18})\.json")
+_CRC_FIELD = "claim_crc32"
+_KEPT_CLAIMS = 3  # people read them after a failure; more only cost listing
+_TAKE_ROUNDS_MAX = 10  # each lost round means that someone else won it, and is then found alive or dead
+_HEARTBEAT_SECONDS_MAX = 60.0  # a claim from outside must not make us wait for hours
+_LOOKS_PER_HEARTBEAT = 4
+
+_Text = Annotated[str, Field(max_length=1024)]
+_Whole = Annotated[int, Field(ge=0, lt=2**62)]
+
+_log = logging.getLogger("holdfast.claim")
+
+
+class _LeaseRecord(BaseModel):
+    """The content of a claim file."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    format: Literal["holdfast-claim/2"] = "holdfast-claim/2"
+    attempt: Annotated[int, Field(ge=1, lt=2**62)]
+    write_id: _Text
+    host: _Text
+    boot_id: _Text
+    pid_namespace: _Text
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
+    started: _Whole
+    heartbeat_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    beat: _Whole
+    released: bool = False
+    named: bool = False  # every manifest of the run has its attempt in its name, or is of the first
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.host, self.boot_id, self.pid_namespace, self.pid, self.started)
+
+    def to_bytes(self) -> bytes:
+        return seal(self.model_dump_json().encode(), _CRC_FIELD)
+
+
+class LeasedRun(NamedTuple):
+    """A run that is ours.
+
+    Attributes:
+        store: The run; it looks at the claim in each try of what others can see.
+        check: Sees that the run is still ours, and beats; to be called often.
+    """
+
+    store: Store
+    attempt: int
+    check: Callable[[], None]
+
+
+class Lease:
+    """The right to write to a run, until a higher attempt appears. Made by `take`; may be used from any thread.
+
+    Attributes:
+        unanswered: `write_id` of higher claims that this writer has asked the store for without hearing an answer. They
+            are not another writer's: `check` removes them.
+    """
+
+    def __init__(self, store: Store, record: _LeaseRecord) -> None:
+        self.unanswered: set[str] = set()
+        self._store = store
+        self._at_once = store.inner if isinstance(store, Retrying) else store  # without retries
+        self._record = record
+        self._lock = threading.Lock()  # a beat must not undo a release
+
+    @classmethod
+    def take(
+        cls,
+        store: Store,
+        *,
+        heartbeat_seconds: float = 5.0,
+        sleep: Callable[[float], None] = time.sleep,
+        takeover: bool = False,
+        identity: Identity | None = None,
+        tried: set[str] | None = None,
+    ) -> Lease:
+        """Claim the run, with the next attempt.
+
+        Blocks for up to two heartbeats when the last writer was on another host and did not release its claim.
+
+        Args:
+            store: The run.
+            heartbeat_seconds: How often the caller is going to call `beat`.
+            sleep: Waits; a test hands in its own.
+            takeover: Do not ask whether the last writer lives: it is fenced, and stops at its next publish.
+            identity: Its holder; None: this process.
+            tried: Gets the `write_id` of each claim that the store was asked to make: one of them may be there although
+                no answer came.
+
+        Raises:
+            FencedError: Another writer is alive, or was faster.
+            StoreError: The store failed.
+        """
+        identity = identity or Identity.of_this_process()
+        for _ in range(_TAKE_ROUNDS_MAX):
+            attempts = _attempts(store)
+            if attempts and not takeover:
+                _refuse_if_alive(store, attempts[-1], identity, heartbeat_seconds, sleep)
+            record = _LeaseRecord(
+                attempt=(attempts[-1] if attempts else _highest_published(store, store.list())) + 1,
+                write_id=uuid.uuid4().hex,
+                host=identity.host,
+                boot_id=identity.boot_id,
+                pid_namespace=identity.pid_namespace,
+                pid=identity.pid,
+                started=identity.started,
+                heartbeat_seconds=heartbeat_seconds,
+                beat=0,
+                named=_are_named(store, attempts),
+            )
+            if tried is not None:
+                tried.add(record.write_id)
+            # Read back either way: a `create` that was retried after a lost answer finds its own file and says
+            # False; and where it is not exclusive someone may have written after us, which `check` sees.
+            created = store.create(_name(record.attempt), record.to_bytes())
+            if created or _is_of(_read(store, record.attempt), record.write_id):
+                claim = cls(store, record)
+                claim.check()
+                claim._prune(attempts)
+                _log.info("claimed %s as attempt %d", store.url, record.attempt)
+                return claim
+        raise FencedError(
+            f"{store.url}: another writer claimed the run faster {_TAKE_ROUNDS_MAX} times; start one job at a time"
+        )
+
+    @property
+    def attempt(self) -> int:
+        """Fencing epoch: 1 for the first writer of a run, more for each one after."""
+        return self._record.attempt
+
+    @property
+    def write_id(self) -> str:
+        return self._record.write_id
+
+    def check(self, *, at_once: bool = False) -> None:
+        """See that the run is still ours. Call before every act that others can see.
+
+        Args:
+            at_once: Ask the store once: the caller tries again by itself.
+
+        Raises:
+            FencedError: A higher attempt exists, or our claim is another's or gone.
+            StoreError: The store failed, so it is not known.
+        """
+        store, url, attempt = self._at_once if at_once else self._store, self._store.url, self.attempt
+        attempts = _attempts(store)
+        while attempts and attempts[-1] > attempt:
+            owner = _read(store, attempts[-1])
+            if owner is not None and owner.write_id in self.unanswered:
+                store.delete(_name(attempts.pop()))  # nobody writes as that attempt
+                continue
+            who = f"process {owner.pid} on {owner.host}" if owner else "another writer"
+            message = f"attempt {attempts[-1]} ({who}) took the run over; attempt {attempt} stops writing"
+            raise FencedError(f"{url}: {message}; let only one job use this URL, and end the other")
+        mine = _read(store, attempt) if attempt in attempts else None
+        if not _is_of(mine, self.write_id):
+            who = f"process {mine.pid} on {mine.host} wrote over" if mine else "someone removed"
+            raise FencedError(
+                f"{url}: {who} the claim {_name(attempt)} of this writer; it stops writing; see that no other job "
+                "uses this URL, then start again"
+            )
+
+    def beat(self) -> None:
+        """Show other hosts that this writer lives. Call every `heartbeat_seconds`; after `release` it does nothing.
+        Raises `FencedError` or `StoreError`: as `check`.
+        """
+        with self._lock:
+            if self._record.released:
+                return
+            self.check()
+            self._put(self._record.model_copy(update={"beat": self._record.beat + 1}))
+
+    def release(self) -> None:
+        """Say that this writer has ended in order, so that the next need not wait. May be called twice.
+
+        Not raised, only logged: that the run is another's by now, or that the store fails. It ends either
+        way.
+        """
+        with self._lock:
+            if self._record.released:
+                return
+            try:
+                self.check()
+                self._put(self._record.model_copy(update={"released": True}))
+            except (FencedError, StoreError) as error:
+                _log.warning("the claim on the run could not be released: %s", error)
+
+    def _put(self, record: _LeaseRecord) -> None:
+        self._store.write(_name(record.attempt), record.to_bytes())
+        self._record = record
+
+    def _prune(self, older: list[int]) -> None:
+        for attempt in older[: len(older) + 1 - _KEPT_CLAIMS]:
+            try:
+                self._store.delete(_name(attempt))
+            except StoreError as error:  # it costs a line in a listing, and the next start tries again
+                _log.warning("an old claim on the run could not be removed: %s", error)
+
+
+def newest_attempt(store: Store) -> int:
+    """The highest attempt that anybody has claimed or published in this run; 0 on a new one. Raises `StoreError`."""
+    objects = store.list()
+    attempts = _attempts(store, objects)
+    if _says_named(store, attempts):  # then whoever published a file had a claim
+        return max([*attempts, *(found.attempt for found in find_sets(objects))])
+    return max([*attempts, _highest_published(store, objects)])
+
+
+def names_tell(store: Store, objects: Sequence[ObjectInfo]) -> bool:
+    """Whether a manifest without an attempt in its name is of attempt 1: no older version has ever written to this run.
+
+    Each claim says so if the one before it did, or if there was nothing yet.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    return _says_named(store, _attempts(store, objects))
+
+
+def _says_named(store: Store, attempts: Sequence[int]) -> bool:
+    record = _read(store, attempts[-1]) if attempts else None
+    return record is not None and record.named
+
+
+def _are_named(store: Store, older: Sequence[int]) -> bool:
+    return _says_named(store, older) if older else not manifests_in(store.list())
+
+
+def may_live(store: Store, before_attempt: int) -> str:
+    """Holder of the newest attempt before this one, if it may still be at work; empty if it has ended.
+
+    Never waits. In the same place its process is looked up, whatever its claim says: that of a job without a stager is
+    released from the first. Elsewhere a claim that is not released counts as alive.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    older = [attempt for attempt in _attempts(store) if attempt < before_attempt]
+    record = _read(store, older[-1]) if older else None
+    mine = Identity.of_this_process()
+    if record is None or record.identity == mine:
+        return ""
+    lives = record.identity.is_running() if mine.shares_place(record.identity) else not record.released
+    return f"process {record.pid} on {record.host} (attempt {record.attempt})" if lives else ""
+
+
+def note_attempt(store: Store, attempt: int) -> bool:
+    """Leave word that this attempt is taken, by a job that has no claim: later ones get higher numbers.
+
+    Returns:
+        Whether it is this call's; False if somebody else has taken it.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    identity = Identity.of_this_process()
+    older = [one for one in _attempts(store) if one < attempt]
+    record = _LeaseRecord(
+        attempt=attempt,
+        write_id=uuid.uuid4().hex,
+        host=identity.host,
+        boot_id=identity.boot_id,
+        pid_namespace=identity.pid_namespace,
+        pid=identity.pid,
+        started=identity.started,
+        heartbeat_seconds=1.0,
+        beat=0,
+        released=True,
+        named=_are_named(store, older),
+    )
+    return store.create(_name(attempt), record.to_bytes()) or _is_of(_read(store, attempt), record.write_id)
+
+
+def _name(attempt: int) -> str:
+    return f".holdfast/writer-{attempt:06d}.json"
+
+
+def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list[int]:
+    """All claimed attempts that still have a file, ascending; of this listing, or of a new one.
+
+    Each writer takes the number after the highest one. A file whose number is far above all others is therefore not
+    ours: counted, it would leave no number for the next writer.
+    """
+    objects = store.list() if objects is None else objects
+    found = sorted(
+        (int(match[1]), info) for info in objects if (match := _NAME.fullmatch(info.name)) is not None
+    )
+    published = [int(match[1]) for info in objects if (match := _PUBLISHED.search(info.name)) is not None]
+    attempts: list[int] = []
+    for attempt, info in found:
+        below = max([*attempts[-1:], *(one for one in published if one <= attempt)], default=0)
+        if attempt - below <= _ATTEMPTS_SKIPPED_MAX:
+            attempts.append(attempt)
+        else:
+            _log.warning(
+                "%s/%s: its number is far above all others, so it is no claim that holdfast has made, and is not "
+                "counted; find out who wrote it, and remove it",
+                store.url,
+                info.name,
+            )
+    return attempts
+
+
+def _highest_published(store: Store, objects: Sequence[ObjectInfo]) -> int:
+    """The highest attempt among manifests and slices: someone may have cleared `.holdfast/`, and attempts must only
+    grow. The newest whole manifest has it.
+    """
+    highest = max((found.attempt for found in find_sets(objects)), default=0)
+    for listed in newest_first(store, objects, names_tell=False):
+        try:
+            return max(highest, Manifest.from_bytes(store.read(listed.name), source=listed.name).attempt)
+        except (DamageError, StoreMissing) as error:
+            _log.warning("a file is not counted when the number of the next attempt is chosen: %s", error)
+    return highest
+
+
+def _read(store: Store, attempt: int) -> _LeaseRecord | None:
+    """The claim of this attempt; None if it is gone or damaged."""
+    name = _name(attempt)
+    reason = "its CRC-32 does not hold"
+    try:
+        body = unseal(store.read(name, _CLAIM_BYTES_MAX), _CRC_FIELD)
+        record = None if body is None else _LeaseRecord.model_validate_json(body)
+    except StoreMissing:
+        return None
+    except DamageError as error:
+        reason = str(error)
+        record = None
+    except ValidationError as error:
+        reason = error.errors(include_url=False, include_input=False)[0]["msg"]
+        record = None
+    if record is None:
+        _log.warning(
+            "%s/%s: damaged claim (%s), which is taken for that of a dead writer", store.url, name, reason
+        )
+        return None
+    if record.attempt != attempt:
+        _log.warning(
+            "%s/%s: the claim names attempt %d and is taken for that of a dead writer",
+            store.url,
+            name,
+            record.attempt,
+        )
+        return None
+    return record
+
+
+def _is_of(record: _LeaseRecord | None, write_id: str) -> bool:
+    return record is not None and record.write_id == write_id
+
+
+def _refuse_if_alive(
+    store: Store, attempt: int, identity: Identity, heartbeat_seconds: float, sleep: Callable[[float], None]
+) -> None:
+    """Raise FencedError when the writer of claim `attempt` lives."""
+    first = _read(store, attempt)
+    if first is None or first.released:
+        return
+    if identity.shares_place(first.identity):
+        if first.identity.is_running():
+            raise FencedError(_alive_message(store, first, "is running"))
+        return
+    interval_seconds = min(max(heartbeat_seconds, first.heartbeat_seconds), _HEARTBEAT_SECONDS_MAX)
+    watched_seconds = 2 * interval_seconds
+    _log.info(
+        "%s: watching the writer of attempt %d on %s for %.1f s",
+        store.url,
+        attempt,
+        first.host,
+        watched_seconds,
+    )
+    for _ in range(2 * _LOOKS_PER_HEARTBEAT):
+        sleep(interval_seconds / _LOOKS_PER_HEARTBEAT)
+        now = _read(store, attempt)
+        if now is None or now.released:
+            return
+        if now.beat != first.beat:
+            raise FencedError(_alive_message(store, first, "gave a sign of life just now"))
+
+
+def _alive_message(store: Store, record: _LeaseRecord, sign: str) -> str:
+    return (
+        f"{store.url}: attempt {record.attempt} owns this run: process {record.pid} on {record.host} {sign}. "
+        "Wait for it or end it; each run has one writer"
+    )

@@ -1,0 +1,174 @@
+"""Times, bytes and waits of one checkpoint, as ranks, stager and flusher state them (docs/format.md, "Record").
+
+    SaveRecord of each rank, from save() to DONE ─┐
+    times of the stager ──────────────────────────┴─► StepRecord: beside the ring ─► with the writer's times: manifest
+
+Records are for people and reports, and come from outside wherever they are read: a field of a wrong type counts as
+unknown. Unknown fields, such as those of a newer version, are kept as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+_RANK_DIGITS_MAX = 9
+_STALL_SECONDS_MAX = 1e9
+_TEXTS = ("host", "replicas_digest", "job", "drift")
+_COUNTS = ("slice_bytes", "sent_bytes", "in_flight")
+_FLAGS = ("copied_inside",)
+
+
+@dataclass(slots=True)
+class SaveRecord:
+    """One rank's record of one save. None: not known yet. Seconds are durations unless a name says `at_unix`.
+
+    Attributes:
+        copied_inside: Whether the copy was finished inside `save()`, so that nothing could tear it.
+        save_seconds: In `save()`. `gate_seconds`: waited at the gate. `cst_seconds`: both, the stall.
+        sending_seconds: From `save()` to this state of the transfer; so the other names of states.
+        job: Of a slice's seal: the job that wrote it. `drift`: of a slice in the ring: why its replicas differ.
+        more: Fields that this version does not know, or of another type than it expects.
+    """
+
+    saved_at_unix: float | None = None
+    wait_seconds: float | None = None
+    slice_bytes: int | None = None
+    save_seconds: float | None = None
+    host: str | None = None
+    copied_inside: bool | None = None
+    in_flight: int | None = None
+    copy_seconds: float | None = None
+    gate_seconds: float | None = None
+    cst_seconds: float | None = None
+    replicas_digest: str | None = None
+    fingerprint_seconds: float | None = None
+    sending_seconds: float | None = None
+    crc_seconds: float | None = None
+    sent_bytes: int | None = None
+    sent_seconds: float | None = None
+    staged_seconds: float | None = None
+    durable_seconds: float | None = None
+    declined_seconds: float | None = None
+    failed_seconds: float | None = None
+    tier_seconds: float | None = None
+    job: str | None = None
+    drift: str | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The known fields in their order, then the rest."""
+        known = ((name, getattr(self, name)) for name in _NAMES)
+        return {name: value for name, value in known if value is not None} | self.more
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Self:
+        """Read any JSON object; never fails."""
+        record = cls()
+        for name, value in said.items():
+            if _fits(name, value):
+                setattr(record, name, value)
+            else:
+                record.more[name] = value
+        return record
+
+    def update(self, other: SaveRecord) -> None:
+        """Take over what `other` knows."""
+        for name in _NAMES:
+            if (value := getattr(other, name)) is not None:
+                setattr(self, name, value)
+        self.more |= other.more
+
+
+_NAMES = tuple(one.name for one in fields(SaveRecord) if one.name != "more")
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name in _TEXTS:
+        return isinstance(value, str)
+    if name in _FLAGS:
+        return isinstance(value, bool)
+    if name in _COUNTS:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return name in _NAMES and is_number(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value from outside is a finite number that a float holds."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and -sys.float_info.max <= value <= sys.float_info.max
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """The record of one checkpoint.
+
+    Attributes:
+        ranks: rank → what it said.
+        staged_at_unix: When every slice was in the ring, by the stager's clock. `pgt1_seconds`: since the first save.
+        offers_seconds: From the first rank's offer to the last. `receive_seconds`: from then to staged.
+        drift: Why the replicas are not the same, as the stager found; empty as far as is known.
+    """
+
+    ranks: dict[int, SaveRecord] = field(default_factory=dict)
+    staged_at_unix: float | None = None
+    pgt1_seconds: float | None = None
+    offers_seconds: float | None = None
+    receive_seconds: float | None = None
+    drift: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        stager = ((name, getattr(self, name)) for name in _STAGER)
+        said: dict[str, Any] = {
+            "ranks": {str(rank): one.to_json() for rank, one in sorted(self.ranks.items())}
+        }
+        said["stager"] = {name: value for name, value in stager if value is not None}
+        return said | ({"divergence": {"message": self.drift}} if self.drift else {})
+
+    @classmethod
+    def from_json(cls, said: Any) -> Self:
+        """Read the record of a manifest, a ring's checkpoint file or an event; never fails."""
+        said = said if isinstance(said, Mapping) else {}
+        ranks, stager, divergence = (_mapping(said.get(name)) for name in ("ranks", "stager", "divergence"))
+        record = cls(
+            {
+                int(rank): SaveRecord.from_json(one)
+                for rank, one in ranks.items()
+                if isinstance(one, Mapping) and len(str(rank)) <= _RANK_DIGITS_MAX and str(rank).isdecimal()
+            }
+        )
+        for name in _STAGER:
+            if is_number(stager.get(name)):
+                setattr(record, name, stager[name])
+        drift = divergence.get("message")
+        record.drift = drift if isinstance(drift, str) else ""
+        return record
+
+    @property
+    def saved_at_unix(self) -> float | None:
+        """When the first rank called `save()`."""
+        return min((at for one in self.ranks.values() if (at := one.saved_at_unix) is not None), default=None)
+
+    @property
+    def stall_seconds(self) -> dict[int, float]:
+        """How long the checkpoint stalled the training thread of each rank (CST)."""
+        said = {rank: one.cst_seconds for rank, one in self.ranks.items()}
+        return {
+            rank: float(seconds)
+            for rank, seconds in said.items()
+            if seconds is not None and 0 <= seconds < _STALL_SECONDS_MAX
+        }
+
+    @property
+    def is_copied_inside(self) -> bool:
+        """Whether each rank finished its copy inside `save()`; True where a rank does not say."""
+        return all(one.copied_inside is not False for one in self.ranks.values())
+
+
+_STAGER = ("staged_at_unix", "pgt1_seconds", "offers_seconds", "receive_seconds")
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

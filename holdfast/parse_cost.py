@@ -1,0 +1,68 @@
+"""The memory that parsing takes, estimated before it: a limit on size alone lets 31 KiB of input take a gigabyte.
+
+    compressed ─► piece by piece ─► raw JSON ─► estimated bytes of its Python objects ─► json.loads
+                      └── above `allowed(received bytes)`: refused ──┘
+
+The estimate counts brackets, commas and quotes, which are what objects are made of. Layouts and tables of real states
+cost about 50 bytes for each compressed byte that is received, manifests about 10 for each byte
+(tests/unit/holdfast/test_parse_cost.py measures both). Limits of five times that and a fixed allowance refuse no real
+input, and an attacker has to send megabytes to make a process take a gigabyte.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+COMPRESSED_FACTOR = 256  # of each byte received
+PLAIN_FACTOR = 24
+_ALLOWANCE_BYTES = 32 << 20
+_PIECE_BYTES = 1 << 20
+_CONTAINER_BYTES, _ITEM_BYTES, _TEXT_BYTES = 96, 40, 60
+
+
+class InputTooLarge(ValueError):
+    """Parsing would take more memory than the limit for input of this size."""
+
+
+def json_cost(raw: bytes) -> int:
+    """Estimated bytes of the text and of the objects that `json.loads` makes of it."""
+    containers = raw.count(b"[") + raw.count(b"{")
+    items = raw.count(b",") + raw.count(b":")
+    return len(raw) + _CONTAINER_BYTES * containers + _ITEM_BYTES * items + _TEXT_BYTES * raw.count(b'"') // 2
+
+
+def allowed_cost(received_bytes: int, factor: int) -> int:
+    """The limit for input of this size: `factor` for each byte received, and a fixed allowance."""
+    return _ALLOWANCE_BYTES + factor * received_bytes
+
+
+def check_cost(cost: int, received_bytes: int, factor: int) -> None:
+    """Refuse what costs more than `factor` for each byte received, and a fixed allowance. Raises `InputTooLarge`."""
+    allowed = allowed_cost(received_bytes, factor)
+    if cost > allowed:
+        raise InputTooLarge(
+            f"{received_bytes} bytes received would take {cost} bytes or more to parse, expected at most {allowed}"
+        )
+
+
+def inflate_json(data: bytes | bytearray | memoryview, bytes_max: int) -> bytes:
+    """Decompress JSON that `zlib.compress` packed, within the limit.
+
+    Raises:
+        InputTooLarge: It is above `bytes_max`, or above the limit for what was received.
+        ValueError: It is truncated.
+        zlib.error: It is not zlib data.
+    """
+    inflater, received_bytes = zlib.decompressobj(), len(data)
+    raw, cost = bytearray(), 0
+    while not inflater.eof:
+        piece = inflater.decompress(data, _PIECE_BYTES)
+        data = inflater.unconsumed_tail
+        raw += piece
+        cost += json_cost(piece)
+        check_cost(cost, received_bytes, COMPRESSED_FACTOR)
+        if len(raw) > bytes_max:
+            raise InputTooLarge(f"above {bytes_max} bytes unpacked")
+        if not piece and not data and not inflater.eof:
+            raise ValueError("truncated")
+    return bytes(raw)

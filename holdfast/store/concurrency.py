@@ -1,0 +1,243 @@
+"""Limits how many requests to a store are under way at once, each way, for all that this process does there.
+
+    disk, NFS: fixed          any fsspec store: fixed          S3: found by measurement, to 128
+
+    growing ── faster by enough ──► wider still          narrowing ── as fast with fewer ──► narrower still
+       └────── not: back ──► narrowing                       └── not: back ──► keeping ── after a while ──► growing …
+
+Bytes a second are estimated from single requests: each brings its bytes over its own time, and `width` of them run side
+by side. So the ends of an upload, and the waits between two, measure nothing and count for nothing. Where each
+connection stays as fast although there are more of them, the next step is a factor of four, else of two, and fewer
+would be slower. A width that brought nothing is tried again only after ever longer: the network may change.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import TypeVar
+
+from holdfast.store import is_s3, parts_at_once
+
+_FASTER = 1.08  # what twice as many must bring at the least
+_AS_FAST = 0.96  # what a quarter fewer may lose
+_UNDISTURBED = 0.85  # of its speed that a connection keeps, beside more of them
+_SAMPLES_MIN, _SAMPLES_MAX = 4, 32
+_KEPT_WINDOWS, _KEPT_WINDOWS_MAX = 8, 32
+
+
+class _Phase(Enum):
+    FIRST = auto()
+    GROWING = auto()
+    NARROWING = auto()
+    KEEPING = auto()
+
+
+class AdaptiveLimit:
+    """Finds how many requests are best, from how fast those that ended were. Times go in. Not thread-safe.
+
+    Args:
+        least: Never fewer. `most`: never more.
+    """
+
+    def __init__(self, start: int, *, least: int, most: int) -> None:
+        if not 1 <= least <= start <= most:
+            raise ValueError(f"expected 1 <= least <= start <= most, got {least}, {start}, {most}")
+        self._least, self._most = least, most
+        self._width, self._phase = start, _Phase.FIRST
+        self._base, self._base_speed = start, 0.0  # the best width so far, and bytes a second with it
+        self._undisturbed = False  # fewer were slower, each connection as fast
+        self._kept, self._kept_windows, self._is_turn_to_narrow = 0, _KEPT_WINDOWS, False
+        self._begin(-math.inf)
+
+    @property
+    def width(self) -> int:
+        """How many requests may be under way now."""
+        return self._width
+
+    def ended(self, began: float, now: float, nbytes: int, *, full: bool) -> None:
+        """A request has ended.
+
+        Args:
+            began: When it began, in seconds of any clock.
+            now: When it ended, of the same clock.
+            nbytes: What it carried.
+            full: Whether as many as allowed were under way: other requests tell nothing of the width.
+        """
+        if not full or began <= self._since or now <= began:
+            return
+        self._bytes += nbytes
+        self._seconds += now - began
+        self._samples += 1
+        if self._samples >= min(max(self._width, _SAMPLES_MIN), _SAMPLES_MAX):
+            self._decide(self._width * self._bytes / self._seconds)
+            self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        """A new window: requests that began before it ran beside another number of them."""
+        self._since, self._bytes, self._seconds, self._samples = now, 0, 0.0, 0
+
+    def _decide(self, speed: float) -> None:
+        match self._phase:
+            case _Phase.FIRST:
+                self._base_speed = speed
+                self._grow(4)
+            case _Phase.GROWING:
+                factor = self._width / self._base
+                if speed >= self._base_speed * _FASTER:
+                    self._undisturbed = speed >= _UNDISTURBED * factor * self._base_speed
+                    self._base, self._base_speed, self._kept_windows = self._width, speed, _KEPT_WINDOWS
+                    self._grow(4 if self._undisturbed else 2)
+                elif factor > 2:
+                    self._grow(2)
+                else:
+                    self._narrow()
+            case _Phase.NARROWING:
+                if speed >= self._base_speed * _AS_FAST:
+                    # Not this speed: a little lost at each step would add up.
+                    self._base, self._undisturbed = self._width, False
+                    self._narrow()
+                else:
+                    self._undisturbed = True  # from here on fewer are slower
+                    self._keep()
+            case _Phase.KEEPING:
+                self._base_speed += (speed - self._base_speed) / 4
+                self._kept += 1
+                if self._kept >= self._kept_windows:
+                    self._kept_windows = min(2 * self._kept_windows, _KEPT_WINDOWS_MAX)
+                    self._is_turn_to_narrow = not self._is_turn_to_narrow
+                    self._undisturbed = self._undisturbed and not self._is_turn_to_narrow
+                    if self._is_turn_to_narrow:
+                        self._narrow()
+                    else:
+                        self._grow(2)
+
+    def _grow(self, factor: int) -> None:
+        self._phase, self._width = _Phase.GROWING, min(self._base * factor, self._most)
+        if self._width == self._base:
+            self._narrow()
+
+    def _narrow(self) -> None:
+        self._phase, self._width = _Phase.NARROWING, max(self._base * 3 // 4, self._least)
+        if self._undisturbed or self._width == self._base:
+            self._keep()
+
+    def _keep(self) -> None:
+        self._phase, self._width, self._kept = _Phase.KEEPING, self._base, 0
+
+
+_Result = TypeVar("_Result")
+
+REQUESTS_MAX = 128
+_REQUESTS_MIN = 2
+_READS, _READS_S3 = 2, 8
+
+
+class LimitedRequest:
+    """A request under way. `nbytes`: what it carried; 0 if it failed or is of another kind."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+
+class ConcurrencyLimit:
+    """Lets a number of requests through at once. May be used from any thread.
+
+    Args:
+        found: Finds how many are best; None: always `most`.
+    """
+
+    def __init__(
+        self, most: int, found: AdaptiveLimit | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.most, self._found, self._clock = most, found, clock
+        self._free = threading.Condition()
+        self._taken = 0
+
+    @property
+    def width(self) -> int:
+        """How many requests may be under way now."""
+        return self.most if self._found is None else self._found.width
+
+    @contextmanager
+    def request(self) -> Iterator[LimitedRequest]:
+        """Wait until one more request may begin; it ends with the block."""
+        with self._free:
+            while self._taken >= self.width:
+                self._free.wait()
+            self._taken += 1
+        request, began = LimitedRequest(), self._clock()
+        try:
+            yield request
+        finally:
+            now = self._clock()
+            with self._free:
+                before = self.width
+                if self._found is not None and request.nbytes:
+                    self._found.ended(began, now, request.nbytes, full=self._taken >= before)
+                self._taken -= 1
+                self._free.notify(1 + max(0, self.width - before))
+
+
+class LimitedUntilFailure:
+    """Requests of which none begins once one has failed. May be used from any thread.
+
+    A store that is gone fails every request only after many tries; the waiting requests would add theirs.
+    """
+
+    def __init__(self) -> None:
+        self._over: list[BaseException] = []
+
+    def run(self, limit: ConcurrencyLimit, call: Callable[[LimitedRequest], _Result]) -> _Result:
+        """Wait until the limit allows it, and make the call. Raises `CancelledError`: another one had failed before, or
+        it is over.
+        """
+        with limit.request() as request:
+            if self._over:
+                raise CancelledError
+            try:
+                return call(request)
+            except BaseException as error:
+                self._over.append(error)  # before the next one may begin
+                raise
+
+    def check(self) -> None:
+        """Raise what the first one that failed has raised, if one has."""
+        if self._over:
+            raise self._over[0]
+
+    def end(self) -> None:
+        """Nobody wants the answers of those that have not begun."""
+        self._over.append(CancelledError())
+
+
+def writing(url: str, most: int | None = None) -> ConcurrencyLimit:
+    """The limit for the parts of uploads to the store at `url`.
+
+    Args:
+        url: The run.
+        most: A number that somebody has set: it is kept to, and nothing is measured.
+    """
+    if most is not None or not is_s3(url):
+        return ConcurrencyLimit(most or parts_at_once(url))
+    return ConcurrencyLimit(
+        REQUESTS_MAX, AdaptiveLimit(parts_at_once(url), least=_REQUESTS_MIN, most=REQUESTS_MAX)
+    )
+
+
+def reading(url: str, most: int | None = None) -> ConcurrencyLimit:
+    """The same for long reads from it."""
+    if most is not None or not is_s3(url):
+        return ConcurrencyLimit(most or _READS)
+    return _reading_s3(url)
+
+
+@functools.lru_cache(16)
+def _reading_s3(url: str) -> ConcurrencyLimit:  # noqa: ARG001 - what was found is kept: a tool and a flusher read one run many times
+    return ConcurrencyLimit(REQUESTS_MAX, AdaptiveLimit(_READS_S3, least=_REQUESTS_MIN, most=REQUESTS_MAX))

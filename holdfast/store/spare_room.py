@@ -1,0 +1,140 @@
+"""Reuses the blocks of a removed checkpoint for the next one.
+
+    retire ─► .holdfast/tmp/spare.…, durably ─► begin: nobody else has it? ─► the next upload's temporary file
+                        └── a second one, close ─► removed         └── somebody has ─► removed; new room
+
+A disk may take much less time to write over blocks that it has than to give new ones: the file system need not
+turn reserved room into written room, nor the device beneath it find some (docs/design/029-reused-room.md). What PCcheck
+(Strati et al., ASPLOS 2025, section 3) has from preallocated slots, ordinary files get by being used again.
+
+Whoever has the old file open, mapped or linked would see it change: then it is not used. The kernel knows, on file
+systems of this machine alone: it grants a write lease only on a file that nobody else has open.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import os
+import secrets
+import stat
+import threading
+from pathlib import Path
+
+from holdfast.faultpoint import Point, reach
+from holdfast.store.names import temporary_name
+from holdfast.store.posix_io import make_directories, sync_directory
+
+_log = logging.getLogger("holdfast.store.posix")
+
+_EXT, _XFS = (
+    0xEF53,
+    0x58465342,
+)  # statfs(2): they write in place, and their files are opened through this kernel
+_STATFS_BYTES = 512  # more than the structure takes anywhere
+
+
+class SpareRoom:
+    """At most one old file, kept so that its blocks are reused. Safe for any thread."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._spare: Path | None = None
+        self._lock = threading.Lock()
+
+    def keep(self, path: Path) -> bool:
+        """Take a file that is no longer wanted out of sight, durably. False: nothing was done, delete it. Raises
+        `OSError`: it has left its name; whether that is durable is not known.
+        """
+        try:
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode) or not status.st_size or not writes_in_place(path.parent):
+                return False
+            spare = self._root / temporary_name(f"spare.{secrets.token_hex(8)}", "room")
+            make_directories(spare.parent)
+            path.rename(spare)
+        except OSError:
+            return False
+        try:
+            # Before anything is written over it: a power cut must not bring the old name back, with new bytes under it.
+            sync_directory(path.parent)
+            sync_directory(spare.parent)
+        except BaseException:
+            spare.unlink(missing_ok=True)
+            raise
+        reach(Point.FILE_RETIRED)
+        with self._lock:
+            older, self._spare = self._spare, spare
+        if older is not None:
+            older.unlink(missing_ok=True)
+        return True
+
+    def take(self, fresh: Path, descriptor: int) -> int:
+        """Put the kept file in the place of a new, empty one.
+
+        Returns:
+            The descriptor to go on with: of the kept file under the new one's name (`descriptor` is closed then), or
+            `descriptor`, if there is none or it is somebody else's, too.
+        """
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is None:
+            return descriptor
+        try:
+            kept = os.open(spare, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            _log.info("%s: the disk space of this old checkpoint is not reused: %s", spare, error)
+            spare.unlink(missing_ok=True)
+            return descriptor
+        try:
+            if not _is_ours_alone(kept, like=descriptor):
+                _log.info(
+                    "%s: another process has the file open or linked, so its disk space is not reused", spare
+                )
+                spare.unlink(missing_ok=True)
+                os.close(kept)
+                return descriptor
+            spare.rename(fresh)
+        except BaseException:
+            os.close(kept)
+            raise
+        reach(Point.ROOM_TAKEN)
+        os.close(descriptor)
+        return kept
+
+    def drop(self) -> bool:
+        """Give the blocks back; whether there were any."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is None:
+            return False
+        spare.unlink(missing_ok=True)
+        return True
+
+
+def _is_ours_alone(descriptor: int, *, like: int) -> bool:
+    """Whether nobody else has the file open, mapped or under a second name; it then gets the new file's permissions."""
+    status, wanted = os.fstat(descriptor), os.fstat(like)
+    owner = (status.st_uid, status.st_gid, status.st_dev)
+    if status.st_nlink != 1 or owner != (wanted.st_uid, wanted.st_gid, wanted.st_dev):
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    if status.st_mode != wanted.st_mode:
+        os.fchmod(descriptor, stat.S_IMODE(wanted.st_mode))
+    return True
+
+
+def writes_in_place(directory: Path) -> bool:
+    """Whether files there are written over in place, and opened through this machine's kernel alone: ext4 and XFS."""
+    statfs = getattr(ctypes.CDLL(None, use_errno=True), "statfs", None)
+    if statfs is None or not hasattr(fcntl, "F_SETLEASE"):
+        return False
+    answer = ctypes.create_string_buffer(_STATFS_BYTES)
+    if statfs(os.fsencode(directory), answer) != 0:
+        return False
+    return ctypes.c_long.from_buffer(answer).value in (_EXT, _XFS)

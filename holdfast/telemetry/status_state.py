@@ -1,0 +1,203 @@
+"""The facts that stager and flusher remember for `holdfast status`, made of the events that they emit.
+
+    EventLog.emit ─► StatusState.hear ─► newest checkpoints, declined steps, notices, problems, reason of the interval
+                                     └─► StatusState.said ─► `holdfast status`
+
+All of it is bounded: lists keep the newest, texts are cut. `hear` is called from any thread, `said` from another.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Literal
+
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.save_record import StepRecord
+from holdfast.telemetry.causes import OTHER, cause_in
+from holdfast.telemetry.event_text import NOTICES, TROUBLES, cut, event_text
+from holdfast.telemetry.status_document import (
+    CHECKPOINTS_MAX,
+    LINES_MAX,
+    RANKS_MAX,
+    TEXT_CHARACTERS_MAX,
+    RankStatus,
+    StatusDocument,
+    StatusLine,
+    Transport,
+    checkpoint_status,
+)
+
+_CAUSES_MAX = 16
+_STATE_ORDER = ("lost", "silent", "coming", "here", "left")
+
+
+class StatusState:
+    """See the module.
+
+    Args:
+        ranks: Gives the ranks as this process sees them, and how many there are; called from the thread that asks.
+    """
+
+    def __init__(
+        self,
+        role: Literal["stager", "flusher"],
+        run: str,
+        *,
+        ranks: Callable[[], Sequence[RankStatus]] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._role, self._run, self._ranks, self._clock = role, run, ranks, clock
+        self._lock = threading.Lock()
+        self._since = clock()
+        self._attempt = 0
+        self._checkpoints: OrderedDict[CheckpointId, dict[str, Any]] = OrderedDict()
+        self._causes: Counter[str] = Counter()
+        self._declined: deque[StatusLine] = deque(maxlen=LINES_MAX)
+        self._notices: deque[StatusLine] = deque(maxlen=LINES_MAX)
+        self._problems: deque[StatusLine] = deque(maxlen=LINES_MAX)
+        self._stalls: dict[int, tuple[int, float]] = {}  # rank → step, seconds; of the newest that is durable
+        self._attached: bool | None = False if role == "flusher" else None
+        self._ended_at: float | None = None
+        self._interval_why = ""
+        self._transport: Transport | None = None
+
+    def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+        """Remember one event; one that means nothing here is passed over."""
+        with self._lock:
+            if event in NOTICES:
+                self._notices.append(self._line(event, fields, step))
+            elif event in TROUBLES:
+                self._problems.append(self._line(event, fields, step))
+            match event:
+                case "flusher_ready" | "stager_ready":
+                    self._since, self._attempt = self._clock(), fields["attempt"]
+                    self._transport = fields.get("transport")
+                case "flusher_replaced":
+                    self._attempt = fields["attempt"]
+                case "stager_attached":
+                    self._attached, self._ended_at, self._attempt = True, None, fields["attempt"]
+                case "stager_gone":
+                    self._attached, self._ended_at = False, self._clock()
+                case "interval":
+                    self._interval_why = cut(str(fields["why"]))
+                case "interval_loose":
+                    self._interval_why = cut(f"powers of two, until the next change: {fields['reason']}")
+                case "found":
+                    self._found(fields, step)
+                case _ if step is not None:
+                    self._hear_of_step(event, fields, step)
+
+    def _hear_of_step(self, event: str, fields: Mapping[str, Any], step: int) -> None:
+        attempt = int(fields.get("attempt", self._attempt))
+        now = self._clock()
+        match event:
+            case "flush_began" | "recovered":
+                self._note(attempt, step, image_bytes=fields.get("image_bytes"))
+            case "staged":
+                pgt1_seconds = float(fields["pgt1_seconds"])
+                self._note(
+                    attempt,
+                    step,
+                    image_bytes=fields["image_bytes"],
+                    staged_at_unix=now,
+                    saved_at_unix=now - pgt1_seconds,
+                    pgt1_seconds=pgt1_seconds,
+                )
+            case "durable":
+                self._durable(attempt, step, fields, now)
+            case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
+                nonfinite = fields.get("nonfinite")
+                self._note(attempt, step, read_back=event, read_back_at_unix=now, nonfinite=nonfinite)
+            case "flush_held":
+                self._note(attempt, step, held=cut(str(fields.get("message", "held"))))
+            case "flush_resumed":
+                self._note(attempt, step, held="")
+            case "declined" | "failed" | "flush_failed":
+                cause = cause_in(fields)
+                self._causes[
+                    cause if cause in self._causes or len(self._causes) < _CAUSES_MAX else OTHER
+                ] += 1
+                self._declined.append(self._line(event, fields, step))
+                if event != "declined":
+                    self._note(
+                        attempt, step, failed=cut(str(fields.get("message") or fields.get("reason") or event))
+                    )
+
+    def _durable(self, attempt: int, step: int, fields: Mapping[str, Any], now: float) -> None:
+        record = StepRecord.from_json(fields.get("record"))
+        stalls = record.stall_seconds
+        self._note(
+            attempt,
+            step,
+            image_bytes=fields["image_bytes"],
+            durable_at_unix=now,
+            pgt2_seconds=fields["pgt2_seconds"],
+            saved_at_unix=record.saved_at_unix or now - fields["pgt2_seconds"],
+            staged_at_unix=record.staged_at_unix,
+            pgt1_seconds=record.pgt1_seconds,
+            stall_seconds=max(stalls.values(), default=None),
+            held="",
+        )
+        if stalls:
+            self._stalls = {rank: (step, seconds) for rank, seconds in stalls.items()}
+
+    def _found(self, fields: Mapping[str, Any], step: int | None) -> None:
+        created = datetime.fromisoformat(fields["created"]).timestamp()
+        state = "verified" if fields["state"] == "verified" else ""
+        self._note(
+            int(fields["attempt"]), step or 0, durable_at_unix=created, saved_at_unix=created, read_back=state
+        )
+
+    def _note(self, attempt: int, step: int, **known: Any) -> None:
+        row = self._checkpoints.setdefault(CheckpointId(attempt, step), {})
+        row.update({name: value for name, value in known.items() if value is not None})
+        while len(self._checkpoints) > CHECKPOINTS_MAX:
+            del self._checkpoints[min(self._checkpoints)]
+
+    def _line(self, event: str, fields: Mapping[str, Any], step: int | None) -> StatusLine:
+        return StatusLine(at_unix=self._clock(), event=event, step=step, text=event_text(fields))
+
+    # -- what is said ----------------------------------------------------------------------------------------------
+
+    def said(self) -> StatusDocument:
+        """The document, as things stand."""
+        ranks = list(self._ranks()) if self._ranks is not None else []
+        with self._lock:
+            if self._ranks is None:
+                ranks = [
+                    RankStatus(rank=rank, step=step, stall_seconds=seconds)
+                    for rank, (step, seconds) in self._stalls.items()
+                ]
+            return StatusDocument(
+                role=self._role,
+                run=cut(self._run, 4 * TEXT_CHARACTERS_MAX),
+                pid=os.getpid(),
+                attempt=self._attempt,
+                since_unix=self._since,
+                now_unix=self._clock(),
+                ranks_total=len(ranks),
+                ranks=tuple(sorted(ranks, key=_worst_first)[:RANKS_MAX]),
+                checkpoints=tuple(
+                    checkpoint_status(attempt, step, **row)
+                    for (attempt, step), row in sorted(self._checkpoints.items())
+                ),
+                not_taken=dict(self._causes),
+                declined=tuple(self._declined),
+                notices=tuple(self._notices),
+                problems=tuple(self._problems),
+                stager_attached=self._attached,
+                work_ended_at_unix=self._ended_at,
+                transport=self._transport,
+                interval_why=self._interval_why,
+            )
+
+
+def _worst_first(said: RankStatus) -> tuple[int, int, float, int]:
+    """Lost, then silent; of those that are here who is behind in steps, then who was held up most."""
+    step = -1 if said.step is None else said.step
+    return (_STATE_ORDER.index(said.state), step, -(said.stall_seconds or 0.0), said.rank)

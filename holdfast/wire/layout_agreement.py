@@ -1,0 +1,365 @@
+"""The ranks' agreement on a layout: all have the same tensors, and leave the same room for values that may grow.
+
+    PROPOSE of every rank ─► tables equal? ─ yes ─► replicas equal? ─ yes ─► RESERVED: the same reserves for all
+                                 │                        └────────── no ──► REFUSED: which rank, which tensor, why
+                                 ├─ other names ─► RESERVED asks ─► PROPOSE with places ─► the same, of the union
+                                 └─ else ────────────────────────────────────► REFUSED
+    FITS or OFFER of a rank, for the step that another one proposes for ──────► REFUSED: that one alone has changed
+
+Pure: proposals in, an answer out. One round is open at a time; a rank that proposes twice before all have proposed
+replaces what it said. The leader of the round uses it: the stager, or with local tiers the ranks' own council.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
+from holdfast.image.regions import Pattern, unite
+from holdfast.wire.frames import Frame, peer_error
+from holdfast.wire.replica_proof import ReplicaProof, prove, ranks_named
+from holdfast.wire.state_messages import Agreement, Proposal, ProposalReader
+from holdfast.wire.union_table import union_of
+
+_NAMED_MAX = 1000  # tensors in one message
+_PAGE_BYTES = 4096
+_PICKLE_RESERVE_UNIT_BYTES = 64 * 1024
+_PATIENCE_SECONDS = 10.0  # before the log says who is waited for
+_STEPS_KNOWN = 16  # of which it is known whose states fit: ranks are not many steps apart
+_ALL_RANKS = (
+    "Every rank must call step() or save(), each for its own part of the state: not inside `if rank == 0:`"
+)
+
+
+class OneSided(NamedTuple):
+    """The end of a round that only some ranks began: `ranks` are told `error`, and `step` is given up."""
+
+    ranks: tuple[int, ...]
+    step: int
+    error: HoldfastError
+
+
+class LayoutRound:
+    """Collects one proposal of each rank.
+
+    Args:
+        seconds_max: How long the last one is waited for after the first.
+    """
+
+    def __init__(self, ranks: int, seconds_max: float, *, who: str = "the stager") -> None:
+        self._ranks, self._seconds_max, self._who = ranks, seconds_max, who
+        self._proposals: dict[int, Proposal] = {}
+        self._reader = ProposalReader(2 * ranks)
+        self._gone: dict[int, str] = {}  # rank → why it never proposes again
+        # Step → ranks whose state fits the layout there
+        self._fitting: OrderedDict[int, set[int]] = OrderedDict()
+        self._begun_at = 0.0
+        self._is_said = False
+
+    def read(self, frame: Frame) -> Proposal:
+        """Read a proposal of this round. Raises `ProtocolError`: as `ProposalReader.read`."""
+        return self._reader.read(frame)
+
+    def propose(
+        self, rank: int, proposal: Proposal, now: float
+    ) -> Agreement | HoldfastError | OneSided | None:
+        """Take one rank's proposal. None: others are missing. Otherwise the answer to all; the next round begins."""
+        if not self._proposals:
+            self._begun_at, self._is_said = now, False
+        self._proposals[rank] = proposal
+        if self._gone:
+            return self._ended()
+        if len(self._proposals) < self._ranks:
+            return self._one_sided(proposal.step)
+        proposals = self._over()
+        refused = _refused(proposals)
+        if refused is not None:
+            return refused
+        try:
+            return _agreed([proposals[rank] for rank in range(self._ranks)])
+        except (StateError, ProtocolError) as refusal:
+            return refusal
+
+    def fits(self, rank: int, step: int) -> OneSided | None:
+        """A rank saves this step with the layout that it has: it will propose nothing for it."""
+        self._fitting.setdefault(step, set()).add(rank)
+        while len(self._fitting) > _STEPS_KNOWN:
+            self._fitting.popitem(last=False)
+        return self._one_sided(step) if self._proposals else None
+
+    def _one_sided(self, step: int) -> OneSided | None:
+        """The end of the round, if some ranks propose for this step and others never will.
+
+        A step that a rank saves twice has fitted the first time: of such a rank nothing follows.
+        """
+        fitting = self._fitting.get(step, set())
+        alone = [rank for rank, one in self._proposals.items() if one.step == step and rank not in fitting]
+        others = sorted(fitting - self._proposals.keys())
+        if step < 0 or not alone or not others:
+            return None
+        proposals = self._over()
+        first = proposals[min(alone)]
+        who = ranks_named(sorted(alone))
+        if first.refusal is not None:
+            code, why = first.refusal
+            return OneSided(tuple(proposals), step, peer_error(code, f"step {step}: {who}: {why}"))
+        why = first.change or "its tensors are others than before"
+        return OneSided(
+            tuple(proposals),
+            step,
+            StateError(
+                f"step {step}: the state of {who} has changed, and that of {ranks_named(others)} has not: {why}. All "
+                "ranks must change their tensors, and how these are split, before the same save"
+            ),
+        )
+
+    def late(self, now: float) -> str:
+        """Which ranks a round waits for, as a warning, said once in each round; empty while there is no need."""
+        if not self._proposals or self._is_said or now - self._begun_at <= _PATIENCE_SECONDS:
+            return ""
+        self._is_said = True
+        return (
+            f"{self._who} has waited {_PATIENCE_SECONDS:g} s for the layout of {self._missing}, and gives up after "
+            f"{self._seconds_max:g} s. {_ALL_RANKS}"
+        )
+
+    def overdue(self, now: float) -> HoldfastError | None:
+        """The answer to all, when some rank has not proposed in time."""
+        if not self._proposals or now - self._begun_at <= self._seconds_max:
+            return None
+        missing = self._missing
+        self._over()
+        return PeerLost(
+            f"{self._who} waited {self._seconds_max:g} s for the layout of {missing}; do all ranks save at the same "
+            f"steps? {_ALL_RANKS}"
+        )
+
+    def lost(self, rank: int, reason: str, *, by_itself: bool = False) -> HoldfastError | None:
+        """The answer to all, when a rank is lost while a round is open. Later rounds are answered the same.
+
+        Args:
+            rank: Proposes no more.
+            reason: Why.
+            by_itself: Its script has ended, or has closed its checkpointer, before this save.
+        """
+        self._gone.setdefault(rank, f"{reason}. {_ALL_RANKS}" if by_itself else reason)
+        return self._ended() if self._proposals else None
+
+    @property
+    def _missing(self) -> str:
+        return ranks_named([rank for rank in range(self._ranks) if rank not in self._proposals])
+
+    def _over(self) -> dict[int, Proposal]:
+        """Begin the next round; returns the proposals of this one."""
+        proposals, self._proposals = self._proposals, {}
+        self._reader.forget()
+        return proposals
+
+    def _ended(self) -> HoldfastError:
+        """The answer to a round in which a rank is gone."""
+        asked, why = ranks_named(sorted(self._proposals)), next(iter(self._gone.values()))
+        self._over()
+        return PeerLost(f"{asked} began a save, and the ranks cannot agree on a layout: {why}")
+
+
+def _refused(proposals: Mapping[int, Proposal]) -> HoldfastError | None:
+    """The refusal of some ranks as the answer to all; None if none refuses."""
+    said: dict[tuple[str, str], list[int]] = {}
+    for rank, proposal in sorted(proposals.items()):
+        if proposal.refusal is not None:
+            said.setdefault(proposal.refusal, []).append(rank)
+    for (code, message), ranks in said.items():
+        everybody = len(ranks) == len(proposals)
+        return peer_error(code, message if everybody else f"{ranks_named(ranks)}: {message}")
+    return None
+
+
+def _agreed(proposals: Sequence[Proposal]) -> Agreement:
+    """The answer to what all ranks, by rank, have proposed.
+
+    Raises:
+        StateError: It does not fit; names rank, tensor and what to do.
+        ProtocolError: A rank's message contradicts itself.
+    """
+    first = proposals[0]
+    for rank, proposal in enumerate(proposals):
+        if first.per_rank_bytes.keys() != proposal.per_rank_bytes.keys():
+            expected, got = sorted(first.per_rank_bytes), sorted(proposal.per_rank_bytes)
+            raise StateError(f"rank {rank}: expected PerRank values {expected} as on rank 0, got {got}")
+    stages = [proposal.stage for proposal in proposals if proposal.stage is not None]
+    union, table, makers = None, first.table, [first]
+    if len(stages) == len(proposals):
+        united = union_of(proposals, stages)
+        union, table, sums = united.union, united.proof_table, list[Sequence[int]](united.sums)
+        saids, members = united.held, list(range(len(proposals)))
+        makers = [proposals[rank] for rank in united.makers]
+    else:
+        named = sorted(str(row[0]) for row in table)
+        for other, proposal in enumerate(proposals):
+            if proposal.table_digest == first.table_digest:
+                if proposal.table is not first.table and proposal.table != first.table:
+                    raise ProtocolError(f"rank {other}: PROPOSE: another table with the digest of rank 0's")
+                continue
+            if sorted(str(row[0]) for row in proposal.table) != named:
+                return Agreement(0, {}, asks_stages=True)
+            raise StateError(
+                f"rank {other}: {difference(first, proposal)}; every rank must hand over the same state. A model that "
+                "is split among the ranks (shards, experts): hand over each rank's part as Split(tensor, shape, "
+                "start), under the same names on all ranks"
+            )
+        sums = [proposal.sums for proposal in proposals]
+        saids, members = _by_group(proposals)
+    proven = prove(table, dict(enumerate(sums))) if len(sums) > 1 and all(sums) else ReplicaProof("", ())
+    if proven.refusal:
+        raise StateError(proven.refusal)
+    patterns, split_rows = _patterns(table, proposals, saids, members, sums)
+    return Agreement(
+        pickle_reserve_bytes=pickle_reserve_bytes(sum(maker.pickle_bytes for maker in makers)),
+        per_rank_reserve_bytes={
+            name: _round_up(max(proposal.per_rank_bytes[name] for proposal in proposals))
+            for name in first.per_rank_bytes
+        },
+        rank0_only=proven.rank0_only[:_NAMED_MAX],
+        patterns=patterns,
+        split_rows=split_rows,
+        union=union,
+    )
+
+
+def _by_group(proposals: Sequence[Proposal]) -> tuple[dict[int, list[int | None]], list[int]]:
+    """Of each row that is split, by group which of a rank's regions it holds; and the group of each rank.
+
+    Ranks that name the same regions by the same numbers are a group; as a rule all ranks are one.
+    """
+    groups: dict[tuple[tuple[int, int], ...], int] = {}
+    by_identity: dict[int, int] = {}  # of what was read once for many ranks
+    members = []
+    for proposal in proposals:
+        rows = proposal.held.rows
+        if id(rows) not in by_identity:
+            by_identity[id(rows)] = groups.setdefault(rows, len(groups))
+        members.append(by_identity[id(rows)])
+    saids: dict[int, list[int | None]] = {
+        of_groups[0][0]: [number for _, number in of_groups] for of_groups in zip(*groups, strict=True)
+    }
+    return saids, members
+
+
+def _patterns(
+    table: Sequence[Sequence[Any]],
+    proposals: Sequence[Proposal],
+    saids: Mapping[int, Sequence[int | None]],
+    members: Sequence[int],
+    sums: Sequence[Sequence[int]],
+) -> tuple[tuple[Pattern, ...], tuple[tuple[int, int], ...]]:
+    """The patterns of split tensors, from the regions that each rank holds; and the pattern of each of their rows.
+
+    Args:
+        table: Table of all ranks.
+        proposals: By rank.
+        saids: Of each row that is split, by group which of a rank's regions it holds; None where it does not have the
+            tensor.
+        members: By rank, its group.
+        sums: By rank, one for each row.
+
+    Raises:
+        StateError: Regions overlap or leave a gap, or ranks with the same region hold other bytes there; names the
+            tensor.
+    """
+    numbers: dict[Pattern, int] = {}
+    # The regions of a row → its pattern. Most rows are alike.
+    by_regions: dict[tuple[object, ...], int] = {}
+    split_rows: list[tuple[int, int]] = []
+    for row, of_groups in saids.items():
+        path, _, shape, _ = table[row]
+        said = tuple(of_groups)
+        number = by_regions.get((said, *shape))
+        if number is None:
+            numbers_held = [said[group] for group in members]
+            held = [
+                None if one is None else proposals[rank].held.regions[one]
+                for rank, one in enumerate(numbers_held)
+            ]
+            item_bytes = next(one[0] for one in held if one is not None)
+            try:
+                pattern = unite(shape, item_bytes, [None if one is None else one[1] for one in held])
+            except ProtocolError as error:
+                raise StateError(
+                    f"tensor {path}: {error}; the parts that ranks hand over must make up the whole, each part once or "
+                    "the same on several ranks"
+                ) from error
+            number = by_regions[said, *shape] = numbers.setdefault(pattern, len(numbers))
+        split_rows.append((row, number))
+    patterns = tuple(numbers)
+    _check_holders(table, patterns, split_rows, {rank: of for rank, of in enumerate(sums) if of})
+    return patterns, tuple(split_rows)
+
+
+def _check_holders(
+    table: Sequence[Sequence[Any]],
+    patterns: Sequence[Pattern],
+    split_rows: Sequence[tuple[int, int]],
+    sums: Mapping[int, Sequence[int]],
+) -> None:
+    """See that ranks with the same region of a tensor hold the same bytes there."""
+    arrays = {rank: np.asarray(of, np.uint32) for rank, of in sums.items()}
+    found: list[tuple[int, int]] = []  # row, and the region in which it differs
+    for number, pattern in enumerate(patterns):
+        rows = np.array([row for row, of in split_rows if of == number])
+        for region, holders in enumerate(pattern.holders):
+            compared = [rank for rank in holders if rank in arrays]
+            if len(compared) < 2 or compared[0] != holders[0]:
+                continue
+            expected = arrays[holders[0]][rows]
+            for rank in compared[1:]:
+                differ = np.flatnonzero(arrays[rank][rows] != expected)
+                found += [(int(rows[place]), region) for place in differ[:1]]
+    if not found:
+        return
+    row, region = min(found)
+    pattern = patterns[dict(split_rows)[row]]
+    holders = pattern.holders[region]
+    others = [rank for rank in holders if rank in sums and sums[rank][row] != sums[holders[0]][row]]
+    raise StateError(
+        f"tensor {table[row][0]}: {ranks_named(others)} and rank {holders[0]} hold the same region, "
+        f"{pattern.regions[region]}, with other bytes; bring replicas together before the first save, for "
+        "example by torch.distributed.broadcast, or look for what has changed one of them"
+    )
+
+
+def pickle_reserve_bytes(pickle_bytes: int) -> int:
+    """Room for data.pkl: twice what it needs now, in steps of 64 KiB, so that a growing value seldom outgrows it."""
+    unit = _PICKLE_RESERVE_UNIT_BYTES
+    return max(unit, (2 * pickle_bytes // unit + 1) * unit)
+
+
+def difference(first: Proposal, other: Proposal) -> str:
+    """The first difference of `other`, whose digest is another one, from `first` (rank 0's): tensor, expected, got."""
+    for expected, got in zip(first.table, other.table, strict=False):
+        if expected != got:
+            return _row_difference(expected, got)
+    return (
+        f"expected a table with digest {first.table_digest[:16]} as on rank 0, got {other.table_digest[:16]}, "
+        "though the rows are equal; is holdfast the same version on all nodes?"
+    )
+
+
+def _row_difference(expected: list[Any], got: list[Any]) -> str:
+    if expected[0] != got[0]:
+        return f"expected tensor {expected[0]} {_what(expected)} as on rank 0, got tensor {got[0]} {_what(got)} there"
+    return f"tensor {expected[0]}: expected {_what(expected)} as on rank 0, got {_what(got)}"
+
+
+def _what(row: list[Any]) -> str:
+    _, dtype, shape, owner = row
+    held = "replicated" if owner == -1 else f"of rank {owner}"
+    return f"({dtype} {json.dumps(shape)}, {held})"
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES

@@ -1,0 +1,267 @@
+"""The proof of replicas, once for each agreement of the ranks: is what is saved once the same on every rank?
+
+    rank 0   table  sums: w 91c0…  b 07aa…  moment 5e11…  ┐
+    rank 1   table  sums: w 3f52…  b 07aa…  moment 77d0…  ┴─ PROPOSE ─► w and moment differ: refused, by name
+
+State that is split among ranks by hand (ZeRO, tensor parallelism, pipeline stages, experts) has on each rank tensors of
+the same names and shapes with other bytes; one copy of each in a file is the loss of all the others. So each rank sends
+with its table a CRC-32 over every byte of every tensor, and no layout is agreed on before they were compared. What the
+ranks may differ in afterwards is drift, and seen by samples (`replicas.py`).
+
+Two kinds of tensor are compared. Replicated ones must be equal. All else is saved as rank 0 has it: what differs there
+is only named (statistics of BatchNorm, random number generators), unless it is so much of the state that it must be a
+part of a model: then it is refused, too.
+
+Pure: no torch, no MPI, no clock.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.errors import ProtocolError
+from holdfast.image.entries import REPLICATED
+
+# Of all numbers in the state. Below it are counters, generators and statistics; parts of a model are far above.
+_SPLIT_FRACTION = 0.1
+_NAMED_MAX = 5
+_SIDES_MAX = 4
+_RANKS_MAX = 8
+_STATISTICS = (
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+)  # of BatchNorm, which each rank gathers by itself
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"})
+_FLOATING = ("float", "bfloat", "complex")
+_WRAPPERS = frozenset({"module", "_orig_mod"})  # DistributedDataParallel, AveragedModel; torch.compile
+
+_WAYS_OUT = (
+    "If each rank has a part of larger tensors, hand over each part as Split(tensor, shape, start): the checkpoint has "
+    "the whole tensors, and any number of ranks can resume them. If each rank is to keep its own, hand it over as "
+    "PerRank(..., same_ranks=True): then every rank's is saved, and comes back on as many ranks. If the ranks are to "
+    "be equal, bring them together before the first save: DistributedDataParallel does it for a model, "
+    "torch.distributed.broadcast for a tensor"
+)
+
+
+def encode_sums(sums: Sequence[int]) -> bytes:
+    """One CRC-32 for each row of the table, little-endian."""
+    packed = array("I", sums)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def decode_sums(data: bytes, rows: int) -> array[int]:
+    """Read what `encode_sums` made; none for no bytes. Raises `ProtocolError`: it is not one sum for each of so many
+    rows.
+    """
+    if data and len(data) != 4 * rows:
+        raise ProtocolError(f"PROPOSE: {len(data)} bytes of checksums, expected 4 for each of {rows} rows")
+    sums = array("I", data)
+    if sys.byteorder == "big":
+        sums.byteswap()
+    return sums
+
+
+@dataclass(frozen=True)
+class ReplicaProof:
+    """Result of the comparison.
+
+    Attributes:
+        refusal: Why nothing can be saved; empty if replicas are replicas.
+        rank0_only: Paths of tensors of which other ranks hold other bytes than rank 0, whose are saved.
+    """
+
+    refusal: str
+    rank0_only: tuple[str, ...]
+
+
+def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> ReplicaProof:
+    """Compare all ranks.
+
+    Args:
+        table: Rows `[path, dtype, shape, owner]`, the same on every rank.
+        sums: rank → one checksum for each row; those of `PerRank` values are not looked at.
+    """
+    first, *others = (np.asarray(of, np.uint32) for of in sums.values())
+    differs = np.zeros(len(first), bool)
+    for other in others:
+        differs |= other != first
+    differ = [int(place) for place in np.flatnonzero(differs)]
+    if not differ:
+        return ReplicaProof("", ())
+    split = [place for place in differ if table[place][3] == REPLICATED]
+    rank0 = [place for place in differ if table[place][3] == 0 and table[place][1] != "bytes"]
+    bulk = [place for place in rank0 if _may_be_a_part(table[place])]
+    total = sum(map(_numbers, table))
+    if sum(_numbers(table[place]) for place in bulk) > _SPLIT_FRACTION * total:
+        split = sorted({*split, *bulk})
+    if split:
+        return ReplicaProof(_refusal(table, split, sums), ())
+    return ReplicaProof("", tuple(str(table[place][0]) for place in rank0))
+
+
+def is_statistic(path: str) -> bool:
+    """Whether a tensor's name is that of BatchNorm's statistics, which differ between ranks by nature."""
+    return path.endswith(_STATISTICS)
+
+
+def _may_be_a_part(row: Sequence[Any]) -> bool:
+    """Of a model or an optimizer."""
+    path, dtype, shape, _ = row
+    return str(dtype).startswith(_FLOATING) and math.prod(shape) > 1 and not is_statistic(path)
+
+
+def _numbers(row: Sequence[Any]) -> int:
+    return 0 if row[1] == "bytes" else math.prod(row[2])
+
+
+def _refusal(table: Sequence[Sequence[Any]], split: Sequence[int], sums: Mapping[int, Sequence[int]]) -> str:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, crcs in sorted(sums.items()):
+        groups.setdefault(tuple(crcs[place] for place in split), []).append(rank)
+    sides = " and ".join(ranks_named(group) for group in [*groups.values()][:_SIDES_MAX])
+    more = f" and {len(groups) - _SIDES_MAX} more groups" if len(groups) > _SIDES_MAX else ""
+    paths = [str(table[place][0]) for place in split]
+    why = _late_copy(table, split) or f"{_likely(table, split)}. {_WAYS_OUT}"
+    return (
+        f"what the ranks hold is not the same: {sides}{more} differ in {some(paths)} ({len(paths)} of {len(table)} "
+        f"tensors). A checkpoint has one copy of each, so the others would be lost. {why}"
+    )
+
+
+def _late_copy(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
+    """What to say where all that differs is a copy of weights that are equal; else nothing.
+
+    An EMA, a target network or a teacher that was copied before DistributedDataParallel made the weights equal.
+    """
+    chosen = set(split)
+    equal = [row for place, row in enumerate(table) if place not in chosen and _may_be_a_part(row)]
+    differing = [table[place] for place in split]
+    originals = _originals_by_name(equal, differing) or _originals_by_shape(equal, differing)
+    if not originals:
+        return ""
+    copied, original = str(differing[0][0]), originals[0]
+    return (
+        "It looks like a copy of a model that each rank made while its weights were still its own, such as an EMA "
+        f"(AveragedModel), a target network or a teacher, made before DistributedDataParallel: {original} is the same "
+        f"on every rank, and {copied}, its copy by name or shape, is not. Make the copy after "
+        "DistributedDataParallel(model), or load the weights of the wrapped model into it before the first step"
+    )
+
+
+def _originals_by_name(equal: Sequence[Sequence[Any]], differing: Sequence[Sequence[Any]]) -> list[str]:
+    """For each of these tensors the equal one of which it is a copy; empty unless each has one."""
+    by_end: dict[tuple[tuple[str, ...], tuple[int, ...]], str] = {}
+    for row in equal:
+        words = _words(str(row[0]))
+        for begin in range(1, len(words)):
+            by_end.setdefault((words[begin:], tuple(row[2])), str(row[0]))
+    found = []
+    for path, _, shape, _ in differing:
+        words = _words(path)
+        ends = ((begin, by_end.get((words[begin:], tuple(shape)))) for begin in range(1, len(words)))
+        begin, original = next(((begin, one) for begin, one in ends if one is not None), (0, ""))
+        place = _words(original)[: begin - len(words)]
+        if not begin or not _may_be_a_copy(path, words[:begin], place):
+            return []
+        found.append(original)
+    return found
+
+
+def _may_be_a_copy(path: str, copied: tuple[str, ...], original: tuple[str, ...]) -> bool:
+    """Whether these two parts of the state are two models, and not layers, experts or moments of one."""
+    if _is_moment([path]) and "." not in path.rpartition("/")[2]:  # a name with a dot is a parameter's
+        return False
+    nested = copied[: len(original)] == original or original[: len(copied)] == copied
+    numbered = copied[-1].isdigit() and original[-1].isdigit()
+    inside_a_model = len(copied) > len(_words(path.rpartition("/")[0])) + 1
+    expert = _names_an_expert(".".join(copied)) and not _names_an_expert(".".join(original))
+    return not (nested or numbered or inside_a_model or expert)
+
+
+def _originals_by_shape(equal: Sequence[Sequence[Any]], differing: Sequence[Sequence[Any]]) -> list[str]:
+    """The same for a list without names, which has the shapes of one model, in any order."""
+    places = {str(row[0]).rpartition("/")[0] for row in differing}
+    if len(places) != 1 or not all(str(row[0]).rpartition("/")[2].isdigit() for row in differing):
+        return []
+    (place,) = places
+    models: dict[str, list[Sequence[Any]]] = {}
+    copied = [*differing]
+    for row in equal:
+        if str(row[0]).rpartition("/")[0] == place:
+            copied.append(row)
+        elif not _is_moment(row):
+            models.setdefault(str(row[0]).partition("/")[0], []).append(row)
+    shapes = sorted(list(row[2]) for row in copied)
+    return next(
+        ([str(rows[0][0])] for rows in models.values() if sorted(list(row[2]) for row in rows) == shapes), []
+    )
+
+
+def _words(path: str) -> tuple[str, ...]:
+    """The parts of a tensor's name, without those that wrappers add."""
+    return tuple(word for word in path.replace("/", ".").split(".") if word not in _WRAPPERS)
+
+
+def _likely(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
+    """Which parallelism that is, as far as names and shapes tell."""
+    chosen = set(split)
+    weights = [row for place, row in enumerate(table) if place in chosen and not _is_moment(row)]
+    same = [
+        row
+        for place, row in enumerate(table)
+        if place not in chosen and row[3] == REPLICATED and math.prod(row[2]) > 1 and not _is_moment(row)
+    ]
+    if not weights:
+        return (
+            "It looks like an optimizer whose state is partitioned among the ranks (ZeRO, DeepSpeed, FSDP1)"
+        )
+    if all("flat" in str(row[0]).lower() for row in weights):
+        return "It looks like flat partitions, one for each rank (FSDP1, ZeRO, DeepSpeed)"
+    if all(_names_an_expert(str(row[0])) for row in weights):
+        return "It looks like expert parallelism: each rank has experts of its own"
+    if not same:
+        return (
+            "It looks like pipeline stages whose tensors have the same names, like tensor parallelism, or like ranks "
+            "that began with other weights (another seed, and no DistributedDataParallel)"
+        )
+    if any(len(row[2]) > 1 for row in weights) and all(len(row[2]) < 2 for row in same):
+        return "It looks like tensor parallelism: each rank has a shard of the matrices"
+    return (
+        f"{same[0][0]} is the same on every rank, and {weights[0][0]} is not: perhaps each rank has weights of its own "
+        "(expert parallelism or tensor parallelism), perhaps these were made or copied on each rank, and "
+        "DistributedDataParallel never made them equal"
+    )
+
+
+def _is_moment(row: Sequence[Any]) -> bool:
+    path = str(row[0])
+    return "/state/" in path or path.rpartition("/")[2] in _MOMENTS
+
+
+def _names_an_expert(path: str) -> bool:
+    return "expert" in path.lower() or "moe" in path.lower().replace("/", ".").split(".")
+
+
+def some(paths: Sequence[str]) -> str:
+    """The first paths, and how many more there are."""
+    more = len(paths) - _NAMED_MAX
+    return ", ".join(paths[:_NAMED_MAX]) + (f" and {more} more tensors" if more > 0 else "")
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 2`, and how many more there are."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = len(ranks) - _RANKS_MAX
+    return f"ranks {', '.join(map(str, ranks[:_RANKS_MAX]))}" + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,61 @@
+"""Records a rank's doubt about its copies beside the ring, then tells the flusher and all ranks.
+
+Where a process dies in between, the next flusher finds what is written beside the ring (holdfast/ring/doubts.py). Ranks
+hear it last: a rank that has left copies behind the gate until then answers with a doubt about its own steps.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast.errors import ConfigError, ProtocolError, StoreError
+from holdfast.faultpoint import Point, reach
+from holdfast.ring.doubts import DoubtedSteps, read_doubts, write_doubts
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.doubt import Doubt
+from holdfast.wire.frames import Frame, Kind
+from stager.flusher_line import FlusherLine
+from stager.trainers import Trainers
+
+_log = logging.getLogger("holdfast.stager")
+
+
+class DoubtHandler:
+    """See the module. For the loop's thread."""
+
+    def __init__(self, line: FlusherLine, trainers: Trainers, events: EventLog) -> None:
+        self._line, self._trainers, self._events = line, trainers, events
+        self._known: list[DoubtedSteps] = []
+
+    def hear(self, rank: int, frame: Frame) -> None:
+        """DOUBT of a rank. Raises `ProtocolError`."""
+        doubt = Doubt.from_frame(frame)
+        if doubt.rank != rank:
+            raise ProtocolError(f"rank {rank} sent DOUBT in the name of rank {doubt.rank}")
+        attempt = self._line.flusher.attempt
+        said = f"; {doubt.sentence()}" if doubt.steps else ""
+        _log.warning("rank %d: %s%s. All ranks copy inside save() from now on", rank, doubt.reason, said)
+        told = {"of_rank": rank, "steps": list(doubt.steps or ()), "reason": doubt.reason}
+        self._events.emit("doubt", told)
+        if doubt.steps is not None:
+            written = doubt._replace(earlier_attempts=())
+            self._known += [DoubtedSteps(one, written) for one in (*doubt.earlier_attempts, attempt)]
+            reach(Point.DOUBT_HEARD)
+            self._write()
+            reach(Point.DOUBT_WRITTEN)
+            self._line.send("doubt")
+        self._trainers.send_all(doubt.to_frame(Kind.DOUBTED, attempt=attempt))
+
+    def again(self) -> None:
+        """Tell another flusher, which may have another ring."""
+        if self._known:
+            self._write()
+            self._line.send("doubt")
+
+    def _write(self) -> None:
+        directory = self._line.flusher.ring.directory
+        before = [one for one in read_doubts(directory) if one not in self._known]  # of the jobs before
+        try:
+            write_doubts(directory, [*before, *self._known])
+        except (StoreError, ConfigError) as error:
+            _log.error("which steps are doubtful is not written down, so no manifest is marked: %s", error)

@@ -1,0 +1,215 @@
+"""Handles the flusher's messages in the stager, and attaches a new flusher when the old one has ended.
+
+    began, freed, grown, durable, failed ─► events of the session
+    the line is cut ─► what nobody can go on with has failed ─► another flusher is found
+                          ├─ with our ring: it is told what the session knows; the trainers notice nothing
+                          └─ with another ring: all is refused until no credit is out into the one before
+
+A flusher is known by its messages and by the journal; the journal is the truth.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from holdfast.errors import PeerLost, ProtocolError
+from holdfast.faultpoint import Point, reach
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
+from stager.actions import Actions
+from stager.doubt_handler import DoubtHandler
+from stager.flusher_line import FlusherLine
+from stager.flusher_process import Flusher
+from stager.payloads import Payloads
+from stager.session.session import Session
+from stager.session.session_messages import (
+    Began,
+    Durable,
+    Failed,
+    FlusherBack,
+    FlusherGone,
+    SlotsAdded,
+    SlotsFreed,
+)
+
+
+def replay(line: FlusherLine, session: Session) -> FlusherBack:
+    """Tell the flusher what the session knows; returns the slots that the last one freed unheard."""
+    ring, attempt = line.flusher.ring, line.flusher.attempt
+    freed = tuple(slot for slot in sorted(session.flusher_slots) if ring.state(slot) is SlotState.FREE)
+    known = session.known()
+    for checkpoint in known:
+        step = checkpoint.step
+        line.send("begin", attempt=attempt, step=step, layout_digest=checkpoint.layout_digest)
+        for slot in checkpoint.slots:
+            if ring.state(slot) is SlotState.FULL:
+                line.send("chunk", slot=slot)
+        if checkpoint.staged:
+            line.send("staged", attempt=attempt, step=step)
+    steps = {checkpoint.step for checkpoint in known}
+    for other, step in ring.checkpoint_names():
+        if other == attempt and step not in steps and not session.is_durable(step):
+            line.send("abort", attempt=attempt, step=step, reason="given up while there was no flusher")
+    return FlusherBack(freed)
+
+
+_log = logging.getLogger("holdfast.stager")
+
+
+class FlusherHandler:
+    """See the module. For the loop's thread.
+
+    Args:
+        doubts: What the next flusher must hear of steps that may be torn.
+    """
+
+    def __init__(
+        self, line: FlusherLine, session: Session, payloads: Payloads, actions: Actions, doubts: DoubtHandler
+    ) -> None:
+        self._line, self._session, self._payloads, self._actions = line, session, payloads, actions
+        self._doubts = doubts
+        self._next: Flusher | None = None  # has another ring, and waits for the credits into this one
+        self.drained = False
+
+    def close(self) -> None:
+        """Leave the flusher; it goes on by itself."""
+        if self._next is not None:
+            self._next.close()
+        self._line.close()
+
+    def hear(self) -> bool:
+        """Handle the flusher's messages, or its end; whether there were messages."""
+        messages = self._line.poll()
+        try:
+            for message in messages:
+                self._hear_message(message.kind, message.fields)
+        except ProtocolError as error:
+            self._line.hang_up(error)
+        if not self.drained and self._line.notice_end():
+            self._end_stranded()
+            self._actions.take(FlusherGone(self._line.cut))
+        return bool(messages)
+
+    def _hear_message(self, kind: str, fields: dict[str, Any]) -> None:
+        if "step" in fields and fields["attempt"] != self._line.flusher.attempt:
+            return  # about a checkpoint of the job before
+        match kind:
+            case "began":
+                self._actions.take(Began(fields["step"], fields["part_chunks"]))
+            case "freed":
+                self._hear_freed(fields["slots"])
+            case "grown":
+                reach(Point.GROWTH_HEARD)
+                self._hear_grown(fields["note"])
+            case "durable":
+                body = {"pgt2_seconds": fields["pgt2_seconds"], "file": fields["file"]}
+                _log.info("step %d is durable: %s", fields["step"], fields["file"])
+                self._line.progressed()
+                self._actions.take(Durable(fields["step"], body))
+            case "failed":
+                self._actions.take(Failed(fields["step"], fields["code"], fields["message"]))
+            case "bad":
+                _log.error(
+                    "step %d was read back from the store and is damaged: %s", fields["step"], fields["note"]
+                )
+            case "verified":
+                note = str(fields.get("note", ""))  # tensors with numbers that are not finite
+                if note:
+                    _log.warning("step %d was read back and is as it was saved, but %s", fields["step"], note)
+                else:
+                    _log.info("step %d was read back from the store and is good", fields["step"])
+            case "held":
+                self._hear_held(fields["message"])
+            case "drained":
+                self.drained = True
+            case _:
+                raise ProtocolError(f"message {kind} is not expected from the flusher here")
+
+    def _hear_held(self, message: str) -> None:
+        """In the job's own log: the flusher's own is a file that nobody looks at before the job has ended."""
+        if message and not self._line.held:
+            _log.error(
+                "store unavailable: %s. Staged checkpoints wait in the ring; when it is full, newer steps "
+                "replace older ones or are skipped. The flusher's log: %s",
+                message,
+                self._line.log_path,
+            )
+        elif not message:
+            _log.warning("the store takes checkpoints again")
+        self._line.held = message
+
+    def _hear_freed(self, slots: list[int]) -> None:
+        """The journal is the truth: word of what was seen free when a flusher took over may come later, and again."""
+        ring, theirs = self._line.flusher.ring, self._session.flusher_slots
+        strange = [slot for slot in slots if not 0 <= slot < ring.ring_chunks]
+        if strange:
+            raise ProtocolError(f"the flusher freed slots {strange}; the ring has {ring.ring_chunks}")
+        freed = tuple(slot for slot in slots if slot in theirs and ring.state(slot) is SlotState.FREE)
+        if freed:
+            self._line.progressed()
+            self._actions.take(SlotsFreed(freed))
+
+    def _hear_grown(self, note: str) -> None:
+        ring = self._line.flusher.ring
+        slots = ring.see_added()
+        if slots:
+            self._payloads.grow(ring, slots)
+            self._actions.take(SlotsAdded(tuple(slots)))
+        if note:
+            _log.info("%s", note)
+
+    def _end_stranded(self) -> None:
+        """End what nobody can go on with, before it is called staged: chunks are gone from the ring, with no record."""
+        flusher = self._line.flusher
+        for known in self._session.known():
+            here = sum(flusher.ring.state(slot) is SlotState.FULL for slot in known.slots)
+            gone = known.handed_over - here
+            if known.staged or not gone or flusher.ring.has_progress(flusher.attempt, known.step):
+                continue
+            lost = PeerLost(
+                f"step {known.step}: the flusher (process {flusher.pid}) ended with {gone} chunks of it in an upload "
+                "that no other process can go on with; make the ring larger than the image, or use a store whose "
+                "uploads can be resumed"
+            )
+            self._actions.take(Failed(known.step, lost.code, str(lost)))
+
+    def mend(self) -> None:
+        """Attach another flusher when there is one: with our ring at once, with a new ring when no credit is out."""
+        if self._next is None:
+            found = self._line.find()
+            if found is None:
+                return
+            if found.resumed:
+                self._line.take(found)
+                # The one before may have ended between its word in the journal and that to us.
+                self._hear_grown("")
+                self._actions.take(replay(self._line, self._session))
+                self._doubts.again()
+                return
+            self._next = found
+            self._actions.do(
+                self._session.refuse_all(
+                    f"the flusher (process {self._line.flusher.pid}) ended, and its ring could not be kept; what was "
+                    "staged and is whole in it is published, the rest is given up"
+                )
+            )
+        if not self._session.outstanding():
+            self._start_over(self._next)
+            self._next = None
+
+    def _start_over(self, flusher: Flusher) -> None:
+        """Switch to a flusher that has another ring; nothing is in flight into the old one."""
+        self._payloads.use(flusher.ring)
+        self._line.take(flusher)
+        free_slots, flusher_slots = slot_owners(flusher.ring)
+        self._session.reopen(free_slots=free_slots, flusher_slots=flusher_slots)
+        self._doubts.again()
+
+
+def slot_owners(ring: Ring) -> tuple[list[int], list[int]]:
+    """Slots that are free, and slots that the flusher still has to free. Those of no use to a restore come first."""
+    flusher_slots = [slot for slot in range(ring.ring_chunks) if ring.state(slot) is not SlotState.FREE]
+    held = {record.slot: (record.attempt, record.step) for record in ring.remains()}
+    free_slots = set(range(ring.ring_chunks)).difference(flusher_slots)
+    return sorted(free_slots, key=lambda slot: (held.get(slot, (0, 0)), slot)), flusher_slots

@@ -1,0 +1,99 @@
+"""Waits for checkpoints of earlier jobs that neither the ring nor the store has whole: restore would miss them.
+
+    HELLO ─► anything staged by an earlier attempt? ── yes ─► all its chunks in the ring? ─ no ─► wait, deadline ─┐
+                            │ no                                       │ yes: fetched from there                  │
+                            └──────────────────────────────────────────┴──────────────► WELCOME ─► restore ◄──────┘
+
+Training would otherwise resume from an older checkpoint than the one that was reported as staged. A slow or failing
+store does not delay a restart if the ring has every chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from holdfast.errors import ProtocolError
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.ring.remains import held_in
+from holdfast.ring.ring import Ring
+
+_log = logging.getLogger("holdfast.stager")
+
+
+class PreviousJobs:
+    """Args:
+    seconds_max: How long the trainers are kept waiting for it, from the first look on.
+    clock: Seconds that only go forward.
+    """
+
+    def __init__(self, seconds_max: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds_max, self._clock = seconds_max, clock
+        self._first_look_at: float | None = None
+        self._settled = False
+
+    def settled(self, ring: Ring, attempt: int) -> bool:
+        """Whether restore can read everything that earlier attempts staged, or the wait is over."""
+        if self._settled:
+            return True
+        now = self._clock()
+        staged = _staged_before(ring, attempt)
+        whole = _whole_in(ring) if staged else set()
+        left = [key.step for key in staged if key not in whole]
+        if left and self._first_look_at is None:
+            self._first_look_at = now
+            _log.warning(
+                "an earlier job has staged %s, which the flusher is still writing; the trainers wait at most %g s "
+                "until it is durable",
+                _named(left),
+                self._seconds_max,
+            )
+        late = self._first_look_at is not None and now - self._first_look_at >= self._seconds_max
+        if left and not late:
+            return False
+        if left:
+            _log.error(
+                "%s, staged by an earlier job, is not durable after %g s: the trainers go on from an older step, which "
+                "is durable. Look at the flusher's log for the cause",
+                _named(left),
+                self._seconds_max,
+            )
+        elif staged:
+            _log.warning(
+                "an earlier job has staged %s, which is not in the store yet; the trainers restore it from the ring",
+                _named([key.step for key in staged]),
+            )
+        self._settled = True
+        return True
+
+
+def _whole_in(ring: Ring) -> set[CheckpointId]:
+    """Staged checkpoints with every chunk in the ring."""
+    found = set()
+    for held in held_in(ring):
+        try:
+            layout = ring.layout(held.staged_digest) if held.staged_digest else None
+        except ProtocolError:
+            continue  # the flusher's to report
+        if layout is not None and len(held.fitting(layout)) == layout.chunks:
+            found.add(CheckpointId(held.attempt, held.step))
+    return found
+
+
+def _staged_before(ring: Ring, attempt: int) -> list[CheckpointId]:
+    """Oldest first. The flusher reports a record that cannot be read."""
+    found = []
+    for key in ring.checkpoint_names():
+        if key.attempt < attempt:
+            try:
+                said = ring.checkpoint(*key)
+            except ProtocolError:
+                continue
+            if said is not None and said.state == "staged":
+                found.append(key)
+    return found
+
+
+def _named(steps: list[int]) -> str:
+    return f"step {', '.join(map(str, steps))}"

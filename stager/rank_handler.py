@@ -1,0 +1,287 @@
+"""Handles everything that comes from the ranks: messages, payloads, silence, ends.
+
+    HELLO ─► WELCOME, when restore would see all that earlier jobs have staged
+    OFFER, DECLINE, SENT, RETURN, DONE, payloads ─► events of the session        PROPOSE, FITS ─► LayoutRound
+    NOTICE, AT ─► Notices      WISH, HERE ─► IntervalHandler      FETCH ─► Fetches      DOUBT ─► DoubtHandler
+    BEAT: it was heard
+    BYE, dead, broke the protocol ─► it has left: everybody here hears of it
+
+After one wrong message of a rank the next cannot be trusted: the rank is told why, and ignored from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from holdfast.config import StagerConfig
+from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.image.layout import Layout
+from holdfast.image.replicas import FIELD
+from holdfast.image.save_record import SaveRecord
+from holdfast.telemetry.causes import Reason
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
+from holdfast.wire.layout_agreement import LayoutRound, OneSided
+from holdfast.wire.state_messages import Agreement, Proposal
+from holdfast.wire.welcome import Welcome
+from stager.actions import Actions
+from stager.doubt_handler import DoubtHandler
+from stager.fetches import Fetches
+from stager.interval_agreement import IntervalHandler
+from stager.previous_jobs import PreviousJobs
+from stager.session.session_messages import (
+    Decline,
+    Done,
+    Event,
+    Failed,
+    NewLayout,
+    Offer,
+    RankBack,
+    RankLost,
+    RankSilent,
+    Received,
+    Returned,
+    Sent,
+)
+from stager.trainers_port import TrainersPort
+
+_log = logging.getLogger("holdfast.stager")
+
+
+class RankHandler:
+    """See the module. For the loop's thread."""
+
+    def __init__(
+        self,
+        config: StagerConfig,
+        port: TrainersPort,
+        actions: Actions,
+        doubts: DoubtHandler,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        trainers, line, events = actions.trainers, actions.line, actions.events
+        self._config, self._port, self._trainers, self._line = config, port, trainers, line
+        self._payloads, self._notices, self._actions = actions.payloads, actions.notices, actions
+        self._events, self._clock = events, clock
+        self._round = LayoutRound(port.ranks, config.offer_seconds_max)
+        self._interval = IntervalHandler(trainers, events, attempt=lambda: line.flusher.attempt, clock=clock)
+        self._doubts = doubts
+        self._fetches = Fetches(port, line)
+        self._previous_jobs = PreviousJobs(config.start_seconds_max / 2, clock=clock)  # the ranks wait, too
+        self._unwelcomed: set[int] = set()
+
+    @property
+    def streaming(self) -> bool:
+        """Whether bytes are under way that move only while the port is asked."""
+        return self._payloads.arriving or self._fetches.busy or self._port.unsent
+
+    def turn(self) -> bool:
+        """Handle everything that has arrived; whether anything had."""
+        seen = self._port.poll()
+        for rank, message in seen.messages:
+            if rank in self._trainers.present:
+                self._hear(rank, message)
+        for rank, reason in seen.lost:
+            self._leave(rank, f"{reason} ({self._trainers.name(rank)})", loud=True)
+        received = self._look_at_payloads()
+        answered = self._fetches.answer()
+        return bool(seen.messages or seen.lost or received or answered)
+
+    def tick(self, now: float) -> None:
+        """Check the deadlines, and which ranks are silent."""
+        self._notices.tick()
+        self._interval.tick()
+        if late := self._round.late(now):
+            _log.warning("%s", late)
+        self._answer(self._round.overdue(now))
+        self._greet()
+        self._beat()
+
+    def _look_at_payloads(self) -> bool:
+        arrivals = self._payloads.look()
+        for rank, step, chunk, nbytes, expected_bytes in arrivals:
+            if nbytes == expected_bytes:
+                self._take(rank, Received(rank, step, chunk))
+                continue
+            what = f"step {step}, chunk {chunk}: payload of {nbytes} bytes, expected {expected_bytes}"
+            self._broke_protocol(rank, ProtocolError(f"rank {rank}: {what}"))
+        return bool(arrivals)
+
+    def _take(self, rank: int, event: Event) -> None:
+        """Pass an event on; a protocol error counts against its rank."""
+        self._actions.take(event, lambda error: self._broke_protocol(rank, error))
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _hear(self, rank: int, message: bytes) -> None:
+        silence = self._trainers.heard(rank)
+        if silence is not None:
+            name = self._trainers.name(rank)
+            _log.warning("%s is heard again after %.0f s; checkpoints go on", name, silence.seconds)
+            self._events.emit("rank_back", {"silent_rank": rank, "name": name, "seconds": silence.seconds})
+            self._actions.take(RankBack(rank))
+        try:
+            frame = wire.decode(message)
+            if not frame.kind.to_stager:
+                raise ProtocolError(f"{frame.kind.name} is not a message that a trainer may send")
+            if frame.kind not in {Kind.HELLO, Kind.BYE} and frame.attempt not in self._line.attempts:
+                raise ProtocolError(
+                    f"{frame.kind.name} of attempt {frame.attempt}, this job is attempt {self._line.flusher.attempt}"
+                )
+            if frame.kind in {Kind.NOTICE, Kind.AT}:
+                self._notices.hear(rank, frame)
+            elif frame.kind in {Kind.WISH, Kind.HERE}:
+                self._interval.hear(rank, frame)
+            elif frame.kind is Kind.DOUBT:
+                self._doubts.hear(rank, frame)
+            elif frame.kind is Kind.FETCH:
+                self._fetches.hear(rank, frame)
+            elif frame.kind is not Kind.BEAT:  # it was heard, which is all that says
+                self._hear_frame(rank, frame)
+        except ProtocolError as error:
+            self._broke_protocol(rank, error)
+
+    def _hear_frame(self, rank: int, frame: Frame) -> None:
+        match frame.kind:
+            case Kind.HELLO:
+                self._trainers.hello(rank, frame)
+                self._unwelcomed.add(rank)
+                self._greet()
+            case Kind.PROPOSE:
+                self._answer(self._round.propose(rank, self._proposal(rank, frame), self._clock()))
+            case Kind.LAYOUT:
+                self._take(rank, NewLayout(self._layout(rank, frame)))
+            case Kind.OFFER:
+                body = wire.json_body(frame, layout_digest=str)
+                self._actions.offered(frame.step)
+                self._trainers.spoke(rank, frame.step)
+                self._notices.offered(frame.step)
+                self._take(
+                    rank, Offer(rank, frame.step, body.pop("layout_digest"), SaveRecord.from_json(body))
+                )
+                self._answer(self._round.fits(rank, frame.step))
+            case Kind.FITS:
+                self._answer(self._round.fits(rank, frame.step))
+            case Kind.DECLINE:
+                reason = Reason.of_decline(frame.body.decode(errors="replace")[:2000])
+                self._trainers.spoke(rank, frame.step)
+                self._notices.offered(frame.step)
+                self._take(rank, Decline(rank, frame.step, reason, frame.arg))
+            case Kind.SENT:
+                self._take(rank, Sent(rank, frame.step, frame.chunk, frame.arg, frame.flags))
+                self._payloads.announced(rank, frame.step, frame.chunk)
+            case Kind.RETURN:
+                self._take(rank, Returned(rank, frame.step, frame.chunk))
+            case Kind.DONE:
+                body = wire.json_body(frame)
+                fingerprints = body.pop(FIELD, None)
+                self._take(rank, Done(rank, frame.step, SaveRecord.from_json(body), fingerprints))
+            case Kind.BYE:
+                self._leave(rank, f"rank {rank} has left", loud=False)
+
+    # -- ranks that join, fall silent, and leave -------------------------------------------------------------------
+
+    def _greet(self) -> None:
+        """Welcome the ranks that have joined, once restore would see everything that earlier jobs staged."""
+        flusher = self._line.flusher
+        if not self._unwelcomed:
+            return
+        for rank in self._unwelcomed:
+            self._trainers.heard(rank)  # it waits for us, and answers no beats before it is welcome
+        if self._previous_jobs.settled(flusher.ring, flusher.attempt):
+            for rank in self._unwelcomed & self._trainers.present:
+                self._trainers.send(rank, self._welcome().to_frame())
+            self._unwelcomed.clear()
+
+    def _welcome(self) -> Welcome:
+        flusher = self._line.flusher
+        return Welcome(
+            store_url=flusher.store_url,
+            attempt=flusher.attempt,
+            chunk_bytes=flusher.ring.chunk_bytes,
+            ring_chunks=flusher.ring.ring_chunks,
+            ranks=self._port.ranks,
+            offer_seconds_max=self._config.offer_seconds_max,
+            beat_seconds=self._trainers.beat_seconds,
+        )
+
+    def _beat(self) -> None:
+        """Send heartbeats to the ranks, and find the silent ones."""
+        for rank, seconds in self._trainers.beat(self._line.flusher.attempt):
+            name = self._trainers.name(rank)
+            _log.error(
+                "%s has been silent for %.0f s: its process is stopped, cut off, or gone; the steps that it had not "
+                "sent are given up, and no checkpoint is taken until it is heard again",
+                name,
+                seconds,
+            )
+            self._events.emit("rank_silent", {"silent_rank": rank, "name": name, "seconds": seconds})
+            self._actions.take(RankSilent(rank, name, seconds))
+            self._interval.silent(f"{name} has been silent")
+
+    def _broke_protocol(self, rank: int, error: ProtocolError) -> None:
+        """Tell the rank why, and drop it: after one wrong message the next cannot be trusted."""
+        _log.error("rank %d broke the protocol and is dropped: %s", rank, error)
+        attempt = self._line.flusher.attempt
+        refused = wire.encode(Kind.REFUSED, attempt=attempt, body=wire.error_body(error))
+        self._trainers.send(rank, refused)
+        self._leave(rank, f"rank {rank} broke the protocol: {error}", loud=True)
+
+    def _leave(self, rank: int, reason: str, *, loud: bool) -> None:
+        if rank not in self._trainers.present:
+            return
+        self._trainers.leave(rank, lost=loud)
+        self._port.left(rank)
+        self._fetches.left(rank)
+        if loud:
+            _log.error("%s; the steps that it had not sent are given up, the other ranks go on", reason)
+            self._events.emit("rank_lost", {"lost_rank": rank, "reason": reason})
+        self._notices.left(rank, reason)  # first: what the session gives up for it is then not tried again
+        self._interval.left(reason, lost=loud)
+        self._actions.take(RankLost(rank, reason))
+        self._answer(self._round.lost(rank, reason, by_itself=not loud))
+
+    def _answer(self, answer: Agreement | HoldfastError | OneSided | None) -> None:
+        """Tell every rank how a round of proposals ended, if it did."""
+        if answer is None:
+            return
+        if isinstance(answer, OneSided):
+            self._end_one_sided(answer)
+            return
+        attempt = self._line.flusher.attempt
+        if isinstance(answer, Agreement):
+            message = answer.to_frame(attempt)
+        else:
+            message = wire.encode(Kind.REFUSED, attempt=attempt, body=wire.error_body(answer))
+        self._trainers.send_all(message)
+
+    def _layout(self, rank: int, frame: Frame) -> Layout:
+        if rank != 0:
+            raise ProtocolError(f"LAYOUT from rank {rank}; only rank 0 announces layouts")
+        layout, ring_chunk_bytes = Layout.from_bytes(frame.body), self._line.flusher.ring.chunk_bytes
+        if layout.chunk_bytes != ring_chunk_bytes:
+            raise ProtocolError(
+                f"LAYOUT with chunks of {layout.chunk_bytes} bytes, the ring has {ring_chunk_bytes}"
+            )
+        return layout
+
+    def _end_one_sided(self, ended: OneSided) -> None:
+        """Refuse the ranks that proposed; fail the step for the others, which have begun it."""
+        _log.error("%s", ended.error)
+        refused = wire.encode(
+            Kind.REFUSED, attempt=self._line.flusher.attempt, body=wire.error_body(ended.error)
+        )
+        for rank in ended.ranks:
+            self._trainers.send(rank, refused)
+        self._actions.take(Failed(ended.step, ended.error.code, str(ended.error)))
+
+    def _proposal(self, rank: int, frame: Frame) -> Proposal:
+        """The rank's proposal; an unreadable one becomes a refusal for all ranks, and the session continues."""
+        try:
+            return self._round.read(frame)
+        except ProtocolError as error:
+            _log.error("rank %d: its proposal is refused: %s", rank, error)
+            return Proposal.refused(error)

@@ -1,0 +1,56 @@
+"""What waits is done in the order of time, each once, and can be hurried."""
+
+from __future__ import annotations
+
+from flusher.retry_queue import RetryQueue
+from holdfast.image.checkpoint_id import CheckpointId
+
+ONE, OTHER = CheckpointId(1, 1), CheckpointId(1, 2)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def made() -> tuple[RetryQueue, Clock, list[str]]:
+    clock, done = Clock(), list[str]()
+    later = RetryQueue(clock)
+    for name, key, seconds in (("c", ONE, 3.0), ("a", ONE, 1.0), ("b", OTHER, 1.0), ("d", OTHER, 4.0)):
+        later.put(key, seconds, lambda name=name: done.append(name))  # type: ignore[misc]
+    return later, clock, done
+
+
+def test_it_is_done_when_it_is_due_and_not_before() -> None:
+    later, clock, done = made()
+    assert later.wait_seconds == 1.0
+    later.do_due()
+    assert not done
+    clock.now += 1.0
+    assert later.wait_seconds == 0.0
+    later.do_due()
+    assert done == ["a", "b"]
+    clock.now += 10.0
+    later.do_due()
+    assert done == ["a", "b", "c", "d"]
+    assert not later
+    assert later.wait_seconds is None
+
+
+def test_one_checkpoint_or_all_can_be_hurried() -> None:
+    later, _, done = made()
+    later.at_once(OTHER)
+    later.do_due()
+    assert done == ["b", "d"]
+    later.at_once()
+    later.do_due()
+    assert done == ["b", "d", "c", "a"]  # as they were put
+
+
+def test_what_is_done_may_put_more() -> None:
+    later, _, done = made()
+    later.put(ONE, 0.0, lambda: later.put(ONE, 0.0, lambda: done.append("again")))
+    later.do_due()
+    assert done == ["again"]
