@@ -15,8 +15,6 @@ from collections.abc import Callable
 
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
-from holdfast.image.layout import Layout
-from holdfast.notices.sparing import warning_of
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from stager.session.session import Session
@@ -31,7 +29,6 @@ from stager.session.session_messages import (
     FillSlot,
     FreeSlot,
     GrantCredit,
-    HandedOver,
     MarkFull,
     MarkStaged,
     Tell,
@@ -64,7 +61,6 @@ class Actions:
         self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
         self._begun_at: dict[int, float] = {}
         self._said = ""  # the last verdict that was logged
-        self._warned_of = ""  # the layout whose spared ranks were last warned of
 
     def offered(self, step: int) -> None:
         self._offered_at.setdefault(step, self._clock())
@@ -124,18 +120,9 @@ class Actions:
                 self._tell(action)
             case BeginReceiving(step, layout):
                 self._begun_at[step] = self._clock()
-                self._warn_of_loss(step, layout)
                 ring.put_layout(layout)
                 ring.write_checkpoint(attempt, step, "receiving", layout.digest, {})
                 line.send("begin", attempt=attempt, step=step, layout_digest=layout.digest)
-            case HandedOver(rank, step):
-                name = self._trainers.name(rank)
-                _log.warning(
-                    "%s has handed over all its bytes of step %d, so its end does not harm the step",
-                    name,
-                    step,
-                )
-                self._events.emit("handed_over", {"of_rank": rank, "name": name}, step=step)
             case Diverged(step, message, body):
                 _log.error("%s", message)
                 self._events.emit("divergence", dict(body), step=step)
@@ -143,15 +130,6 @@ class Actions:
                 self._staged(action)
             case Abort(step, reason):
                 line.send("abort", attempt=attempt, step=step, reason=reason[:2000])
-
-    def _warn_of_loss(self, step: int, layout: Layout) -> None:
-        if layout.digest == self._warned_of:
-            return
-        self._warned_of = layout.digest
-        for rank in layout.spared:
-            warning = warning_of(layout, rank, self._trainers.name(rank))
-            if warning:
-                _log.warning("step %d: %s", step, warning)
 
     def _tell(self, action: Tell) -> None:
         if action.kind in {Kind.FAILED, Kind.DECLINED} and action.rank is None:

@@ -56,8 +56,7 @@ class Notices:
         Raises:
             ProtocolError: The message does not hold what it should.
         """
-        name, machine = self._trainers.name(rank), self._trainers.on_machine_of(rank)
-        self._do(self._emergency.hear(rank, name, frame, self._clock(), machine))
+        self._do(self._emergency.hear(rank, self._trainers.name(rank), frame, self._clock()))
 
     def offered(self, step: int) -> None:
         """A rank has offered or declined this step."""

@@ -27,7 +27,6 @@ from holdfast import supervised as diary
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from holdfast.notices.notice import Notice, NoticeKind
-from holdfast.notices.sparing import NO_LIMIT, Ability
 from holdfast.process import at_exit
 from holdfast.store import open_store
 from holdfast.supervised import report, report_end, tell
@@ -170,9 +169,6 @@ class Checkpointer:
             seconds_max=seconds_max,
             on_not_durable=self._config.on_not_durable,
         )
-        if not self._tiers.takes_steps:
-            limit = self._config.host_bytes_max
-            self._link.appointments.ability = Ability(area_bytes_max=NO_LIMIT if limit is None else limit)
         self._areas = Areas()
         self._engine = CopyEngine(device_bytes_max=self._config.device_bytes_max)
         self._beginning = Beginning(fresh=fresh, seconds_max=self._config.start_seconds_max)

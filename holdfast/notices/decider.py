@@ -15,12 +15,11 @@ Events in, effects out; no clock, no MPI. The decider is the stager, or in a job
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from holdfast.notices.messages import Effect, EventLine, StepAnswer
 from holdfast.notices.notice import Notice, NoticeKind, Terms
-from holdfast.notices.sparing import Ability, Spares
 from holdfast.notices.step_agreement import Answers, Margin, StepAgreement
 from holdfast.notices.worth import Choice, Decision, InFlight, Measures, Outlook, decide
 from holdfast.wire import frames as wire
@@ -45,7 +44,7 @@ class Emergency:
         rebalance_seconds, rebalance_factor: After a rebalance, how long checkpoints are more frequent, and how much.
 
     Attributes:
-        measures: How long checkpoints took. `spares`: which ranks may be spared.
+        measures: How long checkpoints took.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Emergency:
     ) -> None:
         self._in_flight, self._answer_seconds_max, self._safe = in_flight, answer_seconds_max, safe
         self._rebalance_seconds, self._rebalance_factor = rebalance_seconds, rebalance_factor
-        self.measures, self.spares = Measures(), Spares(ranks)
+        self.measures = Measures()
         self._agreement = StepAgreement(
             ranks, _MARGIN, tries_max=_TRIES_MAX, answer_seconds_max=answer_seconds_max
         )
@@ -84,22 +83,16 @@ class Emergency:
 
     # -- messages of ranks ---------------------------------------------------------------------------------------
 
-    def hear(
-        self, rank: int, name: str, frame: Frame, now: float, machine: Collection[int] = ()
-    ) -> list[Effect]:
-        """Take a rank's NOTICE or AT. `name`: the rank, for people; `machine`: ranks known to run on its machine.
+    def hear(self, rank: int, name: str, frame: Frame, now: float) -> list[Effect]:
+        """Take a rank's NOTICE or AT. `name`: the rank, for people.
 
         Raises:
             ProtocolError: The message does not hold what it should.
         """
         if frame.kind is Kind.NOTICE:
             notice = Notice.from_json(wire.json_body(frame))
-            if notice.kind is NoticeKind.TERMINATE:
-                self.spares.go({rank, *machine} if notice.of_machine else {rank})
             return self.noticed(rank, notice, notice.seconds_left(), name, now)
-        answer = StepAnswer.from_frame(frame)
-        self.spares.can(rank, Ability.from_json(answer.body))
-        return self.answered(rank, answer, now)
+        return self.answered(rank, StepAnswer.from_frame(frame), now)
 
     def noticed(
         self, rank: int, notice: Notice, seconds_left: float | None, name: str, now: float
@@ -221,10 +214,7 @@ class Emergency:
             longest = self._agreement.slowest_step_seconds or 0.0
             steps = min(_MARGIN.steps_max, math.ceil(self._rebalance_seconds / max(longest, 1e-3)))
             factor, until_step = self._rebalance_factor, step + steps
-        if take and self._notice.kind is NoticeKind.TERMINATE:
-            self._spare(now)
-        sparing = self.spares.in_force
-        terms = Terms(take, decision.reason, self._notice, factor, until_step, sparing)
+        terms = Terms(take, decision.reason, self._notice, factor, until_step)
         does = {
             Choice.TAKE: f"step {step} is to be saved, as soon as all ranks have finished it",
             Choice.FINISH: "no new checkpoint is begun",
@@ -241,23 +231,11 @@ class Emergency:
                 "needed_seconds": decision.needed_seconds,
                 "tries": tries,
                 "told": self._name,
-                "spared": list(sparing.ranks),
             },
             loud=decision.choice is Choice.SKIP,
         )
         self._appointed_at, self._saving = (now if take else None), None
         return [self._agreement.appoint(terms.to_json()), said]
-
-    def _spare(self, now: float) -> None:
-        """Spare, from this step on, the ranks whose machines are taken away, if there is time for another layout."""
-        wanted = self.spares.wanted
-        if wanted == self.spares.in_force:
-            return
-        outlook = self._outlook(self._agreement.step, now)
-        if outlook.staged_seconds is not None:
-            outlook = replace(outlook, staged_seconds=outlook.staged_seconds * self.spares.growth(wanted))
-        if decide(replace(outlook, plan_seconds=self.spares.plan_seconds(wanted))).choice is Choice.TAKE:
-            self.spares.in_force = wanted
 
     def _over(self, why: str, now: float) -> list[Effect]:
         self._appointed_at = None

@@ -1,7 +1,7 @@
 """Whether a checkpoint is worth beginning before a deadline. Pure arithmetic on what was measured.
 
-    now ─► in flight is staged ─► next step boundary ─► another layout ─► a new one is staged ─► safety ─► deadline
-           └── in_flight_seconds  └── step_seconds      └── plan_seconds  └── staged_seconds
+    now ─► in flight is staged ─► next step boundary ─► a new one is staged ─► safety ─► deadline
+           └── in_flight_seconds  └── step_seconds      └── staged_seconds
 
 All of it fits: TAKE. It does not: FINISH what is in flight, which is then the best there will be, and keep its
 bandwidth for it; with nothing in flight SKIP, and say what is lost. What was never measured is taken for free: a try
@@ -55,7 +55,6 @@ class Outlook:
         next_step: The first step that a new checkpoint could be of.
         staged_step: The newest staged step; -1: none.
         safe: Words for a checkpoint that outlives its ranks, such as `staged`.
-        plan_seconds: How long the ranks need first for another layout, if there is to be one.
     """
 
     seconds_left: float | None
@@ -65,7 +64,6 @@ class Outlook:
     next_step: int = 0
     staged_step: int = -1
     safe: str = "staged"
-    plan_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +90,13 @@ def decide(outlook: Outlook) -> Decision:
         return Decision(Choice.TAKE, "there is no deadline", flight_seconds)
     if left <= 0:
         return _otherwise(outlook, f"the deadline passed {-left:.1f} s ago")
-    if outlook.staged_seconds is None and outlook.plan_seconds <= 0:
+    if outlook.staged_seconds is None:
         return Decision(
             Choice.TAKE,
             f"{left:.1f} s are left, and no checkpoint was {outlook.safe} yet that would say how long one takes",
             min(flight_seconds, left / 2),  # a guess from the first bytes may be far above what is left
         )
-    needed = flight_seconds + (outlook.step_seconds or 0.0) + outlook.plan_seconds
-    needed += outlook.staged_seconds or 0.0
+    needed = flight_seconds + (outlook.step_seconds or 0.0) + outlook.staged_seconds
     needed = _SAFETY_FACTOR * needed + _SAFETY_SECONDS
     if needed <= left:
         return Decision(

@@ -42,7 +42,6 @@ from stager.session.session_messages import (
     Failed,
     FlusherBack,
     FlusherGone,
-    HandedOver,
     KnownCheckpoint,
     MarkStaged,
     NewLayout,
@@ -255,8 +254,6 @@ class Session:
             return
         checkpoint.prepare(layout, self._now)
         self._actions.append(BeginReceiving(checkpoint.step, layout))
-        nothing = (rank for rank in layout.spared if not checkpoint.frames_left[rank])
-        self._actions += [HandedOver(rank, checkpoint.step) for rank in nothing]
 
     def _on_decline(self, event: Decline) -> None:
         checkpoint = self._entered(event.rank, event.step)

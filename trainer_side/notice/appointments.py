@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from holdfast.notices.messages import Announcement, StepAnswer, StepWord
 from holdfast.notices.notice import Notice, Terms
-from holdfast.notices.sparing import NOBODY, Ability
 from trainer_side.notice.promises import StepPromises
 
 _SMOOTHED = 0.25
@@ -29,8 +28,6 @@ class Appointments:
     Attributes:
         promises: Which step is promised or appointed.
         notice: The notice; set when the appointed step is reached, and so at the same step on every rank.
-        sparing: Which ranks are spared; set likewise.
-        ability: What the decider is told of this rank. Replaced by the training thread.
     """
 
     def __init__(self, *, wait_seconds_max: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -40,7 +37,6 @@ class Appointments:
         self._step_seconds: float | None = None
         self._factor, self._until_step = 1, -1
         self.notice: Notice | None = None
-        self.sparing, self.ability = NOBODY, Ability()
 
     @property
     def step_seconds(self) -> float | None:
@@ -66,7 +62,7 @@ class Appointments:
             if not due:
                 return None
             terms = due[-1]
-            self.notice, self.sparing = terms.notice, terms.sparing
+            self.notice = terms.notice
             if terms.factor > 1:
                 self._factor, self._until_step = terms.factor, terms.until_step
             return terms
@@ -83,14 +79,10 @@ class Appointments:
         """
         terms = Terms.from_json(said.body) if said.word is StepWord.APPOINTED else None
         with self.promises.lock:
-            kept = self.promises.heard(said, terms)
-            if said.word is StepWord.PROPOSED:
-                next_step = self.promises.last_step + 1
-                return StepAnswer(said.number, next_step, self._step_seconds, self.ability.to_json())
-            if terms is not None and not kept:
-                # This rank has given the step up; the layout of later steps must be that of the others all the same.
-                self.sparing = terms.sparing
-            return None
+            self.promises.heard(said, terms)
+            if said.word is not StepWord.PROPOSED:
+                return None
+            return StepAnswer(said.number, self.promises.last_step + 1, self._step_seconds)
 
     def end(self) -> None:
         """Nothing more is heard: the decider is lost, or the job is over. Appointed steps stay so. Any thread."""

@@ -118,21 +118,6 @@ class Room:
                     f"{self._config.stager_seconds_max:g} s"
                 )
 
-    def wait_clear(self, seconds_max: float) -> None:
-        """Wait until nothing reads a staging area, and give nothing up for it.
-
-        Raises:
-            NoRoom: Something still does after `seconds_max`.
-        """
-        deadline = time.monotonic() + seconds_max
-        for flight in self._areas.being_read():
-            if not flight.released.wait(max(0.0, deadline - time.monotonic())):
-                raise NoRoom(
-                    DeclineCause.BUSY.because(
-                        f"step {flight.step} is still being sent from a staging area that is needed for other slices"
-                    )
-                )
-
     def furnish(self, skeleton: Skeleton, slice_plan: SlicePlan, count_max: int) -> None:
         """Make room for slices of a new plan. The room is clear.
 

@@ -202,10 +202,6 @@ class NoticeJob(AgreeingJob):
     def lose_rank(self, rank: int, reason: str) -> None:
         self.do(self.emergency.rank_left(rank, reason, self.now))
 
-    def take(self, rank: int, answer: StepAnswer) -> list[Effect]:
-        self.emergency.spares.can(rank, self.ranks[rank].appointments.ability)
-        return super().take(rank, answer)
-
 
 class IntervalJob(AgreeingJob):
     agreed, given_up = "interval", "interval_kept"

@@ -17,10 +17,8 @@ import torch
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.image.layout import Layout
-from holdfast.image.slices import area_bytes
 from holdfast.notices.messages import Announcement, StepWord
 from holdfast.notices.notice import Notice, NoticeKind, Terms
-from holdfast.notices.sparing import NO_LIMIT, Sparing
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
@@ -36,7 +34,6 @@ from trainer_side.link.to_stager import TimesLost
 from trainer_side.notice.appointments import Appointments
 from trainer_side.pace.pacer import open_pacer
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.save import planner
 from trainer_side.save.staging import Staging
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import Transfer, TransferState
@@ -448,93 +445,6 @@ def test_numbers_that_outgrow_the_room_after_the_save_give_the_step_up_and_the_n
     link.new_pickle_reserve_bytes = 2 * link.needed_pickle_bytes
     assert rank.save(4)
     rank.checkpointer.close()
-
-
-def _forbidden(*_: Any, **__: Any) -> None:
-    raise AssertionError("the image is planned again")
-
-
-def test_a_spared_rank_is_left_out_without_planning_the_image_again(
-    link: FakeLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link.ranks = 2
-    rank = Rank(link)
-    assert rank.save(0)
-    assert link.bytes_of(0).count(torch.ones(1000).numpy().tobytes()) < 20  # its half
-    link.stage(0)
-    monkeypatch.setattr(planner, "plan", _forbidden)
-    link.appoint(1, Terms(True, "there is time", _END, sparing=Sparing((1,))))
-    rank.checkpointer._copier.gate.wait()
-    with torch.no_grad():
-        for parameter in rank.model:
-            parameter.fill_(2)
-    assert rank.checkpointer.step(1)
-    assert rank.holds(1), "all of it"
-    first, second = link.layouts
-    assert second == first.sparing((1,))
-    link.stage(1)
-    assert rank.save(2)
-    assert rank.holds(2)
-    assert len(link.layouts) == 2
-    assert rank.checkpointer._link.appointments.ability.area_bytes_max == NO_LIMIT
-
-
-def test_what_is_still_read_is_not_given_up_for_other_slices(
-    link: FakeLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner, "_CLEAR_SECONDS_MAX", 0.05)
-    link.ranks = 2
-    rank = Rank(link)
-    assert rank.save(0)
-    link.appointments.sparing = Sparing((1,))
-    assert not rank.save(1)
-    assert link.declined == {
-        1: DeclineCause.BUSY.because(
-            "step 0 is still being sent from a staging area that is needed for other slices"
-        )
-    }
-    assert not link.offers[0][0].state.final
-    link.stage(0)
-    assert rank.save(2)
-    assert rank.holds(2)
-
-
-def test_without_memory_for_a_larger_slice_steps_are_declined_and_training_goes_on(
-    link: FakeLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link.ranks = 2
-    rank = Rank(link)
-    assert rank.save(0)
-    link.bytes_of(0)
-    link.stage(0)
-    link.appointments.sparing = Sparing((1,))
-    furnish = rank.checkpointer._saver._room.furnish
-
-    def full(*_: Any) -> None:
-        raise MemoryError("no")
-
-    monkeypatch.setattr(rank.checkpointer._saver._room, "furnish", full)
-    assert not rank.save(1)
-    assert link.declined[1].text.startswith("no memory: for a slice without ranks [1]")
-    monkeypatch.setattr(rank.checkpointer._saver._room, "furnish", furnish)
-    assert rank.save(2)
-    assert rank.holds(2)
-
-
-def test_where_the_larger_area_may_not_be_had_the_slices_stay_and_so_for_all(link: FakeLink) -> None:
-    link.ranks = 2
-    rank = Rank(link)
-    assert rank.save(0)
-    link.bytes_of(0)
-    link.stage(0)
-    (layout,) = link.layouts
-    link.appointments.sparing = Sparing((1,), area_bytes(layout, 0))
-    assert rank.save(1)
-    assert link.layouts == [layout]
-    link.stage(1)
-    link.appointments.sparing = Sparing((1,), area_bytes(layout.sparing((1,)), 0))
-    assert rank.save(2)
-    assert link.layouts == [layout, layout.sparing((1,))]
 
 
 def test_a_job_that_took_no_checkpoint_says_why(link: FakeLink, caplog: pytest.LogCaptureFixture) -> None:
