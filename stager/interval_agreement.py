@@ -2,7 +2,7 @@
 
     WISH ─► agreeing (holdfast/notices/step_agreement.py) ── every rank has promised the step ──► from that step on
     a rank refuses, is lost, does not answer, or too many tries ─► called off: the interval stays as it was
-    a rank is lost, silent, or does not keep its promise ────────► loose: trainer_side/link/schedule.py
+    a rank is lost, silent, or does not keep its promise ────────► loose: trainer_side/pace/schedule.py
 
 Nothing here is urgent, so a step is proposed far enough ahead that no rank is ever seen waiting, and any doubt ends
 the try: the next wish comes with the next checkpoint. A pace that is appointed is never called off; only another pace
@@ -35,7 +35,6 @@ class IntervalAgreement:
     """Events in, effects out; see the module. `now`: seconds of a clock that only goes forward.
 
     Args:
-        ranks: Training ranks.
         answer_seconds_max: How long a rank's answer is waited for.
     """
 
@@ -132,8 +131,6 @@ class IntervalDesk:
     The loop's thread.
 
     Args:
-        trainers: The ranks.
-        events: Event log.
         attempt: Gives the job's attempt now.
         clock: Seconds that only go forward.
     """

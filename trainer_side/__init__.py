@@ -1,12 +1,12 @@
 """Lv.0, the training processes: the package that a training script imports. Only this package may import torch.
 
-save() ──► state/ (the tensors and plain values) ──► save/ (the copy) ──► link/ (one MPI thread) ══MPI══► stager
+save() ──► state/ (the tensors and plain values) ──► save/ (the copy) ──► link/ (one thread) ══════► stager
                                                           └──► tiers/ (local tiers of this rank)
 restore() ◄── restore/ ◄── local tiers, the stager's ring, the store        notice/ ◄── the cloud's metadata server
 
-Start with `checkpointer.py`, then follow one save.
+Start with `checkpointer.py` and `builder.py`, which makes its parts; then follow one save.
 
-for scripts   checkpointer, state/held, state/per_rank, state/rng, ranks/distributed; frameworks/ for others' loops
+for scripts   checkpointer, state/per_rank, state/rng, ranks/distributed; frameworks/ for others' loops
 data/         samplers and streams that resume at the exact sample
 state/        the user's state as the bytes of one portable file, without a copy of the tensors
 save/         from `save()` to a filled staging area: plan, room, copy thread, the gate that holds optimizers back
@@ -15,7 +15,7 @@ restore/      from the nearest good checkpoint into live tensors: inventory, cho
 tiers/        local tiers in memory, persistent memory, files and the store
 ranks/        MPI, torch.distributed, deadlines
 notice/       preemption notices of this machine, and the step at which all ranks save after one
-pace/         `every="auto"`: measures what checkpoints cost, and asks for another interval
+pace/         `every="auto"`: measures what checkpoints cost, asks for another interval, and follows the agreed one
 doors/        the parts of `holdfast export` and `holdfast import` that need torch
 joining, ledger, transfer, checks    how a rank joins the job, the counts of its checkpoints, the state of one step on
               its way, and the trainers' part of `holdfast doctor`

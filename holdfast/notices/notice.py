@@ -1,6 +1,6 @@
-"""A notice: somebody has said that a training rank's machine will be taken away, or may be.
+"""A preemption notice: a training rank's machine will be taken away, or may be.
 
-    watch of a rank ─► NOTICE ─► stager: Emergency ─► SAVE_AT, with the notice in its body ─► every rank
+    watch of a rank ─► NOTICE ─► stager: PreemptionCoordinator ─► SAVE_AT, with the notice in its body ─► every rank
 
 Between processes a deadline travels as seconds that are left, not as a time of day: the clocks of two machines need
 not agree, and a message takes milliseconds.
@@ -96,7 +96,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all ranks do at the step that the stager has appointed; the body of SAVE_AT.
+    """The action of all ranks at the step that the stager has appointed; the body of SAVE_AT.
 
     Attributes:
         save: Whether a checkpoint is taken. `reason`: why, or why not.

@@ -23,7 +23,7 @@ from typing import Any
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.replicas import FIELD, OnDivergence, Replicas
-from holdfast.notices.worth import InFlight
+from holdfast.notices.should_save import InFlight
 from holdfast.wire.agreement import pickle_reserve_bytes
 from holdfast.wire.frames import Kind
 from stager.session.admission import Admission

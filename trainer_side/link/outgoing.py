@@ -33,15 +33,14 @@ _FRAMES_LOOKED_AT_MAX = 16  # for one that is ready and has no CRC yet; they get
 
 @dataclass(frozen=True)
 class SendPlan:
-    """The announced layout, as this rank sends it.
+    """A layout, as this rank sends it.
 
     Attributes:
-        digest: The layout's.
         frames: Chunk → (offset in the source, bytes).
         pieces: Chunk → sizes of its pieces, where there is more than one.
     """
 
-    digest: str
+    layout: Layout
     frames: dict[int, tuple[int, int]]
     pieces: dict[int, tuple[int, ...]]
 
@@ -50,7 +49,7 @@ class SendPlan:
         return self.pieces.get(chunk) or (self.frames[chunk][1],)
 
     def streams(self, chunk: int) -> bool:
-        """Whether MPI takes this frame to fragments, and moves them only while it is asked."""
+        """Whether the transport cuts this frame to fragments, and moves them only while it is polled."""
         pieces = len(self.pieces_of(chunk))
         return wire.payload_messages(pieces) < pieces
 
@@ -59,7 +58,7 @@ class SendPlan:
         """The plan for the frames that `rank` sends."""
         frames = frames_of(layout, rank)
         return cls(
-            layout.digest,
+            layout,
             {frame.chunk: (frame.offset, frame.nbytes) for frame in frames},
             {
                 frame.chunk: tuple(extent.nbytes for extent in frame.extents)
@@ -73,7 +72,7 @@ class Outgoing:
     """A transfer that still has to do with the source's memory, or waits for the stager's verdict. Link's thread only.
 
     Attributes:
-        transfer: What others see of it.
+        transfer: Its state, for other threads.
         plan: How it is cut into frames.
     """
 
@@ -84,20 +83,20 @@ class Outgoing:
         self._unsummed = list(plan.frames)
         self._crcs: dict[int, int] = {}  # of frames that are ready and not sent
         self._credits: dict[int, int] = {}  # chunk → slot
-        self._sending: dict[int, int] = {}  # handles of payloads that MPI still reads → chunk
+        self._sending: dict[int, int] = {}  # handles of payloads that the transport still reads → chunk
         self._done_said = False
         self._sent_frames = 0
-        self._seen = (-1, 0.0)  # sent frames, and since when so many
+        self._seen = (-1, 0.0)  # sent frames, and since when that many
         self._polls = False  # nothing moved until it was asked for
         transfer.frames, transfer.frames_left = len(plan.frames), len(plan.frames)
 
     @property
     def sending(self) -> bool:
-        """Whether MPI still reads a payload."""
+        """Whether the transport still reads a payload."""
         return bool(self._sending)
 
     def streaming(self, port: StagerPort) -> bool:
-        """Whether a payload is under way that moves only while MPI is asked.
+        """Whether a payload is under way that moves only while the transport is polled.
 
         On one machine the stager reads others out of this process's memory in one go, whatever that does; where the
         system does not let it, `notice_stall` finds out.
@@ -111,7 +110,7 @@ class Outgoing:
         )
 
     def notice_stall(self, now: float) -> bool:
-        """See whether nothing has left for so long that MPI must be waiting to be asked; True when that is news."""
+        """See whether nothing was sent for so long that the transport must be waiting for a poll; True if new."""
         if not self._sending or self._seen[0] != self._sent_frames:
             self._seen = (self._sent_frames, now)
         stalled = now - self._seen[1] > _STALL_SECONDS and not self._polls
@@ -124,7 +123,7 @@ class Outgoing:
         return self.transfer.state.final and self.transfer.released.is_set()
 
     def offer(self, port: StagerPort, attempt: int) -> None:
-        body = {**self.transfer.summary(), "layout_digest": self.plan.digest}
+        body = {**self.transfer.summary(), "layout_digest": self.plan.layout.digest}
         port.send(wire.encode(Kind.OFFER, attempt=attempt, step=self.transfer.step, body=wire.to_json(body)))
 
     def credit(self, chunk: int, slot: int) -> bool:
@@ -167,7 +166,7 @@ class Outgoing:
         return moved
 
     def _sum_next(self) -> bool:
-        """Compute the CRC of one frame that has become ready; False if there is none."""
+        """Compute the CRC of one frame that has become ready; False if no frame has."""
         source = self._source
         if source is None or len(self._crcs) >= _FRAMES_AHEAD_MAX:  # None: all is sent
             return False

@@ -39,7 +39,7 @@ class Server:
         seconds_max: How long a question may take, from its first byte to its last.
 
     Raises:
-        SourceError: The URL is none.
+        SourceError: The URL is malformed.
     """
 
     def __init__(self, url: str, *, seconds_max: float) -> None:

@@ -84,7 +84,7 @@ class Planner:
         self._plan: SavePlan | None = None
         self._agreeing = RanksAgreeing(given, context)
         self._agreed = Agreement(0, {})
-        self._names = SavedNames(self._state, is_writer=context.link.rank == 0)
+        self._names = SavedNames(self._state, is_writer=context.link.job.rank == 0)
         self._own_names = PerRankNames(self._state)
 
     def take(self, step: int = -1) -> tuple[SavePlan, Capture]:
@@ -142,7 +142,7 @@ class Planner:
     def _widen(self, tree: Any) -> None:
         """Plan again if rank 0 was given more room. No agreement is needed: every rank was told the same."""
         before = self._agreed
-        wanted = max(self._link.new_pickle_reserve_bytes, self._tiers.council.new_pickle_reserve_bytes)
+        wanted = max(self._link.job.new_pickle_reserve_bytes, self._tiers.council.new_pickle_reserve_bytes)
         if self._plan is None or wanted <= before.pickle_reserve_bytes:
             return
         self._agreed = replace(before, pickle_reserve_bytes=wanted)
@@ -178,13 +178,13 @@ class Planner:
         """Make a plan within the room that was agreed on, and the areas for it."""
         self._room.clear()
         begun = time.monotonic()
-        rank, ranks = self._link.rank, self._link.ranks
+        rank, ranks = self._link.job.rank, self._link.job.ranks
         skeleton = plan(
             tree,
             classify(self._state, tree),
             rank=rank,
             ranks=ranks,
-            chunk_bytes=self._link.chunk_bytes,
+            chunk_bytes=self._link.job.chunk_bytes,
             agreed=self._agreed,
             trailer=self._trailer,
         )
@@ -197,7 +197,6 @@ class Planner:
             host_bytes_max=self._config.host_bytes_max,
         )
         self._room.furnish(skeleton, slice_plan, count_max)
-        self._link.announce(layout)
         self._events.emit(
             "plan",
             {

@@ -1,11 +1,11 @@
 """Rank 0 in the stager's place, after a notice, in a job without one: it chairs the ranks' council.
 
 NOTICE, AT of any rank ────────────────────┐               ┌─► SAVE_AT, for the council to tell all
-begun here, sealed or skipped anywhere, ───┼─► Emergency ──┼─► one clear log line
+begun here, sealed or skipped anywhere, ───┼─► PreemptionCoordinator ──┼─► one clear log line
 complete, void ── in the farthest tier     │               └─► event log
 ranks that are dead or have ended, ticks ──┘
 
-The decisions are those of a stager (holdfast/notices/decider.py). A step counts as safe when it is complete in the
+The decisions are those of a stager (holdfast/notices/preemption.py). A step counts as safe when it is complete in the
 *farthest* tier: that takes longest, and outlives most. Rank 0's own machine may be the one that goes: rank 0 mostly
 lives through its notice; if it dies in the middle, the ranks' promises end with it.
 """
@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from holdfast.errors import ProtocolError
-from holdfast.notices.decider import Emergency
 from holdfast.notices.messages import Effect, carry_out
-from holdfast.notices.worth import InFlight
+from holdfast.notices.preemption import PreemptionCoordinator
+from holdfast.notices.should_save import InFlight
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
@@ -68,7 +68,7 @@ class Chair:
         self._begun: dict[
             Order, tuple[float, int]
         ] = {}  # no verdict yet: when it began, and the image's bytes
-        self._emergency = Emergency(ranks, self._in_flight, safe=safe)
+        self._emergency = PreemptionCoordinator(ranks, self._in_flight, safe=safe)
 
     def began(self, tier: int, order: Order, image_bytes: int) -> None:
         """This rank has taken a slot for a step."""

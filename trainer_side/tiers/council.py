@@ -24,7 +24,7 @@ from holdfast.wire.agreement import pickle_reserve_bytes
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Kind
 from holdfast.wire.state_messages import Agreement, Proposal
-from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.ranks.ports import CouncilPort
 from trainer_side.tiers.coordinator import ROOT, Coordinator, CouncilLimits
 from trainer_side.tiers.council_member import CouncilMember
@@ -57,7 +57,7 @@ class Council:
         *,
         on_verdict: Callable[[StepVerdict], None],
         on_turn: Callable[[], None] = lambda: None,
-        appointments: Appointments | None = None,
+        appointments: AgreedSteps | None = None,
         coordinator: Coordinator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

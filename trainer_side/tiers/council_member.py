@@ -20,7 +20,7 @@ from holdfast.wire import frames as wire
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind, peer_error
 from holdfast.wire.state_messages import Agreement
-from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.tiers.tally import Order, StepVerdict
 
 _log = logging.getLogger("holdfast.trainer.council")
@@ -52,7 +52,7 @@ class CouncilMember:
         self,
         rank: int,
         on_verdict: Callable[[StepVerdict], None],
-        appointments: Appointments | None,
+        appointments: AgreedSteps | None,
         *,
         silence_seconds_max: float,
     ) -> None:
@@ -142,7 +142,7 @@ class CouncilMember:
         question.answered.set()
         return True
 
-    def _hear_appointment(self, frame: Frame, appointments: Appointments) -> bytes | None:
+    def _hear_appointment(self, frame: Frame, appointments: AgreedSteps) -> bytes | None:
         try:
             answer = appointments.heard(Announcement.from_frame(frame))
         except ProtocolError as error:

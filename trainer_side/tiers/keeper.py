@@ -22,7 +22,7 @@ from holdfast.ring.doubts import DoubtedSteps
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.wire.doubt import Doubt
 from trainer_side.background_thread import ThreadDied
-from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.ranks.ports import CouncilPort
 from trainer_side.state import accelerator
 from trainer_side.tiers.coordinator import CouncilLimits
@@ -69,7 +69,7 @@ class Keeper:
         job: TierJob,
         inventory: Inventory,
         report: TierReport,
-        appointments: Appointments | None = None,
+        appointments: AgreedSteps | None = None,
     ) -> None:
         assert tiers
         self.tiers, self.attempt, self._rank = tuple(tiers), job.attempt, port.rank

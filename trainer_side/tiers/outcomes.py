@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import Reason
 from trainer_side.background_thread import ThreadDied
-from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.ranks.ports import CouncilPort
 from trainer_side.tiers.chair import Chair, farthest
 from trainer_side.tiers.coordinator import ROOT, Coordinator, CouncilLimits
@@ -57,7 +57,7 @@ class Outcomes:
         *,
         attempt: int,
         refuses: bool,
-        appointments: Appointments | None = None,
+        appointments: AgreedSteps | None = None,
     ) -> None:
         self._rank, self._report = port.rank, report
         self.complete_step = -1

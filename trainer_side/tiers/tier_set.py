@@ -186,8 +186,16 @@ class StagerCouncil:
 
     new_pickle_reserve_bytes = 0  # the link hears of more room
 
-    def __init__(self, agree: Callable[[Proposal], Agreement]) -> None:
-        self.agree = agree
+    def __init__(self, agree: Callable[..., Agreement]) -> None:
+        self._agree = agree
+        self._seconds_max: float | None = None
+
+    def agree(self, proposal: Proposal) -> Agreement:
+        return self._agree(proposal, seconds_max=self._seconds_max)
+
+    def hurry(self, seconds_max: float) -> None:
+        """From now on `agree` waits no longer than that."""
+        self._seconds_max = seconds_max
 
     def concur(self, error: HoldfastError | None) -> None:
         """Raise `error`, if there is one: without tiers the other ranks had nothing to prepare."""
@@ -195,7 +203,7 @@ class StagerCouncil:
             raise error
 
     def fits(self, step: int) -> None:
-        """The offer of the step says it; where there is none, `ToStager.fits`."""
+        """The offer of the step says it; without one, `StagerMessage.fits`."""
 
     def make_room(self, needed_bytes: int) -> None:
         """The decline that goes to the stager asks for it."""
@@ -225,8 +233,8 @@ class NoTiers:
     complete_step = -1
     died: ThreadDied | None = None
 
-    def __init__(self, agree: Callable[[Proposal], Agreement]) -> None:
-        self.council: RankCouncil = StagerCouncil(agree)
+    def __init__(self, agree: Callable[..., Agreement]) -> None:
+        self.council = StagerCouncil(agree)
 
     def restored(self, order: Order, whole_in: Collection[str] = ()) -> None:
         """No tier holds anything that is out of date."""
@@ -253,7 +261,7 @@ class NoTiers:
         """Never called: `begin` gives no slot."""
 
     def hurry(self, seconds_max: float) -> None:
-        """There is no council."""
+        self.council.hurry(seconds_max)
 
     def skip(self, step: int, reason: Reason) -> None:
         """The link tells the other ranks, through the stager."""

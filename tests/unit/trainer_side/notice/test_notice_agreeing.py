@@ -6,7 +6,7 @@ The agreement itself: test_step_agreement.py.
 from __future__ import annotations
 
 from holdfast.notices.notice import Notice, NoticeKind
-from holdfast.notices.worth import InFlight
+from holdfast.notices.should_save import InFlight
 from tests.unit.trainer_side.agreeing import NoticeJob, terminate
 
 _REBALANCE = Notice(NoticeKind.REBALANCE, None, "aws")

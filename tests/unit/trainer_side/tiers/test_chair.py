@@ -18,7 +18,7 @@ from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from tests.support.events import read_events
-from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.tiers.chair import Chair, farthest
 from trainer_side.tiers.coordinator import Coordinator, CouncilLimits
 from trainer_side.tiers.council import Council
@@ -235,7 +235,7 @@ class Rank:
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
-        self.appointments = Appointments(wait_seconds_max=30, clock=lambda: world.now)
+        self.appointments = AgreedSteps(wait_seconds_max=30, clock=lambda: world.now)
         self.verdicts: list[StepVerdict] = []
         chair = None
         if rank == 0:

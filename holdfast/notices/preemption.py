@@ -2,10 +2,10 @@
 
     NOTICE ─► agreeing (step_agreement.py) ── every rank has promised the step ──► APPOINTED ── staged ──► over: said
                 ▲                                                                     │
-                └────────────── declined or failed: planned anew, a later step ───────┘
+                └────────────── declined or failed: planned again, a later step ───────┘
     no agreement, or a rank is lost ─► over: said, and no rank waits for anything
 
-Events in, effects out; no clock, no MPI. The decider is the stager, or in a job without one rank 0.
+Events in, effects out; no clock, no transport. The stager runs it, or rank 0 in a job without a stager.
 - All ranks must act at the step or none: a first save agrees on a layout, and waits for all ranks.
 - A second notice joins the first while the first is open; the earlier deadline and the graver kind hold. For some
   seconds after, the step that was staged is that of the second one, too: machines that are taken at the same time
@@ -20,8 +20,8 @@ from dataclasses import replace
 
 from holdfast.notices.messages import Effect, EventLine, StepAnswer
 from holdfast.notices.notice import Notice, NoticeKind, Terms
+from holdfast.notices.should_save import Choice, Decision, InFlight, Measures, Outlook, should_save
 from holdfast.notices.step_agreement import Answers, Margin, StepAgreement
-from holdfast.notices.worth import Choice, Decision, InFlight, Measures, Outlook, decide
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 
@@ -33,18 +33,14 @@ _JOIN_SECONDS = 10.0  # two looks of a watch
 _NO_DEADLINE_SECONDS_MAX = 600.0  # for the ranks to come to the step
 
 
-class Emergency:
+class PreemptionCoordinator:
     """See the module. `now` is the time of a clock that only goes forward; methods that take it return effects.
 
     Args:
-        ranks: Number of training ranks.
         in_flight: Gives the checkpoints on their way to the stager, oldest first; called at each decision.
         answer_seconds_max: How long to wait for a rank's answer.
         safe: Words for a checkpoint that outlives its ranks, such as `staged`.
         rebalance_seconds, rebalance_factor: After a rebalance, how long checkpoints are more frequent, and how much.
-
-    Attributes:
-        measures: How long checkpoints took.
     """
 
     def __init__(
@@ -113,7 +109,7 @@ class Emergency:
                 self._notice, self._name = replace(notice, rank=rank, kind=kind), name
             if earlier:
                 self._deadline = deadline
-                self._agreement.decide_anew()  # the decision was made for another deadline
+                self._agreement.decide_again()  # the decision was made for another deadline
             return [said]
         if self._served is not None:
             step, at, kind = self._served
@@ -136,7 +132,7 @@ class Emergency:
             case Answers.EXHAUSTED:
                 return self._over(agreement.exhausted, now)
             case Answers.PASSED:
-                self._decision = decide(self._outlook(agreement.foremost, now))
+                self._decision = should_save(self._outlook(agreement.foremost, now))
                 return [agreement.propose_later(now, wait_seconds=self._decision.wait_seconds)]
 
     def offered(self, step: int) -> None:

@@ -1,7 +1,7 @@
-"""The appointments of this rank: steps at which all ranks act on a preemption notice.
+"""The steps that all ranks have agreed on after a preemption notice, as this rank knows them.
 
     link's or council's thread    heard(announcement) ─► the answer to a proposal: where this rank is
-    training thread               reach(step) ─► waits at a promised step (promises.py) ─► Terms, or nothing is due
+    training thread               reach(step) ─► waits at a promised step ─► Terms, or nothing is due
 
 Without a notice `reach` notes two numbers and returns.
 """
@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 from holdfast.notices.messages import Announcement, StepAnswer, StepWord
 from holdfast.notices.notice import Notice, Terms
-from trainer_side.notice.promises import StepPromises
+from trainer_side.notice.promised_steps import PromisedSteps
 
 _SMOOTHED = 0.25
 
 
-class Appointments:
+class AgreedSteps:
     """See the module.
 
     Args:
@@ -32,7 +32,7 @@ class Appointments:
 
     def __init__(self, *, wait_seconds_max: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self.promises: StepPromises[Terms] = StepPromises(wait_seconds_max)
+        self.promises: PromisedSteps[Terms] = PromisedSteps(wait_seconds_max)
         self._reached_at: float | None = None
         self._step_seconds: float | None = None
         self._factor, self._until_step = 1, -1

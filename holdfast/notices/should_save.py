@@ -1,11 +1,11 @@
-"""Whether a checkpoint is worth beginning before a deadline. Pure arithmetic on what was measured.
+"""Decides whether to begin a checkpoint before a deadline. Pure arithmetic on measured times.
 
     now ─► in flight is staged ─► next step boundary ─► a new one is staged ─► safety ─► deadline
            └── in_flight_seconds  └── step_seconds      └── staged_seconds
 
 All of it fits: TAKE. It does not: FINISH what is in flight, which is then the best there will be, and keep its
-bandwidth for it; with nothing in flight SKIP, and say what is lost. What was never measured is taken for free: a try
-costs nothing that is not lost anyway. Staged is enough, because the stager's machine stays.
+bandwidth for it; with nothing in flight SKIP, and say what is lost. A time that was never measured counts as zero: a
+try costs nothing that is not lost anyway. Staged is enough, because the stager's machine stays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class InFlight:
     """One checkpoint on its way to the stager.
 
     Attributes:
-        step: Its step.
         fraction: The share of it that has come, 0 to 1.
         elapsed_seconds: Seconds since its first offer.
     """
@@ -71,8 +70,6 @@ class Decision:
     """The decision, with its reason.
 
     Attributes:
-        choice: See the module.
-        reason: A sentence.
         wait_seconds: With TAKE, how long checkpoints in flight go first.
         needed_seconds: Expected time for a new checkpoint in all; 0 if nothing was measured.
     """
@@ -83,7 +80,8 @@ class Decision:
     needed_seconds: float = 0.0
 
 
-def decide(outlook: Outlook) -> Decision:
+def should_save(outlook: Outlook) -> Decision:
+    """Whether to save before the deadline; see the module."""
     flight_seconds = _flight_seconds(outlook)
     left = outlook.seconds_left
     if left is None:
