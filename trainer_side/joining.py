@@ -26,7 +26,7 @@ from trainer_side.link.greeting import greet
 from trainer_side.link.inbox import StagerInbox
 from trainer_side.link.link import Link
 from trainer_side.link.no_stager import NoStager
-from trainer_side.link.rejoining import ComeAgain
+from trainer_side.link.rejoining import Reconnect
 from trainer_side.link.to_stager import ToStager
 from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.ranks.peers import Peers, agree, gather
@@ -76,7 +76,7 @@ def meet_stager(config: TrainerConfig, world: World, inbox: StagerInbox, events:
     greeted = greet(port, ranks=world.ranks, seconds_max=config.start_seconds_max)
     again = None
     if world.again is not None and config.on_stager_lost == "train":
-        again = ComeAgain(world.again, lambda: _newest_published(greeted.welcome.store_url))
+        again = Reconnect(world.again, lambda: _newest_published(greeted.welcome.store_url))
     link = Link(config, greeted, inbox, events, rank=world.rank, again=again)
     link.close_at_exit()
     return link

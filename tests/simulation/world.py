@@ -59,7 +59,7 @@ from tests.support.images import Image
 from trainer_side.link.greeting import Greeted
 from trainer_side.link.inbox import StagerInbox
 from trainer_side.link.link import Link
-from trainer_side.link.rejoining import ComeAgain
+from trainer_side.link.rejoining import Reconnect
 from trainer_side.link.stager_message import StagerMessage
 from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.pace.schedule import Schedule
@@ -622,7 +622,7 @@ class World:
         """Which job came before which, by number."""
         return number
 
-    def _again(self, job: Job, rank: int) -> ComeAgain | None:
+    def _again(self, job: Job, rank: int) -> Reconnect | None:
         """How a rank reaches a stager again that it has lost; None: it cannot."""
         return None
 

@@ -37,7 +37,7 @@ from trainer_side.link.inbox import StagerInbox
 from trainer_side.link.job_state import JobState
 from trainer_side.link.outgoing import Outgoing, SendPlan
 from trainer_side.link.poll_backoff import PollBackoff
-from trainer_side.link.rejoining import ComeAgain, Rejoining
+from trainer_side.link.rejoining import Reconnect, Rejoining
 from trainer_side.link.stager_message import StagerMessage
 from trainer_side.link.stager_session import StagerSession
 from trainer_side.ranks.ports import StartReplaced
@@ -70,7 +70,7 @@ class Link:
         events: EventLog,
         *,
         rank: int,
-        again: ComeAgain | None = None,
+        again: Reconnect | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._inbox, self._events, self._clock = config, inbox, events, clock

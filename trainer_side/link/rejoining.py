@@ -35,7 +35,7 @@ _LOOK_SECONDS = 0.01
 _LEAVE_SECONDS_MAX = 1.0
 
 
-class ComeAgain(NamedTuple):
+class Reconnect(NamedTuple):
     """How a rank reaches a stager again that it has lost.
 
     Attributes:
@@ -74,7 +74,7 @@ class Rejoining:
 
     def __init__(
         self,
-        again: ComeAgain,
+        again: Reconnect,
         job: JobState,
         *,
         start_seconds_max: float,

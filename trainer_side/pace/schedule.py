@@ -120,7 +120,7 @@ class Schedule:
                 self._loosen()
             if said.word is StepWord.PROPOSED:
                 return here
-            vain = {"refusal": f"it waited in vain at step {said.step}, and trains on"}
+            vain = {"refusal": f"it waited at step {said.step} without an answer, and trains on"}
             return None if kept else replace(here, body=vain)
 
     def end(self) -> None:

@@ -93,7 +93,7 @@ class IntervalRank(AgreeingRank):
             self.acted.append((self.step, self.schedule.every))
 
     def give_up(self) -> None:
-        """Train on, also where a promised step has been waited for in vain."""
+        """Train on, also where a promised step got no answer."""
         self.step += 1
         self.reach()
 

@@ -19,7 +19,7 @@ from holdfast.wire.welcome import Welcome
 from trainer_side.link.greeting import Greeted
 from trainer_side.link.inbox import StagerInbox
 from trainer_side.link.link import Link
-from trainer_side.link.rejoining import ComeAgain
+from trainer_side.link.rejoining import Reconnect
 from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.pace.schedule import Schedule
 from trainer_side.transfer import Transfer
@@ -122,7 +122,7 @@ def make(
     *,
     rank: int = 0,
     auto: bool = False,
-    again: ComeAgain | None = None,
+    again: Reconnect | None = None,
     clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> Link:

@@ -30,7 +30,7 @@ from tests.unit.trainer_side.stager_port import (
 )
 from trainer_side.link import rejoining
 from trainer_side.link.link import Link
-from trainer_side.link.rejoining import ComeAgain
+from trainer_side.link.rejoining import Reconnect
 from trainer_side.link.stager_message import StagerMessage
 from trainer_side.pace.schedule import SchedulePhase
 from trainer_side.transfer import TransferState
@@ -288,7 +288,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Again:
 
 
 def _linked(port: FakePort, again: Again, rank: int = 0) -> Link:
-    return make(port, rank=rank, again=ComeAgain(again, lambda: 0))
+    return make(port, rank=rank, again=Reconnect(again, lambda: 0))
 
 
 def _lose(link: Link, port: FakePort) -> None:

@@ -15,7 +15,7 @@ from tests.unit.trainer_side.stager_port import CHUNK, SECONDS_MAX, FakePort, un
 from trainer_side.background_thread import ThreadDied
 from trainer_side.link import rejoining
 from trainer_side.link.job_state import JobState
-from trainer_side.link.rejoining import ComeAgain, Reached, Rejoining
+from trainer_side.link.rejoining import Reached, Reconnect, Rejoining
 from trainer_side.ranks.ports import GenerationOver, StartReplaced
 
 BEFORE = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
@@ -49,7 +49,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejoining, "_PAUSE_SECONDS_MAX", 2e-3)
 
 
-def _rejoining(again: ComeAgain, rank: int) -> Rejoining:
+def _rejoining(again: Reconnect, rank: int) -> Rejoining:
     job = JobState(rank, 2, store_url="file:///run", chunk_bytes=CHUNK, attempt=1)
     return Rejoining(again, job, start_seconds_max=SECONDS_MAX, last_step=lambda: 40, kept_there="")
 
@@ -59,7 +59,7 @@ def search() -> Iterator[Callable[..., Rejoining]]:
     begun: list[Rejoining] = []
 
     def begin(door: Door, *, rank: int = 0, newest: int = 1) -> Rejoining:
-        made = _rejoining(ComeAgain(door, lambda: newest), rank)
+        made = _rejoining(Reconnect(door, lambda: newest), rank)
         made.begin(BEFORE)
         begun.append(made)
         return made
@@ -179,7 +179,7 @@ def test_an_error_of_the_stager_itself_is_tried_again(search: Search) -> None:
     def connect(generation: int) -> FakePort:
         return next(answers, None) or door(generation)
 
-    searching = _rejoining(ComeAgain(connect, lambda: 0), rank=1)
+    searching = _rejoining(Reconnect(connect, lambda: 0), rank=1)
     searching.begin(BEFORE)
     try:
         assert _found(searching).tries == 2
