@@ -1,15 +1,15 @@
-"""How all ranks come to save one step after a notice: what is proposed, why, and what it comes to.
+"""Brings all ranks to save one step after a preemption notice: proposes the step, and follows its checkpoint.
 
-    NOTICE ─► agreeing (step_agreement.py) ── every rank has promised the step ──► APPOINTED ── staged ──► over: said
+    NOTICE ─► agreeing (step_agreement.py) ── every rank has promised the step ──► APPOINTED ── staged ──► over: logged
                 ▲                                                                     │
                 └────────────── declined or failed: planned again, a later step ───────┘
-    no agreement, or a rank is lost ─► over: said, and no rank waits for anything
+    no agreement, or a rank is lost ─► over: logged, and no rank waits for anything
 
 Events in, effects out; no clock, no transport. The stager runs it, or rank 0 in a job without a stager.
 - All ranks must act at the step or none: a first save agrees on a layout, and waits for all ranks.
-- A second notice joins the first while the first is open; the earlier deadline and the graver kind hold. For some
-  seconds after, the step that was staged is that of the second one, too: machines that are taken at the same time
-  hear of it at different looks of their watches.
+- A second notice joins the first while the first is open; the earlier deadline and the more urgent kind hold. A notice
+  that comes within some seconds after the step was staged counts as served by it: machines that are reclaimed together
+  receive their notices at different polls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.wire.frames import Frame, Kind
 
 _TRIES_MAX = 12  # the margin doubles, so the last ones are thousands of steps ahead
 _SAVES_MAX = 6
-# Ranks and stager look at their messages every few milliseconds when nothing goes on.
+# Idle ranks and the stager poll their messages every few milliseconds.
 _MARGIN = Margin(seconds=0.1, steps_min=1, steps_max=100_000, steps_unmeasured=1)
 _JOIN_SECONDS = 10.0  # two looks of a watch
 _NO_DEADLINE_SECONDS_MAX = 600.0  # for the ranks to come to the step
@@ -93,7 +93,7 @@ class PreemptionCoordinator:
     def noticed(
         self, rank: int, notice: Notice, seconds_left: float | None, name: str, now: float
     ) -> list[Effect]:
-        """A rank has heard of `notice`. `name` is the rank for people."""
+        """A rank has received `notice`. `name` is the rank for people."""
         deadline = None if seconds_left is None else now + seconds_left
         said = EventLine(
             "notice",

@@ -1,4 +1,4 @@
-"""How all ranks come to do something at the same step, without a collective: the decider's side.
+"""Lets all ranks act at the same step without a collective operation: the side of the process that decides.
 
     ask: where is every rank? ─► propose a step ── no rank has passed the step ──► appoint the step
                                   ▲     └─ a rank has passed it: propose a later one ─┐
