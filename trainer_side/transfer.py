@@ -72,7 +72,7 @@ class Transfer:
 
     @classmethod
     def none(cls, step: int, record: dict[str, Any], reason: Reason | None = None) -> Transfer:
-        """Of a step that the stager does not get: it is at its end."""
+        """A finished transfer for a step that is not sent to the stager."""
         transfer = cls(step, record, TransferState.DECLINED, reason)
         for event in (transfer.released, transfer.settled, transfer.ended):
             event.set()
@@ -93,7 +93,7 @@ class Transfer:
             self.ended.set()
 
     def summary(self) -> dict[str, Any]:
-        """The record as it is now, only what JSON knows."""
+        """The JSON-serialisable fields of the record."""
         return {
             name: value for name, value in dict(self.record).items() if isinstance(value, (str, int, float))
         }

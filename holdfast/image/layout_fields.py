@@ -18,7 +18,7 @@ from holdfast.price import inflate_json
 
 ALIGNMENT_BYTES = 4096
 _FORMAT = 1
-# Read only: older versions made it when they spared ranks. A ring or a tier may still hold a checkpoint of one.
+# Read only: older versions made it for ranks that were going to lose their machine. A ring may still hold one.
 _FORMAT_SPARED = 2
 _FORMAT_SPLIT = 3  # with patterns, and with `spared`, which is empty since no version spares ranks
 _FORMATS = (_FORMAT, _FORMAT_SPARED, _FORMAT_SPLIT)

@@ -140,12 +140,12 @@ class Measures:
         """Note a staged checkpoint, and the seconds since its first offer."""
         self._taken.append((nbytes, seconds))
 
-    def staged_seconds(self, nbytes: int | None = None) -> float | None:
-        """How long a checkpoint of `nbytes` will take, by default one as large as the last; None before the first.
+    def staged_seconds(self) -> float | None:
+        """How long a checkpoint as large as the last will take; None before the first.
 
-        The time is that of the slowest remembered one, in proportion if the new one is larger.
+        The time is that of the slowest remembered one, in proportion if that was smaller.
         """
         if not self._taken:
             return None
-        wanted = self._taken[-1][0] if nbytes is None else nbytes
+        wanted = self._taken[-1][0]
         return max(seconds * max(1.0, wanted / max(1, taken)) for taken, seconds in self._taken)

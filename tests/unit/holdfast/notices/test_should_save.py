@@ -102,5 +102,5 @@ def test_measures_take_the_slowest_of_the_last_few_by_bytes() -> None:
     assert measures.staged_seconds() == 100.0
     measures.staged(1000, 2.0)
     assert measures.staged_seconds() == 3.0
-    assert measures.staged_seconds(4000) == 12.0
-    assert measures.staged_seconds(10) == 3.0
+    measures.staged(4000, 2.0)
+    assert measures.staged_seconds() == 12.0, "in proportion"
