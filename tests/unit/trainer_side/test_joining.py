@@ -243,6 +243,20 @@ def test_without_a_stager_nobody_compares_tensors_but_the_council_of_the_tiers()
         link.agree(Proposal("", [], 0, {}))
 
 
+def test_without_tiers_hurry_shortens_the_wait_for_the_other_ranks() -> None:
+    waits: list[float | None] = []
+
+    def agree(_: Proposal, *, seconds_max: float | None) -> Agreement:
+        waits.append(seconds_max)
+        return Agreement(4096, {})
+
+    tiers: TierSet = NoTiers(agree)
+    tiers.council.agree(Proposal("", [], 0, {}))
+    tiers.hurry(3.0)
+    tiers.council.agree(Proposal("", [], 0, {}))
+    assert waits == [None, 3.0]
+
+
 def test_without_tiers_the_ranks_agree_through_the_stager_and_no_step_is_kept() -> None:
     agreement = Agreement(4096, {})
     tiers: TierSet = NoTiers(lambda *_, **__: agreement)
