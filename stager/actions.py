@@ -15,9 +15,7 @@ from collections.abc import Callable
 
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
-from holdfast.image.layout import Layout
 from holdfast.image.save_record import StepRecord
-from holdfast.notices.sparing import warning_of
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
@@ -36,7 +34,6 @@ from stager.session.session_messages import (
     FillSlot,
     FreeSlot,
     GrantCredit,
-    HandedOver,
     MarkFull,
     MarkStaged,
     Tell,
@@ -71,7 +68,6 @@ class Actions:
         self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
         self._begun_at: dict[int, float] = {}
         self._said = ""  # the last verdict that was logged
-        self._warned_of = ""  # the layout whose spared ranks were last warned of
 
     def offered(self, step: int) -> None:
         self._offered_at.setdefault(step, self._clock())
@@ -131,18 +127,9 @@ class Actions:
                 self._tell(action)
             case BeginReceiving(step, layout):
                 self._begun_at[step] = self._clock()
-                self._warn_of_loss(step, layout)
                 ring.put_layout(layout)
                 ring.write_checkpoint(attempt, step, "receiving", layout.digest, {})
                 line.send("begin", attempt=attempt, step=step, layout_digest=layout.digest)
-            case HandedOver(rank, step):
-                name = self.trainers.name(rank)
-                _log.warning(
-                    "%s has handed over all its bytes of step %d, so its end does not harm the step",
-                    name,
-                    step,
-                )
-                self.events.emit("handed_over", {"of_rank": rank, "name": name}, step=step)
             case Diverged(step, message, body):
                 _log.error("%s", message)
                 self.events.emit("divergence", dict(body), step=step)
@@ -150,15 +137,6 @@ class Actions:
                 self._staged(action)
             case Abort(step, reason):
                 line.send("abort", attempt=attempt, step=step, reason=reason[:2000])
-
-    def _warn_of_loss(self, step: int, layout: Layout) -> None:
-        if layout.digest == self._warned_of:
-            return
-        self._warned_of = layout.digest
-        for rank in layout.spared:
-            warning = warning_of(layout, rank, self.trainers.name(rank))
-            if warning:
-                _log.warning("step %d: %s", step, warning)
 
     def _tell(self, action: Tell) -> None:
         if action.kind in {Kind.FAILED, Kind.DECLINED} and action.rank is None:

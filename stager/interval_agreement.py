@@ -2,7 +2,7 @@
 
     WISH ─► agreeing (holdfast/notices/step_agreement.py) ── every rank has promised the step ──► from that step on
     a rank refuses, is lost, does not answer, or too many tries ─► called off: the interval stays as it was
-    a rank is lost, silent, or does not keep its promise ────────► loose: trainer_side/link/schedule.py
+    a rank is lost, silent, or does not keep its promise ────────► loose: trainer_side/pace/schedule.py
 
 Nothing here is urgent, so a step is proposed far enough ahead that no rank is ever seen waiting, and any doubt ends
 the try: the next wish comes with the next checkpoint. A pace that is appointed is never called off; only another pace

@@ -1,7 +1,7 @@
-"""Preemption notices at the stager: ranks' messages in, the decisions of holdfast/notices/decider.py carried out.
+"""Preemption notices at the stager: ranks' messages in, the decisions of holdfast/notices/preemption.py carried out.
 
 NOTICE, AT, OFFER, DECLINE ─┐                ┌─► SAVE_AT to every rank
-staged, declined, failed ───┼─► Emergency ───┼─► one clear log line
+staged, declined, failed ───┼─► PreemptionCoordinator ───┼─► one clear log line
 lost ranks, ticks ──────────┘                └─► event log
 """
 
@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from holdfast.config import StagerConfig
-from holdfast.notices.decider import Emergency
 from holdfast.notices.messages import Effect, carry_out
-from holdfast.notices.worth import InFlight
+from holdfast.notices.preemption import PreemptionCoordinator
+from holdfast.notices.should_save import InFlight
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Frame, Kind
 from stager.trainers import Trainers
@@ -23,7 +23,11 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class Notices:
-    """See the module. The loop's thread."""
+    """See the module. The loop's thread.
+
+    Args:
+        in_flight: Checkpoints in flight, oldest first.
+    """
 
     def __init__(
         self,
@@ -36,7 +40,7 @@ class Notices:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._trainers, self._events, self._clock, self._attempt = trainers, events, clock, attempt
-        self._emergency = Emergency(
+        self._coordinator = PreemptionCoordinator(
             trainers.ranks,
             in_flight,
             rebalance_seconds=config.rebalance_seconds,
@@ -44,28 +48,31 @@ class Notices:
         )
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """NOTICE or AT of a rank. Raises `ProtocolError`."""
-        name, machine = self._trainers.name(rank), self._trainers.on_machine_of(rank)
-        self._do(self._emergency.hear(rank, name, frame, self._clock(), machine))
+        """NOTICE or AT of a rank.
+
+        Raises:
+            ProtocolError: The message does not hold what it should.
+        """
+        self._do(self._coordinator.hear(rank, self._trainers.name(rank), frame, self._clock()))
 
     def offered(self, step: int) -> None:
         """A rank has offered or declined this step."""
-        self._emergency.offered(step)
+        self._coordinator.offered(step)
 
     def staged(self, step: int, nbytes: int, seconds: float) -> None:
         """A checkpoint was staged, `seconds` after its first offer."""
-        self._do(self._emergency.staged(step, nbytes, seconds, self._clock()))
+        self._do(self._coordinator.staged(step, nbytes, seconds, self._clock()))
 
     def ended(self, step: int, reason: str) -> None:
         """A checkpoint was declined or has failed, for all."""
-        self._do(self._emergency.ended(step, reason, self._clock()))
+        self._do(self._coordinator.ended(step, reason, self._clock()))
 
     def left(self, rank: int, reason: str) -> None:
         """Nothing more comes from this rank."""
-        self._do(self._emergency.rank_left(rank, reason, self._clock()))
+        self._do(self._coordinator.rank_left(rank, reason, self._clock()))
 
     def tick(self) -> None:
-        self._do(self._emergency.tick(self._clock()))
+        self._do(self._coordinator.tick(self._clock()))
 
     def _do(self, effects: Sequence[Effect]) -> None:
         tell_all = self._trainers.send_all

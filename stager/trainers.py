@@ -109,13 +109,6 @@ class Trainers:
         if lost:
             self.lost.add(rank)
 
-    def on_machine_of(self, rank: int) -> set[int]:
-        """The ranks on one machine with `rank`, itself among them, as far as the names of their hosts say."""
-        known = self._known.get(rank)
-        if known is None or known.host == _UNKNOWN:
-            return {rank}
-        return {rank} | {other for other, its in self._known.items() if its.host == known.host}
-
     def name(self, rank: int) -> str:
         """`rank 3 on host spot-7 (process 4711)`, as far as it has said so."""
         known = self._known.get(rank)

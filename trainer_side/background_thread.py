@@ -25,8 +25,6 @@ class BackgroundThread:
     """See the module. Begin it by `start`.
 
     Args:
-        name: Of the thread.
-        work: What it does.
         rank: This training rank, for messages.
         task: The purpose of the thread, in words that follow `which`.
         died: Called in the dying thread.

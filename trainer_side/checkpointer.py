@@ -1,12 +1,12 @@
-"""The `Checkpointer`, the object that a training loop talks to, and the parts that do its work.
+"""The `Checkpointer`, the object that a training loop talks to. `builder.py` makes the parts that do its work.
 
     save(step) ─► Saver ──► Planner   chooses what is copied to which place of the image; agrees with the other ranks
                     ├─────► Room      finds staging areas and slots of local tiers; waits for them, or declines the step
                     ├─────► Copier    runs the copy thread, and the gate that holds optimizers back
-                    ├─────► Link      sends the copy to the stager, on the MPI thread
+                    ├─────► Link      sends the copy to the stager, on a thread of its own
                     └─────► TierSet   writes the copy into local tiers, if there are any
     restore() ─► restore/restore.py
-    step(step) ─► appointments: say whether a checkpoint is due, also after a preemption notice
+    step(step) ─► the interval, and AgreedSteps after a preemption notice: whether a checkpoint is due
 
 After start-up and restore the training thread takes part in no collective operation. Every wait has a deadline.
 """
@@ -15,55 +15,34 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
-
-import torch
+from typing import Any, Literal, Self
 
 from holdfast import supervised as diary
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from holdfast.notices.notice import Notice, NoticeKind
-from holdfast.notices.sparing import NO_LIMIT, Ability
-from holdfast.process import at_exit
 from holdfast.store import open_store
 from holdfast.supervised import report, report_end, tell
-from holdfast.telemetry.events import EventLog
-from holdfast.wire.doubt import Doubt
-from trainer_side.joining import join, open_tier_set
-from trainer_side.leaving import EXIT_SECONDS_MAX, Leaving
-from trainer_side.ledger import Ledger, Stats
-from trainer_side.notice.open_sources import open_watch
+from trainer_side.builder import build
+from trainer_side.ledger import Stats
 from trainer_side.opaque import OpaqueContext, opaque_methods
-from trainer_side.pace.every import chosen
+from trainer_side.pace.schedule import chosen_interval
 from trainer_side.ranks.peers import agree
 from trainer_side.ranks.uncaught import end_by_exit_codes
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import RestoreOptions, restore
-from trainer_side.save.areas import Areas
-from trainer_side.save.beginning import Beginning
-from trainer_side.save.copier import Copier
-from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.finished_step import FinishedStep
 from trainer_side.save.host_memory import locked_buffer
-from trainer_side.save.left_out import LeftOut
-from trainer_side.save.places import Room
-from trainer_side.save.planner import Planner
-from trainer_side.save.quietness import Quietness
-from trainer_side.save.rank_context import RankContext
-from trainer_side.save.saver import Saver, no_collections
+from trainer_side.save.saver import no_collections
 from trainer_side.seat import Seat
 from trainer_side.state.given_state import GivenState
 from trainer_side.state.plain_counters import PlainCounters
 from trainer_side.state.seen_batches import SeenBatches
 from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.whole_number import shown, step_number
-
-if TYPE_CHECKING:
-    from trainer_side.pace.pacer import Pacer
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -88,9 +67,10 @@ class Checkpointer:
         every: Number of training steps from one checkpoint of `step()` to the next. 0: only `save()` takes checkpoints.
             `"auto"`: chosen from what checkpoints cost (docs/interval.md). None: the setting `every`. Must be the same
             on every rank.
-        fresh: Whether to begin the run anew although it may have checkpoints, and without `restore()`. Steps may then
-            be numbered from 0 again: a checkpoint of a later job counts as newer whatever its step, and the older ones
-            stay until retention removes them. A script that is restarted with `fresh=True` begins anew each time.
+        fresh: Whether to start from scratch although the run may have checkpoints, and without `restore()`. Steps may
+            then be numbered from 0 again: a checkpoint of a later job counts as newer whatever its step, and the older
+            ones stay until retention removes them. A script that is restarted with `fresh=True` starts from scratch
+            each time.
 
     Attributes:
         restored: The checkpoint that `restore()` has brought back, and where each part of it came from. None before
@@ -115,9 +95,8 @@ class Checkpointer:
         fresh: bool = False,
     ) -> None:
         end_by_exit_codes()
-        self._handled_before = sys.exc_info()[
-            1
-        ]  # made where the script handles one: that does not end the training
+        # An exception that the script handles while it makes the Checkpointer does not end the training.
+        self._handled_before = sys.exc_info()[1]
         if not isinstance(state, Mapping):
             raise StateError(f"state: expected a mapping of names to objects, got {shown(state)}")
         if not isinstance(config, TrainerConfig | None):
@@ -128,93 +107,43 @@ class Checkpointer:
         self._state = self._given.held
         refuse_split_objects(self._state)
         self._config = config or TrainerConfig()
-        fixed = chosen(every, self._config)
+        fixed = chosen_interval(every, self._config)
         self._seat = Seat(self._state)
         self._every = fixed or 0
-        self._link = join(self._config)
-        self._events = EventLog(self._config.events, role="trainer", rank=self._link.rank)
-        self._link.events = self._events
-        self._ledger = Ledger()
-        optimizers = [value for value in self._state.values() if isinstance(value, torch.optim.Optimizer)]
-        self._pacer: Pacer | None = None
-        if fixed is None:
-            from trainer_side.pace.pacer import open_pacer  # here: most jobs say the interval themselves
-
-            self._pacer = open_pacer(self._config, self._link, self._events, optimizers)
-        self._quietness = Quietness(
-            self._link.rank,
-            mode=self._config.copy,
-            inside_ms_max=self._config.copy_inside_ms_max,
-            tell=_weakly(self._tell_doubt),
-            ledger=self._ledger,
-            events=self._events,
-        )
-        self._copier = Copier(
-            optimizers,
-            self._link,
-            ledger=self._ledger,
-            events=self._events,
-            seconds_max=self._config.copy_seconds_max,
-            quietness=self._quietness,
-        )
-        self._tiers = open_tier_set(self._config, self._link, self._ledger, self._events)
-        self._link.on_doubt = _weakly(self._hear_doubt)
-        self._tiers.council.when_doubted(_weakly(self._hear_doubt))
-        self._not_at_exit = at_exit(self._tiers.close, EXIT_SECONDS_MAX)
-        seconds_max = self._config.close_seconds_max
-        self._leaving = Leaving(
-            self._copier,
-            self._tiers,
-            self._link,
-            self._ledger,
-            seconds_max=seconds_max,
-            on_not_durable=self._config.on_not_durable,
-        )
-        if not self._tiers.takes_steps:
-            limit = self._config.host_bytes_max
-            self._link.appointments.ability = Ability(area_bytes_max=NO_LIMIT if limit is None else limit)
-        self._areas = Areas()
-        self._engine = CopyEngine(device_bytes_max=self._config.device_bytes_max)
-        self._beginning = Beginning(fresh=fresh, seconds_max=self._config.start_seconds_max)
-        context = RankContext(
-            self._config, self._link, self._tiers, self._ledger, self._events, self._beginning
-        )
-        self._left_out = LeftOut(self._state, rank=self._link.rank, events=self._events)
-        self._counters = PlainCounters(self._state, rank=self._link.rank)
+        self._parts = parts = build(self._given, self._config, auto=fixed is None, fresh=fresh)
+        self._link, self._tiers, self._copier = parts.link, parts.tiers, parts.copier
+        self._saver, self._leaving, self._pacer = parts.saver, parts.leaving, parts.pacer
+        self._agreed_steps, self._events = parts.agreed_steps, parts.events
+        self._counters = PlainCounters(self._state, rank=self.rank)
         self._batches = SeenBatches(self._state)
-        self._room = Room(self._areas, self._engine, self._copier, context)
-        planner = Planner(self._given, self._left_out, self._room, context)
-        self._saver = Saver(self._state, planner, self._room, self._copier, context)
         self.restored: Restored | None = None
         self._closed = self._stepped = self._asked = self._progressed = False
-        self._told: Notice | None = None
         self._finished = (
             FinishedStep(self._state, lambda: self._copier.updates) if self._config.watch else None
         )
-        self._watching = open_watch(self._config, self._notice, rank=self._link.rank)
-        report("joined", attempt=self._link.attempt or self._tiers.attempt, ranks=self._link.ranks)
+        report("joined", attempt=self._link.job.attempt or self._tiers.attempt, ranks=self.ranks)
         diary.note("begins", True)
         self._seat.take(self, self._copier.gate.remove)
 
     @property
     def rank(self) -> int:
         """Number of this rank among the training ranks, from 0."""
-        return self._link.rank
+        return self._link.job.rank
 
     @property
     def ranks(self) -> int:
         """Number of training ranks."""
-        return self._link.ranks
+        return self._link.job.ranks
 
     @property
     def staged_step(self) -> int:
         """Newest step that is known to survive the death of every training rank; -1 before the first."""
-        return self._link.staged_step
+        return self._link.job.staged_step
 
     @property
     def durable_step(self) -> int:
         """Newest step that is known to be published in the store; -1 before the first."""
-        return self._link.durable_step
+        return self._link.job.durable_step
 
     @property
     def kept_step(self) -> int:
@@ -228,13 +157,13 @@ class Checkpointer:
         It changes only inside `step()`, and at the same step on every rank, so that all ranks may leave their training
         loops together.
         """
-        return self._link.appointments.notice
+        return self._agreed_steps.notice
 
     @property
     def stats(self) -> Stats:
         """Counts of the checkpoints that this rank has begun, ended and declined so far."""
-        stats = self._ledger.stats
-        stats.stager_losses, stats.stager_lost_seconds = self._link.times_lost
+        stats = self._parts.ledger.stats
+        stats.stager_losses, stats.stager_lost_seconds = self._link.job.times_lost
         return stats
 
     def restore(self, *, step: int | None = None, may_lack: Collection[str] = ()) -> int:
@@ -258,9 +187,9 @@ class Checkpointer:
         self._seat.require("restore()")
         step = None if step is None else step_number(step, "restore()")
         lacking = self._names_in_state(may_lack)
-        self._beginning.restored()
-        agree(self._link.peers, self._given.problem())
-        store = open_store(self._link.store_url)
+        self._parts.beginning.restored()
+        agree(self._parts.peers, self._given.problem())
+        store = open_store(self._link.job.store_url)
         options = RestoreOptions(
             step=step,
             seconds_max=self._config.restore_seconds_max,
@@ -273,7 +202,7 @@ class Checkpointer:
             self.restored = restore(
                 self._state,
                 store,
-                self._link.peers,
+                self._parts.peers,
                 events=self._events,
                 tiers=self._tiers.tiers,
                 fetch=self._link.fetch,
@@ -281,8 +210,8 @@ class Checkpointer:
             )
         if self.restored is not None:
             self._tiers.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)
-            self._link.appointments.restored(self.restored.step)
-            self._left_out.restored()
+            self._agreed_steps.restored(self.restored.step)
+            self._parts.left_out.restored()
         if self.restored is None:
             tell("restored", step=-1)
             return 0
@@ -325,12 +254,12 @@ class Checkpointer:
         diary.note("step", step)
         self._counters.note(step)
         self._batches.note(step)
-        appointments = self._link.appointments
-        due = appointments.reach(step)
-        every = appointments.every(self._every, step)
+        agreed_steps = self._agreed_steps
+        due = agreed_steps.reach(step)
+        every = agreed_steps.every(self._every, step)
         timely = bool(every and (step + 1) % every == 0)
         if self._pacer is not None:
-            timely = self._pacer.reach(step, lambda usual: appointments.every(usual, step))
+            timely = self._pacer.reach(step, lambda usual: agreed_steps.every(usual, step))
         if due is not None:
             self._events.emit("appointed", {"save": due.save, "reason": due.reason}, step=step)
             if due.notice.kind is NoticeKind.TERMINATE:
@@ -423,7 +352,7 @@ class Checkpointer:
         error = error or failed
         if error is not None:
             self._leaving.say(error)
-            notice = None if isinstance(error, GeneratorExit) else self._pending_notice()
+            notice = None if isinstance(error, GeneratorExit) else self._parts.notices.pending
             if notice is not None and self._finished is not None:
                 self._leaving.save_last(self._finished, self._saver.save, notice)
             self._saver.decline_late()
@@ -434,20 +363,19 @@ class Checkpointer:
                 if self._every
                 else "every=0",
             )
-        if self._watching is not None:
-            self._watching.close()
+        self._parts.notices.close()
         if self._pacer is not None:
             self._pacer.close()
-        self._left_out.close()
-        self._room.close()
+        self._parts.left_out.close()
+        self._parts.room.close()
         try:
             if error is None:
                 self._leaving.at_the_end()
             else:
                 self._leaving.with_an_error(error)
         finally:
-            self._not_at_exit()
-            if summary := self._ledger.summary():
+            self._parts.not_at_exit()
+            if summary := self._parts.ledger.summary():
                 _log.warning("rank %d: %s", self.rank, summary)
             self._report_progress()
             self._events.close()
@@ -463,37 +391,9 @@ class Checkpointer:
         self._leaving.newest_step = max(self._leaving.newest_step, saved)
         return None
 
-    def _notice(self, notice: Notice) -> None:
-        """Called in the watch's thread."""
-        if notice.kind is NoticeKind.TERMINATE:
-            self._told = notice
-            report("noticed")
-        self._link.notice(notice)
-
-    def _tell_doubt(self, doubt: Doubt) -> None:
-        """Called in any thread: this rank has lost its trust in copies behind the gate."""
-        self._tiers.doubt(doubt)  # before anybody else, who may be gone
-        lives = self._link.lives
-        self._link.doubt(doubt)
-        if not lives:
-            self._tiers.council.doubt(doubt)
-
-    def _hear_doubt(self, doubt: Doubt) -> None:
-        """Called in the thread of the link, or of the council: some rank, perhaps this one, has lost its trust."""
-        self._tiers.doubt(doubt)
-        self._quietness.hear(doubt)
-
-    def _pending_notice(self) -> Notice | None:
-        """The notice that ends this job, of this rank's machine or another one; None if there is none."""
-        heard = None if self._watching is None else self._watching.heard()
-        agreed = self._link.appointments.notice
-        if agreed is not None and agreed.kind is not NoticeKind.TERMINATE:
-            agreed = None
-        return self._told or heard or agreed
-
     def _end_without_stager(self) -> None:
         """End the training where the stager is lost and `on_stager_lost` is `end`."""
-        problem = self._link.problem
+        problem = self._link.job.problem
         if problem is not None and self._config.on_stager_lost == "end":
             _log.error("rank %d: the training ends, because on_stager_lost is end", self.rank)
             raise problem
@@ -510,14 +410,3 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave(error)
-
-
-def _weakly(hear: Callable[[Doubt], None]) -> Callable[[Doubt], None]:
-    """The same method, for threads that must not keep a Checkpointer that the script has dropped."""
-    method = weakref.WeakMethod(hear)
-
-    def call(doubt: Doubt) -> None:
-        if (bound := method()) is not None:
-            bound(doubt)
-
-    return call

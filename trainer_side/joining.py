@@ -23,11 +23,12 @@ from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
 from trainer_side.link.greeting import greet
+from trainer_side.link.inbox import StagerInbox
 from trainer_side.link.link import Link
 from trainer_side.link.no_stager import NoStager
-from trainer_side.link.rejoining import ComeAgain
+from trainer_side.link.rejoining import Reconnect
 from trainer_side.link.to_stager import ToStager
-from trainer_side.ranks.joined import join_world
+from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.ranks.ports import World
 from trainer_side.restore.inventory import newest_attempt
@@ -39,8 +40,14 @@ from trainer_side.tiers.tier_set import StagerCouncil, TierSet
 _log = logging.getLogger("holdfast.trainer")
 
 
-def join(config: TrainerConfig) -> ToStager:
-    """Meet the other ranks, and the stager if the job has one. Collective; main thread.
+def join(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> ToStager:
+    """Compare settings with the other ranks, and meet the stager if the job has one. Collective; main thread.
+
+    Args:
+        config: Settings of this rank.
+        world: The job.
+        inbox: Acts on the stager's messages.
+        events: Event log of this rank.
 
     Raises:
         ConfigError: There is no stager, and no local tiers are set either; or not the same ones on all ranks; or
@@ -48,13 +55,14 @@ def join(config: TrainerConfig) -> ToStager:
         PeerLost: Somebody did not come.
         HoldfastError: The stager could not start.
     """
-    world = join_world(config)
     alone = not world.has_stager
     compare(config, world.peers(), alone=alone)
-    return NoStager(config, world) if alone and config.tiers else meet_stager(config, world)
+    if alone and config.tiers:
+        return NoStager(config, world)
+    return meet_stager(config, world, inbox, events)
 
 
-def meet_stager(config: TrainerConfig, world: World) -> Link:
+def meet_stager(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> Link:
     """Say HELLO, and wait for the stager's WELCOME, at most `start_seconds_max`. Main thread.
 
     Raises:
@@ -68,8 +76,8 @@ def meet_stager(config: TrainerConfig, world: World) -> Link:
     greeted = greet(port, ranks=world.ranks, seconds_max=config.start_seconds_max)
     again = None
     if world.again is not None and config.on_stager_lost == "train":
-        again = ComeAgain(world.again, lambda: _newest_published(greeted.welcome.store_url))
-    link = Link(config, greeted, rank=world.rank, ranks=world.ranks, peers=world.peers(), again=again)
+        again = Reconnect(world.again, lambda: _newest_published(greeted.welcome.store_url))
+    link = Link(config, greeted, inbox, events, rank=world.rank, again=again)
     link.close_at_exit()
     return link
 
@@ -113,7 +121,14 @@ def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:
                 )
 
 
-def open_tier_set(config: TrainerConfig, link: ToStager, ledger: Ledger, events: EventLog) -> TierSet:
+def open_tier_set(
+    config: TrainerConfig,
+    world: World,
+    link: ToStager,
+    agreed_steps: AgreedSteps,
+    ledger: Ledger,
+    events: EventLog,
+) -> TierSet:
     """Open the local tiers, if any are set. Collective; main thread.
 
     Raises:
@@ -126,28 +141,25 @@ def open_tier_set(config: TrainerConfig, link: ToStager, ledger: Ledger, events:
     # Here, and in `_opened`: all that keeps slices is loaded where there are tiers, and nowhere else.
     from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
 
-    peers = link.peers
-    tiers, error = _opened(config, link.store_url)
+    peers, store_url, attempt = world.peers(), link.job.store_url, link.job.attempt
+    tiers, error = _opened(config, store_url)
     # A tier that hangs now is refused, as one that is too small: it would hold up the first save as well.
     limit = min(config.start_seconds_max, config.tier_seconds_max)
     inventory = take_inventory(peers, tiers, error, seconds_max=limit)
+    appointments = None if attempt else agreed_steps  # with a stager the link hears of them
     attempt = (
-        _beside(link.attempt, inventory, rank=link.rank)
-        if link.attempt
-        else _alone(config, link.store_url, tiers, peers)
+        _beside(attempt, inventory, rank=world.rank) if attempt else _alone(config, store_url, tiers, peers)
     )
     job = peers.broadcast(uuid.uuid4().hex.encode() if peers.rank == 0 else None).decode()
-    local = LocalTiers(
+    return LocalTiers(
         tiers,
-        join_world(config).council(),
+        world.council(),
         config,
         job=TierJob(attempt, job),
         inventory=inventory,
-        report=TierReport(link.rank, ledger, events),
-        appointments=None if link.attempt else link.appointments,
+        report=TierReport(world.rank, ledger, events),
+        appointments=appointments,
     )
-    link.beside(local)
-    return local
 
 
 def _opened(config: TrainerConfig, store_url: str) -> tuple[Sequence[Tier], ConfigError | None]:

@@ -45,7 +45,6 @@ class Leaving:
     Args:
         copier: Ends first.
         tiers: End before the link.
-        link: To the stager.
         ledger: Knows which steps were given up.
         seconds_max: How long the last steps may take to become durable.
         on_not_durable: As the setting.
@@ -71,8 +70,8 @@ class Leaving:
 
     @property
     def died(self) -> ThreadDied | None:
-        """What has ended a thread that checkpoints need; None while all live."""
-        problem = self._link.problem
+        """The error that ended a thread which checkpoints need; None while all live."""
+        problem = self._link.job.problem
         return (
             self._copier.problem or (problem if isinstance(problem, ThreadDied) else None) or self._tiers.died
         )
@@ -97,13 +96,13 @@ class Leaving:
         if why := self._not_durable():
             if self._on_not_durable == "fail":
                 raise NotDurable(why)
-            _log.error("rank %d: %s", self._link.rank, why)
+            _log.error("rank %d: %s", self._link.job.rank, why)
 
     def _not_durable(self) -> str:
-        """What is wrong with the newest step that was to be saved; empty if it is durable, or none was."""
-        step, durable, problem = self.wanted_step, self._link.durable_step, self._link.problem
+        """Why the newest step that was to be saved is not durable; empty if it is, or no step was."""
+        step, durable, problem = self.wanted_step, self._link.job.durable_step, self._link.job.problem
         kept = (
-            -1 if self._link.lives else self._tiers.complete_step
+            -1 if self._link.job.lives else self._tiers.complete_step
         )  # without a stager there is nothing safer
         if max(durable, kept) >= step:
             return ""
@@ -111,7 +110,7 @@ class Leaving:
         said.append(f"step {durable} is" if durable >= 0 else "nor is any other of this job")
         if problem is not None:
             said.append(f"the stager is lost ({problem})")
-        elif self._link.staged_step >= step:
+        elif self._link.job.staged_step >= step:
             said.append("it is staged, and the flusher goes on with it alone")
         else:
             said.append(f"{self._ledger.summary() or 'it was given up'}")
@@ -127,7 +126,7 @@ class Leaving:
             save: `Saver.save`.
             notice: That was heard, and has no checkpoint of this step yet.
         """
-        rank, step = self._link.rank, finished.step
+        rank, step = self._link.job.rank, finished.step
         if step < 0:
             _log.error("rank %d: nothing is saved after the notice: no step was finished", rank)
             return
@@ -152,7 +151,7 @@ class Leaving:
                 "rank %d: step %d, the last finished one, is %s: it was saved because of the notice",
                 rank,
                 step,
-                "staged" if self._link.staged_step >= step else "kept in local tiers",
+                "staged" if self._link.job.staged_step >= step else "kept in local tiers",
             )
 
     def _try_last(self, finished: FinishedStep, save: Callable[[int], bool], deadline: float) -> str:
@@ -165,14 +164,13 @@ class Leaving:
             if why := finished.why_not():
                 return f"the exception came in the middle of the next one, and {why}"
             finished.put_back()
-            self._link.hurry(seconds)
             self._tiers.hurry(seconds)
             if not save(step):
                 return "save() declined it, see above"
         _log.warning(
             "rank %d: step %d, the last finished one, is on its way because of the notice; it is waited for at most "
             "%.1f s",
-            self._link.rank,
+            self._link.job.rank,
             step,
             seconds,
         )
@@ -189,7 +187,7 @@ class Leaving:
         return dict(self._ledger.stats.causes)
 
     def _is_safe(self, step: int) -> bool:
-        return max(self._link.staged_step, self._tiers.complete_step) >= step
+        return max(self._link.job.staged_step, self._tiers.complete_step) >= step
 
     def with_an_error(self, error: BaseException) -> None:
         """An exception of the script has ended the block: leave soon, and say how to go on."""
@@ -211,17 +209,21 @@ class Leaving:
         _log.error(
             "rank %d: %s%s ends the training; checkpoints on their way are waited for until they are staged, at most "
             "%g s",
-            self._link.rank,
+            self._link.job.rank,
             said,
             place,
             EXIT_SECONDS_MAX,
         )
 
     def say_what_is_safe(self) -> None:
-        """Say to which step a restart goes back. On rank 0."""
-        if self._link.rank != 0:
+        """Log the step that a restart resumes from. On rank 0."""
+        if self._link.job.rank != 0:
             return
-        durable, staged, kept = self._link.durable_step, self._link.staged_step, self._tiers.complete_step
+        durable, staged, kept = (
+            self._link.job.durable_step,
+            self._link.job.staged_step,
+            self._tiers.complete_step,
+        )
         safe = [f"step {durable} is durable"] if durable >= 0 else []
         if staged > durable:
             safe.append(f"step {staged} is staged, and the flusher makes it durable")
@@ -250,7 +252,7 @@ class Leaving:
                 _log.warning(
                     "rank %d: %s ends the wait for checkpoints on their way; what is staged is safe, the rest is given "
                     "up",
-                    self._link.rank,
+                    self._link.job.rank,
                     type(error).__name__,
                 )
             self._link.close(wait_for=TransferState.STAGED, seconds_max=0.0)

@@ -51,9 +51,7 @@ class Transfer:
     """One offered checkpoint.
 
     Attributes:
-        step: Its step.
         record: Times and bytes; all `*_seconds` of phases count from the save.
-        state: How far it is.
         reason: Why it was declined or failed; None before that, and in a job without a stager.
         fingerprints: Of this rank's replicas, as DONE carries them; there before the last byte is ready.
         frames: How many frames this rank sends. `frames_left`: how many of them it has not sent.

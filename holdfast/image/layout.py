@@ -12,8 +12,8 @@ An *entry* is a run of bytes whose CRC-32 the zip file states and which is not k
 between the entries are *literals*: zip headers, padding, constants, the central directory. Literals and replicated
 entries are sent by the rank whose slice holds them; an entry with an owner is sent by that rank alone, wherever it
 lies (data.pkl and buffers: rank 0; `PerRank` values: their rank). An entry that is split among the ranks has a pattern
-(regions.py): each rank sends of it what it holds, and ranks that hold the same share it out. A *spared* rank has no
-slice: it sends what nobody else holds, and the others share the rest (docs/design/017).
+(regions.py): each rank sends of it what it holds, and ranks that hold the same share it out. Only layouts of older
+versions have *spared* ranks: these have no slice, send only what nobody else holds, and the others share the rest.
 
 Rules every sender keeps: the CRC fields named by `Entry.crc_fields` are sent as four zero bytes; the flusher writes the
 true values when it knows them.
@@ -24,7 +24,7 @@ from __future__ import annotations
 import bisect
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from holdfast.errors import ProtocolError
@@ -69,12 +69,6 @@ class Layout(LayoutFields):
         offset = chunk * self.chunk_bytes
         return Extent(offset, min(self.chunk_bytes, self.image_bytes - offset))
 
-    def sparing(self, ranks: Sequence[int]) -> Layout:
-        """The same image, with `ranks` spared. Raises `ProtocolError`: those are all ranks, or too many would then send
-        into one chunk.
-        """
-        return replace(self, spared=tuple(sorted(ranks)))
-
     @cached_property
     def _carriers(self) -> Sequence[int]:
         """The ranks with a slice, ascending."""
@@ -94,11 +88,6 @@ class Layout(LayoutFields):
     def chunk_rank(self, chunk: int) -> int:
         """The rank whose slice holds chunk `chunk`."""
         return self._carriers[((chunk + 1) * len(self._carriers) - 1) // self.chunks]
-
-    @property
-    def urgent_chunks(self) -> frozenset[int]:
-        """The chunks into which spared ranks send: the sooner they have, the sooner nothing hangs on them."""
-        return self._sweep[1]
 
     @cached_property
     def _segments(self) -> tuple[tuple[Segment, ...], ...]:
@@ -253,22 +242,14 @@ class Layout(LayoutFields):
             if extents:
                 yield chunk, extents
 
-    @property
+    @cached_property
     def frames(self) -> tuple[int, ...]:
         """Per rank, how many frames it sends."""
-        return self._sweep[0]
-
-    @cached_property
-    def _sweep(self) -> tuple[tuple[int, ...], frozenset[int]]:
-        """Frames of each rank, and the urgent chunks: one look at each chunk."""
-        frames, urgent, spared = [0] * self.ranks, [], frozenset(self.spared)
+        frames = [0] * self.ranks
         for chunk in range(self.chunks):
-            senders = self.senders(chunk)
-            for rank in senders:
+            for rank in self.senders(chunk):
                 frames[rank] += 1
-            if not spared.isdisjoint(senders):
-                urgent.append(chunk)
-        return tuple(frames), frozenset(urgent)
+        return tuple(frames)
 
     def slice_bytes(self, rank: int) -> int:
         """All bytes that rank `rank` sends for one checkpoint."""

@@ -18,8 +18,9 @@ from holdfast.parse_cost import inflate_json
 
 ALIGNMENT_BYTES = 4096
 _FORMAT = 1
-_FORMAT_SPARED = 2  # the same, and who is spared, which a version must know to deal slices
-_FORMAT_SPLIT = 3  # the same, with patterns, and who is spared
+# Read only: older versions made it for ranks that were going to lose their machine. A ring may still hold one.
+_FORMAT_SPARED = 2
+_FORMAT_SPLIT = 3  # with patterns, and with `spared`, which is empty since no version spares ranks
 _FORMATS = (_FORMAT, _FORMAT_SPARED, _FORMAT_SPLIT)
 _MAX_LAYOUT_BYTES = 1 << 30  # decompressed; about three million tensors
 _CHUNKS_MAX = 1 << 20  # all is kept for every chunk; 16 TiB in chunks of 16 MiB, and chunks may be larger
@@ -32,7 +33,7 @@ class LayoutFields:
 
     Args:
         chunk_bytes: Size of a chunk; a multiple of 4096.
-        spared: Ranks without a slice, ascending; not all of them.
+        spared: Ranks without a slice, ascending; not all of them. Empty but in layouts of older versions.
 
     Raises:
         ProtocolError: The parts contradict each other. A layout also comes from outside (wire, disk), so all that is

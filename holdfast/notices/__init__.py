@@ -1,1 +1,1 @@
-"""What to do about a preemption notice: one step at which all ranks save."""
+"""Preemption notices: all ranks agree on one step, and save it."""

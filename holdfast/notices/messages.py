@@ -1,4 +1,4 @@
-"""What travels while ranks agree on a step, and what the deciding process does besides: log lines and events.
+"""The messages with which ranks agree on a step, and the log lines and events of the process that decides.
 
     decider ── SAVE_AT or SAVE_EVERY: Announcement ──► every rank
             ◄────────────── AT or HERE: StepAnswer ──┘
@@ -64,10 +64,8 @@ class StepAnswer:
     """A rank's answer to a proposal.
 
     Attributes:
-        number: Number of the proposal.
         next_step: The step after the last one that this rank has reached.
         step_seconds: How long a step takes; None: not known yet.
-        body: Further fields.
     """
 
     number: int

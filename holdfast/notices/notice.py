@@ -1,6 +1,6 @@
-"""A notice: somebody has said that a training rank's machine will be taken away, or may be.
+"""A preemption notice: a training rank's machine will be taken away, or may be.
 
-    watch of a rank ─► NOTICE ─► stager: Emergency ─► SAVE_AT, with the notice in its body ─► every rank
+    watch of a rank ─► NOTICE ─► stager: PreemptionCoordinator ─► SAVE_AT, with the notice in its body ─► every rank
 
 Between processes a deadline travels as seconds that are left, not as a time of day: the clocks of two machines need
 not agree, and a message takes milliseconds.
@@ -15,13 +15,11 @@ from enum import StrEnum
 from typing import Any
 
 from holdfast.errors import ProtocolError
-from holdfast.notices.sparing import NOBODY, Sparing
 
 _CHARACTERS_MAX = 300
 _SECONDS_MAX = 1e9
 _FACTOR_MAX = 1_000_000
 _STEP_MAX = 2**62
-_OF_ONE_PROCESS = ("sigterm", "sigusr1")
 
 
 class NoticeKind(StrEnum):
@@ -54,11 +52,6 @@ class Notice:
         if self.deadline_unix is None:
             return None
         return self.deadline_unix - (time.time() if now_unix is None else now_unix)
-
-    @property
-    def of_machine(self) -> bool:
-        """Whether the notice is for the whole machine; a signal is for this process alone."""
-        return self.source not in _OF_ONE_PROCESS
 
     def sentence(self, now_unix: float | None = None) -> str:
         """The notice in a log line: `terminate in 118 s, said by aws (…)`."""
@@ -103,13 +96,12 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all ranks do at the step that the stager has appointed; the body of SAVE_AT.
+    """The action of all ranks at the step that the stager has appointed; the body of SAVE_AT.
 
     Attributes:
         save: Whether a checkpoint is taken. `reason`: why, or why not.
         notice: The notice, and the rank that heard it.
         factor: How many times as frequent checkpoints are from then on, up to step `until_step`; 1: as before.
-        sparing: The spared ranks from then on, also if nothing is saved.
     """
 
     save: bool
@@ -117,7 +109,6 @@ class Terms:
     notice: Notice
     factor: int = 1
     until_step: int = 0
-    sparing: Sparing = NOBODY
 
     def to_json(self) -> dict[str, Any]:
         """The fields of the message, without those of the notice that its sender knows better."""
@@ -127,7 +118,6 @@ class Terms:
             "notice": self.notice.to_json(),
             "factor": self.factor,
             "until_step": self.until_step,
-            **(self.sparing.to_json() if self.sparing.ranks else {}),
         }
 
     @classmethod
@@ -145,8 +135,7 @@ class Terms:
             raise ProtocolError(f"SAVE_AT: factor is {factor!r:.80}, expected 1 to {_FACTOR_MAX}")
         if not (type(until_step) is int and 0 <= until_step < _STEP_MAX):
             raise ProtocolError(f"SAVE_AT: until_step is {until_step!r:.80}, expected a step")
-        sparing = Sparing.from_json(document) if "spared" in document else NOBODY
-        return cls(save, reason, Notice.from_json(notice), factor, until_step, sparing)
+        return cls(save, reason, Notice.from_json(notice), factor, until_step)
 
 
 def _printable(text: Any) -> str:

@@ -1,16 +1,16 @@
-"""How all ranks come to do something at the same step, without a collective: the decider's side.
+"""Lets all ranks act at the same step without a collective operation: the side of the process that decides.
 
     ask: where is every rank? ─► propose a step ── no rank has passed the step ──► appoint the step
                                   ▲     └─ a rank has passed it: propose a later one ─┐
                                   └───────────────────────────────────────────────────┘
     a rank does not answer, or the ranks have passed too many steps ─► call off, and no rank waits for anything
 
-A rank promises a step by answering that it has not passed the step; it then waits at that step for the decider's
-word (trainer_side/notice/promises.py is the ranks' side). So at any step all ranks act or none does. A rank's link
+A rank promises a step by answering that it has not passed the step; it then waits at that step for the decider's answer
+(trainer_side/notice/promised_steps.py is the ranks' side). So at any step all ranks act or none does. A rank's link
 answers, not its training: an answer takes milliseconds, and `answer_seconds_max` is for processes that are stopped.
 
-Two users: a preemption notice (decider.py) and the interval (stager/interval_agreement.py). What the agreed step means,
-and when an agreement begins or is given up, is theirs. No clock, no MPI: answers in, announcements out.
+Two users: a preemption notice (preemption.py) and the interval (stager/interval_agreement.py). They say what the agreed
+step means, and when an agreement begins or is given up. No clock, no transport: answers in, announcements out.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class StepAgreement:
     """See the module. `now` is the time of a clock that only goes forward.
 
     Args:
-        ranks: Number of training ranks.
         margin: How far ahead steps are proposed.
         tries_max: Largest number of proposals, the first question included.
         answer_seconds_max: How long to wait for answers.
@@ -90,7 +89,7 @@ class StepAgreement:
         self._only_asks = True
         return self._propose(step, now)
 
-    def decide_anew(self) -> None:
+    def decide_again(self) -> None:
         """The reason for the proposal has changed: its answers now only tell the ranks' next steps."""
         self._only_asks = True
 

@@ -122,17 +122,7 @@ class Checkpoint:
         if queue is None or not queue.left or free <= 0:
             return None
         end = queue.part_end(self.part_chunks)
-        missing = queue.missing_below(end)
-        if queue.urgent_left:
-            # The lowest part keeps its slots, whatever is urgent: a chunk that is in it takes one of them.
-            chunk = queue.fewest_urgent(None if free > missing else end) if free >= missing else None
-            if chunk is not None:
-                return chunk
-            if self.phase is Phase.PREPARED and free <= queue.urgent_left:
-                return (
-                    None  # what is left is for them, as soon as the flusher has said how large its parts are
-                )
-        if free > missing:
+        if free > queue.missing_below(end):
             return queue.fewest()
         # What is left is kept for the lowest part: nothing can be flushed to the end before it. Until the flusher
         # has said how large its parts are, only the lowest chunk is known to be in it.

@@ -25,7 +25,6 @@ from stager.session.session_messages import (
     FillSlot,
     FreeSlot,
     GrantCredit,
-    HandedOver,
     MarkFull,
     Received,
     Returned,
@@ -141,16 +140,13 @@ class RingSlots:
         checkpoint.complete[chunk][rank] = credit.crc
         layout = checkpoint.layout
         assert layout is not None
-        actions: list[Action] = []
-        if not checkpoint.frames_left[rank] and rank in layout.spared:
-            actions.append(HandedOver(rank, checkpoint.step))
-        if len(checkpoint.complete[chunk]) == len(layout.senders(chunk)):
-            slot = checkpoint.handed(chunk)
-            sources = tuple(sorted(checkpoint.complete.pop(chunk).items()))
-            self.flushers[slot] = (checkpoint.step, chunk)
-            nbytes = layout.chunk_extent(chunk).nbytes
-            actions.append(MarkFull(slot, checkpoint.step, chunk, sources, nbytes))
-        return actions
+        if len(checkpoint.complete[chunk]) < len(layout.senders(chunk)):
+            return []
+        slot = checkpoint.handed(chunk)
+        sources = tuple(sorted(checkpoint.complete.pop(chunk).items()))
+        self.flushers[slot] = (checkpoint.step, chunk)
+        nbytes = layout.chunk_extent(chunk).nbytes
+        return [MarkFull(slot, checkpoint.step, chunk, sources, nbytes)]
 
     def reclaim(self, checkpoint: Checkpoint, lost: Collection[int]) -> list[Action]:
         """A checkpoint has ended: take back its slots but those into which a living rank may still send."""

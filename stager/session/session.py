@@ -24,7 +24,7 @@ from typing import Any
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.replicas import OnDivergence, Replicas
 from holdfast.image.save_record import SaveRecord
-from holdfast.notices.worth import InFlight
+from holdfast.notices.should_save import InFlight
 from holdfast.wire.frames import Kind
 from holdfast.wire.layout_agreement import pickle_reserve_bytes
 from stager.session.admission import Admission
@@ -43,7 +43,6 @@ from stager.session.session_messages import (
     Failed,
     FlusherBack,
     FlusherGone,
-    HandedOver,
     KnownCheckpoint,
     MarkStaged,
     NewLayout,
@@ -250,8 +249,6 @@ class Session:
             return
         checkpoint.prepare(layout, self._now)
         self._actions.append(BeginReceiving(checkpoint.step, layout))
-        nothing = (rank for rank in layout.spared if not checkpoint.frames_left[rank])
-        self._actions += [HandedOver(rank, checkpoint.step) for rank in nothing]
 
     def _on_decline(self, event: Decline) -> None:
         checkpoint = self._entered(event.rank, event.step)

@@ -256,14 +256,6 @@ class MarkFull:
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
-    """A rank that is spared owes this step nothing more: say that its death costs it nothing."""
-
-    rank: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class MarkStaged:
     """Every chunk was full: write that down, tell the flusher and all ranks. `records`: what each rank said at DONE.
     `drift`: why its replicas are not the same; empty as far as is known.
@@ -300,7 +292,6 @@ Action = (
     | CancelReceive
     | FreeSlot
     | MarkFull
-    | HandedOver
     | Diverged
     | MarkStaged
     | Abort

@@ -166,13 +166,13 @@ class UnseenTear(Tear):
         while checkpointer.durable_step < self.step and time.monotonic() < deadline:
             time.sleep(0.001)
         marker.write_text("torn")
-        checkpointer._quietness.distrust("model/0.weight was changed by numpy")
+        checkpointer._parts.quietness.distrust("model/0.weight was changed by numpy")
 
 
 def _wait_for_the_one_before(checkpointer: Checkpointer) -> None:
     """Until it is staged or given up: no step is declined because of it, however slow machine and store are."""
     deadline = time.monotonic() + STAGED_SECONDS_MAX
-    before, tiers = checkpointer._areas.in_flight(), checkpointer._tiers
+    before, tiers = checkpointer._parts.areas.in_flight(), checkpointer._tiers
 
     def over() -> bool:
         return all(flight.settled.is_set() for flight in before) and tiers.is_idle

@@ -218,7 +218,7 @@ def test_rank_0_alone_calls_step(tmp_path: Path) -> None:
         output = job.output()
     error = said(cluster, 1)[0]["error"]
     assert error["class"] == "PeerLost"
-    assert "rank 1 has not come to a save of the other ranks" in output
+    assert "rank 1 did not join a save() started by other ranks" in output
     assert "the stager is lost" not in output
     for words in ("waited 2 s for the layout of rank 1", "Every rank must call step() or save()"):
         assert words in error["message"]

@@ -17,7 +17,7 @@ import pytest
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.store import open_store
-from tests.integration.jobs import noticed, spared, train
+from tests.integration.jobs import noticed, train
 from tests.support.blocked import environment_without
 from tests.support.cluster import Cluster, check_continued, check_loadable, losses, wait_until
 from tests.support.events import read_events
@@ -28,38 +28,6 @@ pytestmark = [pytest.mark.mpi]
 
 STEPS, NEVER, STEP_SECONDS = 240, 10_000, 0.02
 _WAIT_SECONDS_MAX = 120
-
-# Without holdfast: is the file FILE what rank 0 held, and is each rank's own value that of its rank?
-_COMPARE = """
-import io, sys, torch
-for name in ("holdfast", "trainer_side"):
-    try:
-        __import__(name)
-    except ModuleNotFoundError:
-        continue
-    sys.exit(f"{name} is there")
-file, *held = (torch.load(path, weights_only=True) for path in sys.argv[1:])
-
-def tensors(tree, path=""):
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, dict):
-        for name, value in tree.items():
-            yield from tensors(value, f"{path}/{name}")
-
-for part in ("model", "optimizer"):
-    saved, expected = dict(tensors(file[part])), dict(tensors(held[0][part]))
-    assert saved.keys() == expected.keys() and len(saved) >= 40, (part, len(saved), len(expected))
-    for path, tensor in expected.items():
-        assert torch.equal(saved[path], tensor), path
-assert len(file["own"]) == 3
-for rank, blob in enumerate(file["own"]):
-    data = bytes(blob)
-    length = int.from_bytes(data[:8], "little")
-    own = torch.load(io.BytesIO(data[8 : 8 + length]), weights_only=True)["value"]
-    assert torch.equal(own, held[rank]["own"]), rank
-print("the same")
-"""
 
 
 class Spot:
@@ -223,65 +191,6 @@ def check_saved_among_themselves(spot: Spot, reference: Path, tier: str, told: i
     with spot.cluster.start(2, str(STEPS), str(NEVER), stager=False, env={"TRAIN_STEP_SECONDS": "0"}) as job:
         job.succeed(120)
     check_continued(reference, spot.cluster, 1, 2, start=saved + 1, steps=STEPS)
-
-
-def test_a_rank_that_goes_is_spared_and_its_death_in_the_middle_of_the_step_costs_nothing(
-    tmp_path: Path, make: Callable[[int], Spot]
-) -> None:
-    """Every rank is to stand still at its second frame, and the others do. It has but one, which is in."""
-    spot, fired = make(3), tmp_path / "fired"
-    fired.mkdir()
-    spot.env |= {
-        "HOLDFAST_WATCH": "sigterm",
-        "SPARED_FAULT": ",".join(f"rank:{rank}@frame_sent#2=stop" for rank in range(3)),
-        "HOLDFAST_FAULT_FIRED": str(fired),
-    }
-    # A ring of a third of the image: what is granted in turn does not come to its end.
-    stager = ("--chunk-bytes", "64KiB", "--ring-bytes", "640KiB", "--keep-last", "0")
-    cluster = Cluster(tmp_path, spot.cluster.store, spot.env, script=spared.__file__, stager=stager)
-    out = cluster.out(1)
-    with cluster.start(3, "5") as job:
-
-        def until(condition: Callable[[], bool], what: str) -> None:
-            wait_until(condition, _WAIT_SECONDS_MAX, f"{what}:\n{job.output()}")
-
-        until(lambda: all((out / f"armed-{rank}").exists() for rank in range(3)), "nothing is durable")
-        os.kill(spot.pid(2), signal.SIGTERM)
-        until(lambda: len(list(fired.iterdir())) >= 2, "the others do not stand in mid-send")
-        until(lambda: bool(spot.events("handed_over")), "rank 2 still owes something")
-        (owed,) = spot.events("handed_over")
-        os.kill(spot.pid(2), signal.SIGKILL)
-        until(lambda: bool(spot.events("rank_lost")), "its death is not noticed")
-        assert not [line for line in spot.events("staged") if line["step"] == owed["step"]]
-        for rank in range(2):
-            psutil.Process(spot.pid(rank)).resume()
-        until(lambda: owed["step"] in spot.steps(), "the step is not durable")
-        (out / "end").touch()
-        job.wait(60)
-    cluster.wait_for_flusher()
-    (emergency,) = spot.events("emergency")
-    assert (emergency["choice"], emergency["spared"]) == ("take", [2])
-    slices = {(line["rank"], *line["spared"]): line["slice_bytes"] for line in spot.events("plan")}
-    assert sorted(slices) == [(0,), (0, 2), (1,), (1, 2), (2,), (2, 2)]
-    assert slices[2, 2] <= 8192 < slices[2,]  # its PerRank value alone
-    assert slices[0, 2] + slices[1, 2] + slices[2, 2] == slices[0,] + slices[1,] + slices[2,]
-    assert [line["lost_rank"] for line in spot.events("rank_lost")] == [2]
-    assert not [line for line in spot.events("failed") if line["step"] <= owed["step"]]
-    assert spot.steps() == [5, owed["step"]]
-    found = [item.manifest for item in Catalog(open_store(cluster.store)).list() if item.step == owed["step"]]
-    (manifest,) = filter(None, found)
-    held = [str(out / f"saved-{owed['step']}-{rank}.pt") for rank in range(3)]
-    compared = subprocess.run(
-        [sys.executable, "-c", _COMPARE, str(tmp_path / "store" / manifest.file), *held],
-        cwd=tmp_path,
-        env=environment_without(
-            tmp_path / "without", ("holdfast", "trainer_side", "stager", "flusher", "operator_side")
-        ),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert compared.stdout == "the same\n", compared.stderr
 
 
 def test_a_metadata_server_that_hangs_disturbs_nothing(make: Callable[[int], Spot], reference: Path) -> None:

@@ -91,7 +91,7 @@ def test_all_are_locked_after_the_first_save_and_none_by_a_later_one(
 
 
 def alive(rank: DeviceRank) -> bool:
-    thread = rank.checkpointer._room._ahead._thread
+    thread = rank.checkpointer._parts.room._ahead._thread
     return thread is not None and thread.is_alive()
 
 
@@ -110,7 +110,7 @@ def test_what_is_under_way_at_the_end_goes_back(
     assert rank.save(0)
     done(rank, 0)
     until(lambda: len(locks.threads) >= 2)
-    before, held = rank.checkpointer._room._ahead, held_bytes(late)
+    before, held = rank.checkpointer._parts.room._ahead, held_bytes(late)
     if end == "close":
         threading.Timer(0.1, locks.may.set).start()
         rank.checkpointer.close()

@@ -41,8 +41,10 @@ class DeviceRank:
         self, monkeypatch: pytest.MonkeyPatch, *, beside: Mapping[str, Any] | None = None, **settings: Any
     ) -> None:
         self.link = FakeLink()
-        self.link.chunk_bytes = 1 << 20  # a large tensor goes straight into the area, small ones are gathered
-        monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: self.link)
+        self.link.job.chunk_bytes = (
+            1 << 20
+        )  # a large tensor goes straight into the area, small ones are gathered
+        monkeypatch.setattr(joining, "meet_stager", self.link.meet)
         torch.manual_seed(0)
         small = [torch.nn.Linear(8, 8) for _ in range(40)]
         self.model = torch.nn.Sequential(torch.nn.Linear(1024, 512), *small).cuda()

@@ -151,7 +151,7 @@ def start_copier(link: Link, seconds_max: float) -> Copier:
     install()  # it was loaded now
     ledger, events = Ledger(), EventLog(None, role="trainer")
     quietness = Quietness(
-        link.rank, mode="auto", inside_ms_max=0.0, tell=lambda _: None, ledger=ledger, events=events
+        link.job.rank, mode="auto", inside_ms_max=0.0, tell=lambda _: None, ledger=ledger, events=events
     )
     return Copier([], link, ledger=ledger, events=events, seconds_max=seconds_max, quietness=quietness)
 

@@ -33,11 +33,11 @@ __all__ = ["check_remains", "reread", "restored_from_ring"]
 def restored_from_ring(world: World, job: Job, link: Link) -> tuple[RingSlices, list[Kept]]:
     """As a restore does, between WELCOME and the first step; every byte is compared."""
     checks, answered = world.checks, True
-    before = [key for key in checks.promised if key[0] < link.welcome.attempt]
+    before = [key for key in checks.promised if key[0] < link.job.attempt]
 
     def fetch(asked: Asked, **question: Any) -> bytes | None:
         nonlocal answered
-        if asked is Asked.PLACE and link.welcome.attempt % 2:
+        if asked is Asked.PLACE and link.job.attempt % 2:
             return None  # as for ranks of another machine
         try:
             return link.fetch(asked, **question)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 import random
 import tempfile
 import zipfile
@@ -18,10 +17,9 @@ from pathlib import Path
 from tests.support.images import Image, from_torch_file
 from tests.support.split_images import cut_up
 
-__all__ = ["CHUNK_BYTES", "SHAPES", "SPARED_VARIABLE", "image"]
+__all__ = ["CHUNK_BYTES", "SHAPES", "image"]
 
 CHUNK_BYTES = 4096
-SPARED_VARIABLE = "SIMULATION_SPARED"  # with it rank 0 has no slice where there are others
 # Sizes of the tensors' entries in bytes: from three chunks up to more than a ring of eight.
 SHAPES = (
     (5000, 3000, 1),
@@ -71,6 +69,5 @@ def image(shape: int, ranks: int, mesh: int, variant: int) -> Image:
     entries = list(found.layout.entries)
     small = max(n for n, entry in enumerate(entries) if 0 < entry.nbytes < 8192)
     entries[small] = replace(entries[small], owner=0)
-    spared = (0,) if ranks > 1 and SPARED_VARIABLE in os.environ else ()
-    made = Image(replace(found.layout, entries=tuple(entries), spared=spared), found.final, found.sent)
+    made = Image(replace(found.layout, entries=tuple(entries)), found.final, found.sent)
     return cut_up(made, random.Random(f"mesh {mesh} {shape} {ranks}"), share=0.8) if mesh else made

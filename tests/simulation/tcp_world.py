@@ -30,7 +30,7 @@ from tests.simulation.tcp_checks import PlayedTcpPort, TcpChecks, start_of
 from tests.simulation.tcp_network import Network
 from tests.simulation.transport import Job
 from tests.simulation.world import Fault, Plan, World
-from trainer_side.link.rejoining import ComeAgain
+from trainer_side.link.rejoining import Reconnect
 
 __all__ = ["TcpJob", "TcpPlan", "TcpWorld"]
 
@@ -208,13 +208,13 @@ class TcpWorld(World):
             process.notes["left"] = True
             return None
 
-    def _again(self, job: Job, rank: int) -> ComeAgain | None:
+    def _again(self, job: Job, rank: int) -> Reconnect | None:
         def newest_attempt() -> int:
             names = CatalogLook(pristine(self.store)).names
             return names[0].order.attempt if names else 0
 
         seconds_max = self.trainer_config.reconnect_seconds_max
-        return ComeAgain(lambda number: self._connect(job, rank, number, seconds_max), newest_attempt)
+        return Reconnect(lambda number: self._connect(job, rank, number, seconds_max), newest_attempt)
 
     def _connect(self, job: Job, rank: int, generation: int, seconds_max: float) -> PlayedTcpPort:
         assert isinstance(job, TcpJob)

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.images import SPARED_VARIABLE
-
 SCHEDULES = int(os.environ.get("SIMULATION_SCHEDULES", "1000"))  # over MPI and TCP together
 OVER_TCP = SCHEDULES // 10
 FIRST_SEED = int(os.environ.get("SIMULATION_FIRST_SEED", "0"))
@@ -63,13 +61,6 @@ def test_schedules_over_tcp() -> None:
     lines = [f"seed {seed}: {failure}" for seed, failure in result["failures"]]  # type: ignore[attr-defined]
     assert not lines, "python -m tests.simulation --tcp --seed N --trace\n" + "\n".join(lines)
     assert int(result["events"]) > 300 * OVER_TCP, "the schedules are too short to mean much"  # type: ignore[call-overload]
-
-
-@pytest.mark.timeout(SECONDS_MAX + 60)
-def test_schedules_in_which_a_rank_sends_only_what_it_alone_has() -> None:
-    result = play(FIRST_SEED, SCHEDULES // 10, **{SPARED_VARIABLE: "1"})
-    lines = [f"seed {seed}: {failure}" for seed, failure in result["failures"]]  # type: ignore[attr-defined]
-    assert not lines, f"{SPARED_VARIABLE}=1 python -m tests.simulation --seed N --trace\n" + "\n".join(lines)
 
 
 @pytest.mark.parametrize("options", [(), ("--tcp",)])

@@ -59,8 +59,12 @@ from tests.simulation.transport import Job, notice_death
 from tests.support.checkpoints import manifest_of, small_image
 from tests.support.images import Image
 from trainer_side.link.greeting import Greeted
+from trainer_side.link.inbox import StagerInbox
 from trainer_side.link.link import Link
-from trainer_side.link.rejoining import ComeAgain
+from trainer_side.link.rejoining import Reconnect
+from trainer_side.link.stager_message import StagerMessage
+from trainer_side.notice.agreed_steps import AgreedSteps
+from trainer_side.pace.schedule import Schedule
 from trainer_side.transfer import TransferState
 
 __all__ = ["Broken", "Plan", "World"]
@@ -535,20 +539,28 @@ class World:
         if welcome is None:
             return
         again = self._again(job, rank)
+        wait_seconds_max = self.trainer_config.stager_seconds_max
+        inbox = StagerInbox(
+            rank,
+            AgreedSteps(wait_seconds_max=wait_seconds_max),
+            Schedule(auto=False, wait_seconds_max=wait_seconds_max),
+        )
         link = Link(
             self.trainer_config,
             Greeted(port, welcome),
+            inbox,
+            EventLog(None, role="trainer", rank=rank),
             rank=rank,
-            ranks=job.ranks,
             again=again,
             clock=self._clock,
         )
         layout = plan.image(0).layout
         ring, kept = restored_from_ring(self, job, link)
         self.checks.ring_is_remembered()
-        link.announce(layout)
         doubts = random.Random(f"doubt {self.seed} {job.number} {rank}")
-        link.on_doubt = lambda doubt: self._heard_doubt((*doubt.earlier_attempts, link.attempt), doubt)
+        inbox.when_doubted(
+            lambda doubt: self._heard_doubt((*doubt.earlier_attempts, link.job.attempt), doubt)
+        )
         copier = start_copier(link, self.trainer_config.copy_seconds_max) if plan.torn_share else None
         sources = [_Source(sim.here) for _ in range(plan.areas)]
         sending: dict[_Source, Any] = {}  # the transfer that was made of each last
@@ -579,7 +591,7 @@ class World:
             elif sim.chance.random() < 0.3:
                 self._copy_slowly(source)
             record = SaveRecord(saved_at_unix=1.0, save_seconds=0.0)
-            transfer = sending[source] = link.offer(step, source, record)
+            transfer = sending[source] = link.offer(step, source, record, layout)
             if copier is not None and source.copy is not None:
                 begin_copy(copier, transfer, source.copy)
             self._doubt(link, doubts, first, step)
@@ -591,12 +603,12 @@ class World:
         wait_for = TransferState.DURABLE if sim.chance.random() < 0.7 else TransferState.STAGED
         sim.here.notes["left_staged"] = wait_for is TransferState.STAGED
         link.close(wait_for=wait_for, seconds_max=self.trainer_config.close_seconds_max)
-        sim.here.notes["problem"] = link.problem
+        sim.here.notes["problem"] = link.job.problem
 
     def _doubt(self, link: Link, chance: random.Random, first: int, step: int) -> None:
         if chance.random() < self.plan.doubt_share:
             steps = chance.randrange(first, step + 1), step
-            link.doubt(Doubt(link.rank, steps, "it was changed by hand"))
+            link.tell(StagerMessage.doubt(Doubt(link.job.rank, steps, "it was changed by hand")))
 
     def _heard_doubt(self, attempts: Sequence[int], doubt: Doubt) -> None:
         if doubt.steps is not None:
@@ -612,7 +624,7 @@ class World:
         """Which job came before which, by number."""
         return number
 
-    def _again(self, job: Job, rank: int) -> ComeAgain | None:
+    def _again(self, job: Job, rank: int) -> Reconnect | None:
         """How a rank reaches a stager again that it has lost; None: it cannot."""
         return None
 

@@ -4,7 +4,7 @@
                │         └─ for a step that has ended: RETURN
                └── DECLINED, FAILED, the stager is lost, the link is closed ─► ended: credits go back
 
-`Outgoing` is one of them. What is said of a step before it is offered stays in `Verdicts`, and holds for it then.
+`Outgoing` is one of them. A verdict on a step that is not offered yet stays in `Verdicts`, and holds once it is.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import HoldfastError, PeerLost
+from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
+from trainer_side.link.job_state import JobState
 from trainer_side.link.outgoing import Outgoing
 from trainer_side.ranks.ports import StagerPort
 from trainer_side.transfer import TransferState
@@ -47,8 +49,6 @@ class StagerSilence:
     """The time for which the stager was silent, counting only time in which this process has listened.
 
     Args:
-        rank: Who listens.
-        seconds_max: The limit.
         clock: Seconds that only go forward.
 
     Attributes:
@@ -82,22 +82,19 @@ class Outbox:
 
     Args:
         port: The way to the stager.
-        attempt: This job's.
-        events: The event log as it is now.
+        job: Notes the newest steps.
 
     Attributes:
         verdicts: On steps that were not offered yet.
-        staged_step: Newest step that is staged; -1 before the first. `durable_step`: that is durable.
-        new_pickle_reserve_bytes: Room that rank 0's pickle was given after it had outgrown its reserve; 0 before.
     """
 
-    def __init__(self, port: StagerPort, attempt: int, events: Callable[[], EventLog]) -> None:
-        self._port, self._attempt, self._events = port, attempt, events
+    def __init__(self, port: StagerPort, job: JobState, events: EventLog) -> None:
+        self._port, self._job, self._events = port, job, events
+        self._attempt = job.attempt
+        self._layout: Layout | None = None  # the one that the stager has; rank 0 sends it
         self._active: OrderedDict[int, Outgoing] = OrderedDict()
         self._lost = False  # the stager: nothing is sent to it any more
         self.verdicts = Verdicts()
-        self.staged_step = self.durable_step = -1
-        self.new_pickle_reserve_bytes = 0
 
     # -- how it stands -------------------------------------------------------------------------------------------
 
@@ -130,6 +127,10 @@ class Outbox:
         if verdict is not None:
             self._judge(active, verdict.kind, wire.json_body(verdict))
             return
+        layout = active.plan.layout
+        if self._job.rank == 0 and layout is not self._layout:
+            self._port.send(wire.encode(Kind.LAYOUT, attempt=self._attempt, body=layout.to_bytes()))
+            self._layout = layout
         active.offer(self._port, self._attempt)
 
     def decline(self, step: int, message: bytes, reason: Reason) -> None:
@@ -181,7 +182,8 @@ class Outbox:
         body = wire.json_body(frame)
         reserve_bytes = body.get("new_pickle_reserve_bytes")
         if type(reserve_bytes) is int:
-            self.new_pickle_reserve_bytes = max(self.new_pickle_reserve_bytes, reserve_bytes)
+            job = self._job
+            job.new_pickle_reserve_bytes = max(job.new_pickle_reserve_bytes, reserve_bytes)
         active = self._active.get(frame.step)
         if active is None:
             self.verdicts.keep(frame)
@@ -192,13 +194,13 @@ class Outbox:
         step = active.transfer.step
         match kind:
             case Kind.STAGED:
-                self.staged_step = max(self.staged_step, step)
+                self._job.staged_step = max(self._job.staged_step, step)
                 active.transfer.reach(TransferState.STAGED)
-                self._events().emit("staged", active.transfer.record.to_json(), step=step)
+                self._events.emit("staged", active.transfer.record.to_json(), step=step)
             case Kind.DURABLE:
-                self.durable_step = max(self.durable_step, step)
+                self._job.durable_step = max(self._job.durable_step, step)
                 active.transfer.reach(TransferState.DURABLE)
-                self._events().emit("durable", active.transfer.record.to_json(), step=step)
+                self._events.emit("durable", active.transfer.record.to_json(), step=step)
                 self._forget_if_over(active)
             case Kind.DECLINED:
                 self._end(active, TransferState.DECLINED, Reason.of_body(body))
@@ -218,7 +220,7 @@ class Outbox:
         if not active.sending:
             active.release()
         why = {"reason": reason.text, "cause": reason.cause}
-        self._events().emit(state.value, {**transfer.record.to_json(), **why}, step=transfer.step)
+        self._events.emit(state.value, {**transfer.record.to_json(), **why}, step=transfer.step)
         self._forget_if_over(active)
 
     def _return(self, step: int, chunk: int) -> None:

@@ -33,15 +33,14 @@ _FRAMES_LOOKED_AT_MAX = 16  # for one that is ready and has no CRC yet; they get
 
 @dataclass(frozen=True)
 class SendPlan:
-    """The announced layout, as this rank sends it.
+    """A layout, as this rank sends it.
 
     Attributes:
-        digest: The layout's.
         frames: Chunk → (offset in the source, bytes).
         pieces: Chunk → sizes of its pieces, where there is more than one.
     """
 
-    digest: str
+    layout: Layout
     frames: dict[int, tuple[int, int]]
     pieces: dict[int, tuple[int, ...]]
 
@@ -59,7 +58,7 @@ class SendPlan:
         """The plan for the frames that `rank` sends."""
         frames = frames_of(layout, rank)
         return cls(
-            layout.digest,
+            layout,
             {frame.chunk: (frame.offset, frame.nbytes) for frame in frames},
             {
                 frame.chunk: tuple(extent.nbytes for extent in frame.extents)
@@ -73,7 +72,7 @@ class Outgoing:
     """A transfer that still has to do with the source's memory, or waits for the stager's verdict. Link's thread only.
 
     Attributes:
-        transfer: What others see of it.
+        transfer: Its state, for other threads.
         plan: How it is cut into frames.
     """
 
@@ -87,7 +86,7 @@ class Outgoing:
         self._sending: dict[int, int] = {}  # handles of payloads that the transport still reads → chunk
         self._done_said = False
         self._sent_frames = 0
-        self._seen = (-1, 0.0)  # sent frames, and since when so many
+        self._seen = (-1, 0.0)  # sent frames, and since when that many
         self._polls = False  # nothing moved until it was asked for
         transfer.frames, transfer.frames_left = len(plan.frames), len(plan.frames)
 
@@ -124,7 +123,7 @@ class Outgoing:
         return self.transfer.state.final and self.transfer.released.is_set()
 
     def offer(self, port: StagerPort, attempt: int) -> None:
-        body = {**self.transfer.record.to_json(), "layout_digest": self.plan.digest}
+        body = {**self.transfer.record.to_json(), "layout_digest": self.plan.layout.digest}
         port.send(wire.encode(Kind.OFFER, attempt=attempt, step=self.transfer.step, body=wire.to_json(body)))
 
     def credit(self, chunk: int, slot: int) -> bool:
@@ -167,7 +166,7 @@ class Outgoing:
         return moved
 
     def _sum_next(self) -> bool:
-        """Compute the CRC of one frame that has become ready; False if there is none."""
+        """Compute the CRC of one frame that has become ready; False if no frame has."""
         source = self._source
         if source is None or len(self._crcs) >= _FRAMES_AHEAD_MAX:  # None: all is sent
             return False

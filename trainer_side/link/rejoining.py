@@ -1,13 +1,13 @@
-"""The search of a rank for a stager that it has lost, until a stager answers at the same address.
+"""Reconnects a rank that has lost its stager: tries the same address until a stager answers.
 
     begin ─► a thread: connect ─ HELLO ─ WELCOME ─► found: the link's thread takes port and welcome
                ▲          ├── refused, unreachable, or the stager of another run ── pause: 1, 2, 4 … 30 s ┐
                │          └── the launcher has started the job again ── the end     (at once: next generation)
                └──────────────────────────────────────────────────────────────────────────────────────────┘
 
-All ranks must meet the new stager as one start of the job, without a word among them. A start is named by its
-generation: 0 is how the job began. Each rank tries the generation after the one that it has lost, and the next one once
-a stager has admitted a generation and lost it, or says that it is over. So all ranks end at the highest.
+All ranks must meet the new stager as one start of the job, and exchange no messages about it. A start has a number, its
+generation: the job began with 0. Each rank tries the generation after the one that it has lost. It tries the next
+one if a stager has admitted a generation and was lost, or says that it is over. So all ranks end at the highest.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.wire.welcome import Welcome
 from trainer_side.background_thread import BackgroundThread, ThreadDied
 from trainer_side.link.greeting import Greeted, greet
+from trainer_side.link.job_state import JobState
 from trainer_side.ranks.ports import GenerationOver, StagerPort, StartReplaced
 
 _log = logging.getLogger("holdfast.trainer.link")
@@ -34,8 +35,8 @@ _LOOK_SECONDS = 0.01
 _LEAVE_SECONDS_MAX = 1.0
 
 
-class ComeAgain(NamedTuple):
-    """How a rank comes again to a stager that it has lost.
+class Reconnect(NamedTuple):
+    """How a rank reaches a stager again that it has lost.
 
     Attributes:
         connect: Connects as this generation of the job's start (`World.again`).
@@ -51,7 +52,7 @@ class Reached(NamedTuple):
     """A stager that has welcomed this rank again.
 
     Attributes:
-        greeted: The way to it, and its answer.
+        greeted: Its port and its WELCOME.
         seconds: How long the rank was without a stager. `tries`: how often it tried.
     """
 
@@ -64,23 +65,24 @@ class Rejoining:
     """See the module. `begin`, `look` and `end` belong to the link's thread.
 
     Args:
-        again: How this rank comes again.
-        rank: This rank, of `ranks`.
+        again: How to reach the stager.
+        job: As this rank knows it.
         start_seconds_max: How long a stager that was reached may take to welcome this rank.
-        at_risk: The loss if the job ended now, for the warnings; None where another rank says it.
+        last_step: The last step that training has done; -1: none. For warnings.
+        kept_there: Where checkpoints are kept meanwhile, as a sentence; empty: nowhere.
     """
 
     def __init__(
         self,
-        again: ComeAgain,
+        again: Reconnect,
+        job: JobState,
         *,
-        rank: int,
-        ranks: int,
         start_seconds_max: float,
-        at_risk: Callable[[], str] | None,
+        last_step: Callable[[], int],
+        kept_there: str,
     ) -> None:
-        self._again, self._rank, self._ranks = again, rank, ranks
-        self._start_seconds_max, self._at_risk = start_seconds_max, at_risk
+        self._again, self._job, self._rank = again, job, job.rank
+        self._start_seconds_max, self._last_step, self._kept_there = start_seconds_max, last_step, kept_there
         self._generation = 0
         self._found: queue.SimpleQueue[Reached | ThreadDied] = queue.SimpleQueue()
         self._ended = threading.Event()
@@ -144,7 +146,7 @@ class Rejoining:
                     self._leave_what_was_found()
                 return
             at_once = 0
-            if self._at_risk is not None and time.monotonic() - said_at >= _WARNING_SECONDS:
+            if self._rank == 0 and time.monotonic() - said_at >= _WARNING_SECONDS:
                 said_at = time.monotonic()
                 _log.warning(
                     "the stager has been lost for %.0f min (%d tries to reach it; the last: %s); %s",
@@ -168,7 +170,7 @@ class Rejoining:
     def _greet(self, port: StagerPort) -> Greeted:
         greeted = greet(
             port,
-            ranks=self._ranks,
+            ranks=self._job.ranks,
             seconds_max=self._start_seconds_max,
             pause_seconds=_LOOK_SECONDS,
             given_up=self._ended.is_set,
@@ -194,6 +196,19 @@ class Rejoining:
         if str(error) != self._said:
             self._said = str(error)
             _log.info("rank %d does not reach the stager yet: %s", self._rank, error)
+
+    def _at_risk(self) -> str:
+        """The loss if the job ended now."""
+        if self._kept_there:
+            return self._kept_there
+        done, durable, staged = self._last_step(), self._job.durable_step, self._job.staged_step
+        said = [f"training has done step {done}"] if done >= 0 else []
+        said.append(
+            f"step {durable} is durable" if durable >= 0 else "no step of this job is known to be durable"
+        )
+        if staged > durable:
+            said.append(f"step {staged} was staged on the lost stager")
+        return f"{', '.join(said)}; what was trained since is lost if the job ends now"
 
     def _leave_what_was_found(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What a rank has with one stager, from its WELCOME until that stager is lost."""
+"""The parts of the link that belong to one stager, from its WELCOME until that stager is lost."""
 
 from __future__ import annotations
 
@@ -7,45 +7,39 @@ from collections.abc import Callable
 from holdfast.config import TrainerConfig
 from holdfast.telemetry.events import EventLog
 from trainer_side.link.greeting import Greeted
+from trainer_side.link.job_state import JobState
+from trainer_side.link.open_requests import OpenRequests
 from trainer_side.link.outbox import Outbox, StagerSilence
-from trainer_side.link.questions import Questions
 
 
 class StagerSession:
     """See the module. For the link's thread, except where its parts say otherwise.
 
     Args:
-        config: Settings.
-        greeted: The way to the stager, and what it said.
-        rank: This training rank.
-        events: The event log as it is now.
-        command: Has something done in the link's thread.
+        greeted: The port of the stager, and its WELCOME.
+        job: As this rank knows it.
+        command: Runs a function in the link's thread.
         clock: Seconds that only go forward.
-        before: The session that was lost before this one. What was durable stays so; what was only staged may be gone
-            with the machine of the lost stager.
 
     Attributes:
-        port, welcome: Of `greeted`.
         outbox: The checkpoints on their way.
-        questions: What the stager was asked.
-        silence: For how long nothing was heard.
+        requests: Proposals and fetches without an answer.
+        silence: How long the stager has sent nothing.
     """
 
     def __init__(
         self,
         config: TrainerConfig,
         greeted: Greeted,
+        job: JobState,
+        events: EventLog,
         *,
-        rank: int,
-        events: Callable[[], EventLog],
         command: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
-        before: StagerSession | None = None,
     ) -> None:
         self.port, self.welcome = port, welcome = greeted
-        self.outbox = Outbox(port, welcome.attempt, events)
-        if before is not None:
-            self.outbox.staged_step = self.outbox.durable_step = before.outbox.durable_step
-            self.outbox.new_pickle_reserve_bytes = before.outbox.new_pickle_reserve_bytes
-        self.questions = Questions(config, port, welcome, rank=rank, command=command)
-        self.silence = StagerSilence(rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock)
+        self.outbox = Outbox(port, job, events)
+        self.requests = OpenRequests(config, port, welcome, rank=job.rank, command=command)
+        self.silence = StagerSilence(
+            job.rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock
+        )

@@ -61,7 +61,7 @@ class Azure:
         resources = event.get("Resources")
         if self._machine is None:
             self._machine = self._own_name()
-        # All machines of a scale set see each other's events. Who does not know its own name takes each for its own.
+        # All machines of a scale set see each other's events. One that does not know its name takes each for its own.
         if self._machine and isinstance(resources, list) and resources:
             names = {str(name).rsplit("/", 1)[-1].strip("_") for name in resources}
             if self._machine.strip("_") not in names:

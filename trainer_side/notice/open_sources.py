@@ -37,7 +37,7 @@ class Watching:
         self.watch, self._signals = watch, signals
 
     def heard(self) -> Notice | None:
-        """What a signal has said by now, also if the watch's thread has not come to it yet."""
+        """The notice of a signal that has arrived, even if the watch's thread has not handled it yet."""
         return next((notice for source in self._signals for notice in source.look()), None)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
     Watch ── look() every few seconds ──► Source ──► Notice | None
                                             └─ SourceError: it could not be asked; said once, asked again
 
-A source says what stands there now, again each time it is asked; the watch leaves out what it has passed on already.
+A source returns the same notice each time it is asked; the watch passes each on once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class SourceError(HoldfastError):
 
 
 class NoticeSource(Protocol):
-    """Somebody who knows of the end of this machine. The watch's thread only."""
+    """A source of preemption notices. The watch's thread only."""
 
     name: str
 
     def look(self) -> list[Notice]:
-        """What stands there now; most of the time nothing.
+        """The notices that it shows now; mostly none.
 
         Raises:
             SourceError: It did not answer in time, refused, or what it said makes no sense.

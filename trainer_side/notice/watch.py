@@ -40,12 +40,11 @@ class NoticeWatch:
         find: Makes the sources; called in the watch's thread, because it may ask for a cloud.
         signals: Sources that are there already, and wake the watch.
         on_notice: Told of each new notice, in the watch's thread.
-        rank: For log lines.
         seconds: How often the sources are asked.
-        wakes: What a signal puts something into.
+        wakes: Signals put an item here to wake the watch.
 
     Attributes:
-        looks: How often each source was asked, by name. `failures`: how often in vain.
+        looks: How often each source was asked, by name. `failures`: how often that failed.
     """
 
     def __init__(

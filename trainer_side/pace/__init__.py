@@ -1,8 +1,7 @@
 """`every="auto"`: the interval between the checkpoints of this job, chosen from what they cost.
 
     rank 0       step_profile ─► governor (holdfast/policy) ─► pacer ── WISH ──► stager: stager/interval_agreement.py
-    every rank   link/schedule ◄─────────────────────────── SAVE_EVERY ────────────────┘
+    every rank   schedule ◄────────────────────────────── SAVE_EVERY ──────────────────┘
 
-step_profile: what was measured.   pacer: asks for another interval.   link/schedule: the steps at which all ranks save.
-updates: how long the updates of the optimizers take.
+step_profile: what was measured.   pacer: asks for another interval.   schedule: the steps at which all ranks save.
 """

@@ -1,10 +1,10 @@
-"""The pacer: what `Checkpointer.step()` asks with `every="auto"`. Rank 0 measures and wishes; every rank obeys.
+"""The pacer decides in `Checkpointer.step()` with `every="auto"`. Rank 0 measures and asks; every rank obeys.
 
     events of this rank (save, staged, durable, declined, failed) ─► heard ─┐
     step() ── reach ─► Schedule: is it time?                                ▼
            └─ stepped ────────────────────────────────────────────► Profile ─► Governor ─► WISH
 
-What it needs to know is in the event log already, so nothing on the way of a save knows of it.
+It reads the event log, so no part of a save knows of it.
 """
 
 from __future__ import annotations
@@ -17,42 +17,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from holdfast.config import TrainerConfig
 from holdfast.policy.advice import Hazard
 from holdfast.policy.governor import Governor
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.pace import Wish
-from trainer_side.link.schedule import Schedule, SchedulePhase
-from trainer_side.link.to_stager import ToStager
+from trainer_side.opaque import only_shapes, opaque
+from trainer_side.pace.schedule import Schedule, SchedulePhase
 from trainer_side.pace.step_profile import StepProfile
-from trainer_side.pace.updates import Updates
 
 _log = logging.getLogger("holdfast.trainer.pace")
 _HEARD_MAX = 1000  # nobody takes them in where a script never calls `step()`
 _ENDED = frozenset({"durable", "declined", "failed"})
 
 
-def open_pacer(
-    config: TrainerConfig, link: ToStager, events: EventLog, optimizers: Sequence[Optimizer]
-) -> Pacer:
-    """The pacer of this rank.
-
-    Raises:
-        ConfigError: The job has no stager.
-    """
-    schedule, wish = link.auto_interval()
-    return Pacer(schedule, wish, config, events, optimizers)
-
-
 class Pacer:
     """See the module. Training thread; what is heard of comes from any.
 
     Args:
-        schedule: Knows when this rank saves.
-        wish: Takes a wish to the stager; None: another rank measures.
-        config: The bounds.
-        events: Of this rank.
+        schedule: Says when this rank saves.
+        wish: Sends a wish to the stager; None: another rank measures.
+        config: Its bounds of the interval.
+        events: Event log of this rank.
         optimizers: Whose steps are timed until the first checkpoint.
         clock: Seconds that only go forward.
     """
@@ -77,7 +65,7 @@ class Pacer:
         )
         self._due_step = -1
         self._heard: deque[tuple[str, Mapping[str, Any], int | None]] = deque(maxlen=_HEARD_MAX)
-        self._updates = Updates(optimizers if wish is not None else ())
+        self._updates = UpdateTimes(optimizers if wish is not None else ())
         self._profiled = False
         self._looks = 0  # times at which a checkpoint has shown something
         if wish is not None:
@@ -143,3 +131,50 @@ class Pacer:
                 profile.durable(step, fields["durable_seconds"])
             case "declined" | "failed":
                 profile.ended(step)
+
+
+class UpdateTimes:
+    """Sums the times of the optimizers' steps, from a hook before to a hook after each. Training thread.
+
+    Only until the first checkpoint is due: from then on the gate has its hooks to itself. On a device it is the time
+    that the calls take, not the kernels: that is also what the gate holds back.
+
+    Args:
+        optimizers: Those whose steps are timed; one whose class never calls `Optimizer.__init__` has no hooks.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._clock = clock
+        self._begun: dict[int, float] = {}
+        self._seconds = 0.0
+        self._hooks: list[RemovableHandle] = []
+        for optimizer in optimizers:
+            if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+                continue
+            self._hooks.append(optimizer.register_step_pre_hook(self._before))
+            self._hooks.append(optimizer.register_step_post_hook(self._after))
+
+    def take(self) -> float:
+        """The seconds since the last call; 0 if no optimizer has stepped."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def remove(self) -> None:
+        """Take the hooks off the optimizers. Safe to call twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @opaque
+    def _before(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        if not only_shapes():
+            self._begun[id(optimizer)] = self._clock()
+
+    @opaque
+    def _after(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        begun = self._begun.pop(id(optimizer), None)
+        if begun is not None:
+            self._seconds += self._clock() - begun

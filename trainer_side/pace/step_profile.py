@@ -116,7 +116,7 @@ class StepProfile:
         )
 
     def cost(self) -> Cost:
-        """What checkpoints cost now. One that is still on its way counts with the time that it has taken so far.
+        """The cost of checkpoints now. One in flight counts with the time that it has taken so far.
 
         Raises:
             StateError: Too little was measured; says what.

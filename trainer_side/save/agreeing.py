@@ -41,7 +41,7 @@ class RanksAgreeing:
     def __init__(self, given: GivenState, context: RankContext) -> None:
         self._given, self._state = given, given.held
         self._council, self._events = context.tiers.council, context.events
-        self._rank, self._ranks = context.link.rank, context.link.ranks
+        self._rank, self._ranks = context.link.job.rank, context.link.job.ranks
         self._context = context
         self._said: set[str] = set()
         self._is_staged_said = False
@@ -57,7 +57,7 @@ class RanksAgreeing:
             ConfigError: The run has checkpoints, and the script has neither called `restore()` nor said `fresh`.
             StoreError: Whether it has cannot be seen.
         """
-        url, tiers = self._context.link.store_url, self._context.tiers.tiers
+        url, tiers = self._context.link.job.store_url, self._context.tiers.tiers
         error = self._context.beginning.refusal(url, tiers, with_store=self._rank == 0)
         if error is not None:
             self._refuse(error)

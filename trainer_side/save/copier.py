@@ -144,7 +144,7 @@ class Copier:
         self._entered: torch.device | None = None  # of the thread
         self.problem: ThreadDied | None = None
         self._thread = BackgroundThread(
-            "holdfast-copy", self._run, rank=link.rank, task="copies the state", died=self._died
+            "holdfast-copy", self._run, rank=link.job.rank, task="copies the state", died=self._died
         )
         self._thread.start()
 
@@ -271,7 +271,7 @@ class Copier:
         _log.error(
             "rank %d waited %g s for its own copy thread to end the copy of step %d; the step is given up, and "
             "training goes on. Look whether memory is being swapped, or the device hangs",
-            self._link.rank,
+            self._link.job.rank,
             self._seconds_max,
             step,
         )
@@ -365,7 +365,7 @@ class Copier:
 
     def _fail(self, job: CopyJob, reason: Reason) -> None:
         job.give_up(reason)
-        _log.error("rank %d gives up step %d: %s", self._link.rank, job.transfer.step, reason)
+        _log.error("rank %d gives up step %d: %s", self._link.job.rank, job.transfer.step, reason)
         self._link.decline(job.transfer.step, reason)
 
     def _copy(self, job: CopyJob) -> None:
@@ -412,7 +412,7 @@ class Copier:
 
     def _compare(self, job: CopyJob) -> None:
         """Have the ranks compare their replicas themselves, where there is no stager to do it."""
-        if job.keeping is not None and not self._link.lives and not job.abandoned.is_set():
+        if job.keeping is not None and not self._link.job.lives and not job.abandoned.is_set():
             job.keeping.compare(job.transfer.fingerprints)
 
     def look_at_all(self, job: CopyJob) -> None:

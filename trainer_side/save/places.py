@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from holdfast.errors import StateError
 from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import DeclineCause, Reason
+from trainer_side.link.stager_message import StagerMessage
 from trainer_side.save.ahead import Make, MemoryAhead
 from trainer_side.save.areas import Areas, AreaUse
 from trainer_side.save.copier import Copier
@@ -112,25 +113,10 @@ class Room:
                     self._tiers.let_go(before.keeping)  # a device that hangs is no reason to end a training
                 if before.released.is_set():
                     continue
-                raise self._link.problem or StateError(
-                    f"rank {self._link.rank}: the tensors changed while the checkpoint of step {before.step} is still "
-                    "being sent; it was given up, but the transport did not release it within "
+                raise self._link.job.problem or StateError(
+                    f"rank {self._link.job.rank}: the tensors changed while the checkpoint of step {before.step} is "
+                    "still being sent; it was given up, and the transport still reads it after "
                     f"{self._config.stager_seconds_max:g} s"
-                )
-
-    def wait_clear(self, seconds_max: float) -> None:
-        """Wait until nothing reads a staging area, and give nothing up for it.
-
-        Raises:
-            NoRoom: Something still does after `seconds_max`.
-        """
-        deadline = time.monotonic() + seconds_max
-        for flight in self._areas.being_read():
-            if not flight.released.wait(max(0.0, deadline - time.monotonic())):
-                raise NoRoom(
-                    DeclineCause.BUSY.because(
-                        f"step {flight.step} is still being sent from a staging area that is needed for other slices"
-                    )
                 )
 
     def furnish(self, skeleton: Skeleton, slice_plan: SlicePlan, count_max: int) -> None:
@@ -195,7 +181,8 @@ class Room:
         seconds_max = self._config.full_seconds_max if seconds_max is None else seconds_max
         begun, waited_seconds = time.monotonic(), 0.0
         if len(self._areas.in_flight()) >= self._areas.count_max:
-            self._link.fits(step)  # a rank that asks for another layout meanwhile need not wait as long
+            # A rank that asks for another layout meanwhile need not wait as long.
+            self._link.tell(StagerMessage.fits(step))
         try:
             while len(in_flight := self._areas.in_flight()) >= self._areas.count_max:
                 oldest = in_flight[0]
@@ -268,7 +255,7 @@ class Room:
 
     def _take_slots(self, step: int, record: SaveRecord) -> TierWrite | None:
         """With `on_full="wait"`, wait for those that will become free: verdicts come a little later than seals."""
-        lives = self._link.lives
+        lives = self._link.job.lives
         if self._config.on_full == "skip" or not self._tiers.takes_steps:
             return self._tiers.begin(step, record, stager_lives=lives)
         begun = time.monotonic()
@@ -294,7 +281,7 @@ class Room:
 
     def _waited_for(self, flight: AreaUse, seconds_max: float) -> str:
         before = flight.transfer
-        who = f"rank {self._link.rank} waited {seconds_max:g} s for step {before.step}"
+        who = f"rank {self._link.job.rank} waited {seconds_max:g} s for step {before.step}"
         if before.released.is_set() and before.settled.is_set():
             return f"{who} to be written to its local tiers"
         who = f"{who} to be staged, and"

@@ -3,7 +3,6 @@
     take(state): the tensors of the plan ───────────────────────────────────────► Plan, Capture
                  other tensors, or none before ─► all ranks agree ─► a new plan ─► Plan, Capture
                  values were given more room ──────────────────────► a new plan ─► Plan, Capture
-                 ranks are spared from now on ─► other slices of the same image ─► Plan, Capture
                  values do not fit their room ────────────────────────────────────► Outgrown
 
 With a new plan come new areas.
@@ -21,15 +20,14 @@ import torch
 from holdfast.errors import HoldfastError, StateError
 from holdfast.image.entries import REPLICATED
 from holdfast.image.replicas import watched
-from holdfast.notices.sparing import NOBODY
-from holdfast.telemetry.causes import DeclineCause, Reason
+from holdfast.telemetry.causes import Reason
 from holdfast.wire.state_messages import Agreement
 from trainer_side.save.agreeing import RanksAgreeing
 from trainer_side.save.areas import areas_max
 from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.device_samples import DeviceSamples
 from trainer_side.save.left_out import LeftOut
-from trainer_side.save.places import NoRoom, Room
+from trainer_side.save.places import Room
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.tearing import TearCheck
 from trainer_side.state.arriving import settle
@@ -38,8 +36,6 @@ from trainer_side.state.per_rank_names import PerRankNames
 from trainer_side.state.position_names import SavedNames
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state.tree import classify, collect
-
-_CLEAR_SECONDS_MAX = 5.0  # for the areas of other slices; the training waits
 
 
 @dataclass(frozen=True)
@@ -86,10 +82,9 @@ class Planner:
         self._link, self._tiers = context.link, context.tiers
         self._config, self._events = context.config, context.events
         self._plan: SavePlan | None = None
-        self._sparing = NOBODY  # of the plan
         self._agreeing = RanksAgreeing(given, context)
         self._agreed = Agreement(0, {})
-        self._names = SavedNames(self._state, is_writer=context.link.rank == 0)
+        self._names = SavedNames(self._state, is_writer=context.link.job.rank == 0)
         self._own_names = PerRankNames(self._state)
 
     def take(self, step: int = -1) -> tuple[SavePlan, Capture]:
@@ -105,8 +100,6 @@ class Planner:
                 script has neither called `restore()` nor said `fresh`.
             StoreError: Whether it has cannot be seen.
             PeerLost: While agreeing a rank did not answer.
-            NoRoom: Other ranks are spared from now on, and there is no memory for the larger slice, or the area of the
-                one before is still being read. The next save tries again.
         """
         # The first time all ranks wait for each other.
         if self._plan is None:
@@ -122,7 +115,6 @@ class Planner:
             self._own_names.look(collected)
         tree = self._agreeing.named(collected, self._agreed)
         self._widen(tree)
-        self._spare()
         if self._plan is not None:
             taken = capture(tree, self._plan.skeleton, defer=True, trailer=self._trailer)
             if taken is not None:
@@ -150,7 +142,7 @@ class Planner:
     def _widen(self, tree: Any) -> None:
         """Plan again if rank 0 was given more room. No agreement is needed: every rank was told the same."""
         before = self._agreed
-        wanted = max(self._link.new_pickle_reserve_bytes, self._tiers.council.new_pickle_reserve_bytes)
+        wanted = max(self._link.job.new_pickle_reserve_bytes, self._tiers.council.new_pickle_reserve_bytes)
         if self._plan is None or wanted <= before.pickle_reserve_bytes:
             return
         self._agreed = replace(before, pickle_reserve_bytes=wanted)
@@ -161,26 +153,6 @@ class Planner:
             # Rank 0 alone: the others have the new plan by now, so this one must come to it too, at a later step.
             self._agreed = before
             raise
-
-    def _spare(self) -> None:
-        """Come to the slices that were appointed. No agreement is needed: every rank was told the same."""
-        sparing, before = self._link.appointments.sparing, self._plan
-        if before is None or sparing == self._sparing:
-            return
-        layout = sparing.of(before.skeleton.layout)
-        if layout.spared != before.skeleton.layout.spared:
-            try:
-                # What is in flight was planned to be gone by now. If not, a later step is appointed.
-                self._room.wait_clear(_CLEAR_SECONDS_MAX)
-                self._lay_out(replace(before.skeleton, layout=layout), time.monotonic())
-            except (MemoryError, RuntimeError) as error:  # RuntimeError: torch's own for memory
-                # The plan before stays for its tensors; its areas are gone, but no step is taken with it.
-                raise NoRoom(
-                    DeclineCause.NO_MEMORY.because(
-                        f"for a slice without ranks {list(layout.spared)}: {error}"
-                    )
-                ) from error
-        self._sparing = sparing
 
     def _renew_together(self, tree: Any) -> SavePlan:
         """The first plan with local tiers: what one rank cannot do, all ranks hear of, and none trains on alone."""
@@ -206,24 +178,17 @@ class Planner:
         """Make a plan within the room that was agreed on, and the areas for it."""
         self._room.clear()
         begun = time.monotonic()
-        rank, ranks = self._link.rank, self._link.ranks
+        rank, ranks = self._link.job.rank, self._link.job.ranks
         skeleton = plan(
             tree,
             classify(self._state, tree),
             rank=rank,
             ranks=ranks,
-            chunk_bytes=self._link.chunk_bytes,
+            chunk_bytes=self._link.job.chunk_bytes,
             agreed=self._agreed,
             trailer=self._trailer,
         )
-        self._sparing = self._link.appointments.sparing
-        if self._sparing.ranks:
-            skeleton = replace(skeleton, layout=self._sparing.of(skeleton.layout))
         self._plan = None  # its memory goes back before areas for the new one are taken
-        return self._lay_out(skeleton, begun)
-
-    def _lay_out(self, skeleton: Skeleton, begun: float) -> SavePlan:
-        """Make the areas for this rank's slice. The room is clear."""
         layout = skeleton.layout
         slice_plan = SlicePlan.of(layout, skeleton.rank, skeleton.gated)
         count_max = areas_max(
@@ -232,12 +197,6 @@ class Planner:
             host_bytes_max=self._config.host_bytes_max,
         )
         self._room.furnish(skeleton, slice_plan, count_max)
-        self._link.announce(layout)
-        seconds = time.monotonic() - begun
-        ability = replace(self._link.appointments.ability, plan_seconds=seconds)
-        if (limit := self._config.host_bytes_max) is not None and ability.area_bytes_max is not None:
-            ability = replace(ability, area_bytes_max=limit)
-        self._link.appointments.ability = ability
         self._events.emit(
             "plan",
             {
@@ -248,9 +207,8 @@ class Planner:
                 "slice_bytes": slice_plan.nbytes,
                 "in_flight_max": count_max,
                 "tensors": len(layout.tensors),
-                "seconds": seconds,
+                "seconds": time.monotonic() - begun,
                 "sum_seconds": self._agreeing.sum_seconds,
-                "spared": list(layout.spared),
             },
         )
         checked = self._config.on_divergence != "off" and layout.ranks > 1

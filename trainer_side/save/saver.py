@@ -36,6 +36,7 @@ from holdfast.errors import PeerLost, StateError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import OTHER, DeclineCause, Reason
+from trainer_side.link.stager_message import StagerMessage
 from trainer_side.opaque import only_shapes
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.copy_plan import Route
@@ -130,7 +131,7 @@ class Saver:
             )
             self.decline_late()
             return -1
-        if self._link.rank == 0:
+        if self._link.job.rank == 0:
             _log.warning(
                 "step %d, the last one, found no room (%s); it is waited for, at most %g s",
                 step,
@@ -146,20 +147,20 @@ class Saver:
         self._come_to(step)
         reach(Point.SAVE_BEGUN)
         self._copier.look_whether_quiet()
-        self._tiers.follow(self._link.attempt)
+        self._tiers.follow(self._link.job.attempt)
         if (refusal := self._refusal()) is not None:
             return self._decline(step, refusal)
         try:
             with no_collections():
                 plan, taken = self._planner.take(step)
         except PeerLost as lost:
-            if not self._link.has_lost(lost) or self._tiers.takes_steps:
+            if not self._link.job.has_lost(lost) or self._tiers.takes_steps:
                 raise  # the stager is there, a rank is not: going on would leave the ranks at different steps
             return self._decline(step, DeclineCause.STAGER_LOST.because(lost))
         except Outgrown as outgrown:
             # More room for a PerRank value takes a new agreement of all ranks, which this rank cannot call alone.
             needed = 0 if outgrown.name else outgrown.needed_bytes
-            if needed and self._link.rank == 0:
+            if needed and self._link.job.rank == 0:
                 self._tiers.council.make_room(needed)
             return self._decline(step, DeclineCause.OUTGROWN.because(outgrown), needed_pickle_bytes=needed)
         except NoRoom as no_room:
@@ -170,7 +171,7 @@ class Saver:
             wait_seconds = self._room.wait(step, wait_seconds_max)
             answer = self._link.answer(step)
             if answer is not None and not self._tiers.takes_steps:
-                self._link.fits(step)
+                self._link.tell(StagerMessage.fits(step))
                 return self._decline(step, answer, tell=False)  # all were told the same
             place = self._room.take(step, record)
         except NoRoom as no_room:
@@ -200,7 +201,7 @@ class Saver:
         """Decline the step; one that was only busy when training goes on. `is_late`: it was waited for."""
         if is_late or reason.cause != DeclineCause.BUSY:
             return self._decline(step, reason)
-        self._link.fits(step)
+        self._link.tell(StagerMessage.fits(step))
         self._late.note(step)
         self._late_reason = reason
         return False
@@ -228,7 +229,9 @@ class Saver:
         record.copied_inside = inside or begins.instant is None
         self._copier.shut(gate=begins.is_live)
         transfer = (
-            self._link.offer(step, area, record) if answer is None else Transfer.none(step, record, answer)
+            self._link.offer(step, area, record, plan.skeleton.layout)
+            if answer is None
+            else Transfer.none(step, record, answer)
         )
         if transfer.released.is_set() and place.keeping is None:  # refused at once: nothing is copied
             self._copier.reopen()
@@ -291,11 +294,11 @@ class Saver:
 
     def _refusal(self) -> Reason | None:
         """Why no save can begin now."""
-        if (problem := self._link.problem) is not None and not self._tiers.takes_steps:
+        if (problem := self._link.job.problem) is not None and not self._tiers.takes_steps:
             return DeclineCause.STAGER_LOST.because(problem)
         if (died := self._copier.problem) is not None:
             return DeclineCause.COPY_FAILED.because(died)
-        if (died := self._tiers.died) is not None and not (self._link.lives or self._tiers.takes_steps):
+        if (died := self._tiers.died) is not None and not (self._link.job.lives or self._tiers.takes_steps):
             return DeclineCause.FAILED.because(died)
         if accelerator.is_capturing():
             return DeclineCause.COPY_FAILED.because(
@@ -311,8 +314,8 @@ class Saver:
         self._ledger.declined(reason.cause)
         self._events.emit("declined", {"reason": reason.text, "cause": reason.cause}, step=step)
         # A lost stager is said by the link, once and loudly.
-        if reason.text != self._warned and self._link.problem is None:
-            _log.warning("rank %d: step %d is not checkpointed: %s", self._link.rank, step, reason)
+        if reason.text != self._warned and self._link.job.problem is None:
+            _log.warning("rank %d: step %d is not checkpointed: %s", self._link.job.rank, step, reason)
             self._warned = reason.text
         self._tiers.skip(step, reason)
         if tell:

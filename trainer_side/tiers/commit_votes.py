@@ -32,7 +32,7 @@ from holdfast.wire.frames import Frame, Kind, decode, peer_error
 from holdfast.wire.layout_agreement import pickle_reserve_bytes
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.background_thread import BackgroundThread, thread_died
-from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.ranks.ports import CouncilPort
 from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, VoteLimits, fingerprints_frame
 from trainer_side.tiers.tier import Order, StepVerdict, reason_body
@@ -74,7 +74,7 @@ class Voter:
         self,
         rank: int,
         on_verdict: Callable[[StepVerdict], None],
-        appointments: Appointments | None,
+        appointments: AgreedSteps | None,
         *,
         silence_seconds_max: float,
     ) -> None:
@@ -156,7 +156,7 @@ class Voter:
         question.answered.set()
         return True
 
-    def _hear_appointment(self, frame: Frame, appointments: Appointments) -> bytes | None:
+    def _hear_appointment(self, frame: Frame, appointments: AgreedSteps) -> bytes | None:
         try:
             answer = appointments.heard(Announcement.from_frame(frame))
         except ProtocolError as error:
@@ -187,7 +187,7 @@ class CommitVotes(RankCouncil):
         *,
         on_verdict: Callable[[StepVerdict], None],
         on_turn: Callable[[], None] = lambda: None,
-        appointments: Appointments | None = None,
+        appointments: AgreedSteps | None = None,
         rank0: Rank0Votes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

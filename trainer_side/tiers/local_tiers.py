@@ -27,7 +27,7 @@ from holdfast.telemetry.causes import STATES_DIFFER, DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.doubt import Doubt
 from trainer_side.background_thread import ThreadDied
-from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.ranks.ports import CouncilPort
 from trainer_side.state import accelerator
 from trainer_side.tiers.commit_votes import CommitVotes
@@ -133,7 +133,7 @@ class LocalTiers(TierSet):
         job: TierJob,
         inventory: TierInventory,
         report: TierReport,
-        appointments: Appointments | None = None,
+        appointments: AgreedSteps | None = None,
     ) -> None:
         assert tiers
         self.tiers, self.names = tuple(tiers), ", ".join(tier.name for tier in tiers)

@@ -1,11 +1,11 @@
 """Rank 0 coordinates the save after a preemption notice, in a job without a stager.
 
 NOTICE, AT of any rank ────────────────────┐               ┌─► SAVE_AT, to all ranks
-begun here, sealed or skipped anywhere, ───┼─► Emergency ──┼─► one clear log line
+begun here, sealed or skipped anywhere, ───┼─► PreemptionCoordinator ──┼─► one clear log line
 complete, void ── in the farthest tier     │               └─► event log
 ranks that are dead or have ended, ticks ──┘
 
-The decisions are those of a stager (holdfast/notices/decider.py). A step counts as safe when it is complete in the
+The decisions are those of a stager (holdfast/notices/preemption.py). A step counts as safe when it is complete in the
 *farthest* tier: that takes longest, and outlives most. Rank 0's own machine may be the preempted one: rank 0 mostly
 outlives its notice; if it dies before the save, the ranks' promises end with it.
 """
@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from holdfast.errors import ProtocolError
-from holdfast.notices.decider import Emergency
 from holdfast.notices.messages import Effect, carry_out
-from holdfast.notices.worth import InFlight
+from holdfast.notices.preemption import PreemptionCoordinator
+from holdfast.notices.should_save import InFlight
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
@@ -62,7 +62,7 @@ class Rank0PreemptionCoordinator:
         self._guard = threading.Lock()
         # Steps without a verdict: when each began, and the bytes of its image.
         self._begun: dict[Order, tuple[float, int]] = {}
-        self._emergency = Emergency(ranks, self._in_flight, safe=safe)
+        self._emergency = PreemptionCoordinator(ranks, self._in_flight, safe=safe)
 
     def began(self, tier: int, order: Order, image_bytes: int) -> None:
         """This rank has taken a slot for a step."""

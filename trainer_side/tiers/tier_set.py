@@ -70,11 +70,16 @@ class RankCouncil:
 class StagerCouncil(RankCouncil):
     """The council of ranks without local tiers: `agree` asks through the stager (`ToStager.agree`)."""
 
-    def __init__(self, agree: Callable[[Proposal], Agreement]) -> None:
+    def __init__(self, agree: Callable[..., Agreement]) -> None:
         self._agree = agree
+        self._seconds_max: float | None = None
 
     def agree(self, proposal: Proposal) -> Agreement:
-        return self._agree(proposal)
+        return self._agree(proposal, seconds_max=self._seconds_max)
+
+    def hurry(self, seconds_max: float) -> None:
+        """From now on `agree` waits no longer than that."""
+        self._seconds_max = seconds_max
 
 
 class TierSet:
@@ -169,6 +174,7 @@ class TierSet:
 
     def hurry(self, seconds_max: float) -> None:
         """From now on wait no longer than that for answers of the council."""
+        self.council.hurry(seconds_max)
 
     def skip(self, step: int, reason: Reason) -> None:
         """This rank takes no checkpoint of `step`; the others need not wait for it."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from trainer_side import Checkpointer, init_torch_distributed
-from trainer_side.link.hearing import Hearing
+from trainer_side.link.inbox import StagerInbox
 from trainer_side.notice.watch import NoticeWatch
 from trainer_side.ranks.payload_sender import PayloadSender
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
@@ -32,7 +32,7 @@ STEPS, BREAKS_AT = 8, 3
 MEET_SECONDS_MAX = 10
 PLACES: dict[str, tuple[type, str]] = {
     "copy": (Copier, "_copied"),
-    "link": (Hearing, "hear"),
+    "link": (StagerInbox, "take"),
     "lane": (TierWriterThreads, "_next"),
     "council": (Voter, "hear"),
     "watch": (NoticeWatch, "_look"),

@@ -73,7 +73,7 @@ def main() -> None:
         seen.fill_(float(step + 1))
         progress["updates"] = step + 1
         checkpointer.save(step)
-        staged = checkpointer.stats.saved - len(checkpointer._areas.in_flight())
+        staged = checkpointer.stats.saved - len(checkpointer._parts.areas.in_flight())
         enough = torch.tensor([int(rank == 0 and staged >= saves)])
         torch.distributed.all_reduce(enough)
         if enough:

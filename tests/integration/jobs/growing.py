@@ -68,7 +68,10 @@ def main() -> None:
     if rank == 0:
         assert not checkpointer.save(2), "rank 0 has no room for it, and says so"
     until(
-        lambda: checkpointer._link.new_pickle_reserve_bytes >= GROWN and not checkpointer._areas.in_flight()
+        lambda: (
+            checkpointer._link.job.new_pickle_reserve_bytes >= GROWN
+            and not checkpointer._parts.areas.in_flight()
+        )
     )
     torch.distributed.barrier()
     notes["text"] = "y" * GROWN

@@ -94,7 +94,7 @@ def main() -> None:
             said["pids"] = pids
         if scenario == "lost" and step == steps // 2 and rank == 0:
             os.kill(pids["stager"], signal.SIGKILL)
-        lost, before = checkpointer._link.problem is not None, time.monotonic()
+        lost, before = checkpointer._link.job.problem is not None, time.monotonic()
         took = checkpointer.save(step)
         if lost:
             said["lost_save_seconds"].append(time.monotonic() - before)

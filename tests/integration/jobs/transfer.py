@@ -25,9 +25,14 @@ from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.telemetry.causes import DeclineCause
+from holdfast.telemetry.events import EventLog
 from holdfast.wire.state_messages import Proposal
 from trainer_side.joining import join
+from trainer_side.link.inbox import StagerInbox
 from trainer_side.link.to_stager import ToStager
+from trainer_side.notice.agreed_steps import AgreedSteps
+from trainer_side.pace.schedule import Schedule
+from trainer_side.ranks.joined import join_world
 from trainer_side.transfer import TransferState
 
 WAIT_SECONDS_MAX = 120.0
@@ -122,8 +127,13 @@ def main() -> None:
     said: dict[str, Any] = {"pid": os.getpid(), "steps": {}}
     rank = -1
     try:
-        link = join(TrainerConfig())
-        rank = link.rank
+        config = TrainerConfig()
+        world = join_world(config)
+        rank = world.rank
+        inbox = StagerInbox(
+            rank, AgreedSteps(wait_seconds_max=60.0), Schedule(auto=False, wait_seconds_max=60.0)
+        )
+        link = join(config, world, inbox, EventLog(None, role="trainer", rank=rank))
         run(link, scenario, image_bytes, steps, said)
     except HoldfastError as error:
         said["error"] = {"code": error.code, "message": str(error)}
@@ -132,21 +142,20 @@ def main() -> None:
 
 
 def run(link: ToStager, scenario: str, image_bytes: int, steps: int, said: dict[str, Any]) -> None:
-    plan = layout(image_bytes, link.chunk_bytes, link.ranks)
-    changed = plan.tensors[1].path if scenario == "differ" and link.rank == 1 else ""
+    plan = layout(image_bytes, link.job.chunk_bytes, link.job.ranks)
+    changed = plan.tensors[1].path if scenario == "differ" and link.job.rank == 1 else ""
     agreement = link.agree(proposal(plan, changed=changed))
     said["agreement"] = [agreement.pickle_reserve_bytes, agreement.per_rank_reserve_bytes]
-    link.announce(plan)
     for step in range(steps):
-        if scenario == "decline" and step == 1 and link.rank == 1:
+        if scenario == "decline" and step == 1 and link.job.rank == 1:
             link.decline(step, DeclineCause.OUTGROWN.because("of the test"), needed_pickle_bytes=200_000)
             continue
-        if scenario == "flusher" and step == 1 and link.rank == 0:
+        if scenario == "flusher" and step == 1 and link.job.rank == 0:
             kill_flusher()
-        die = scenario == "die" and step == steps - 1 and link.rank == 1
-        data = my_slice(plan, image(plan, step, patched=False), link.rank)
+        die = scenario == "die" and step == steps - 1 and link.job.rank == 1
+        data = my_slice(plan, image(plan, step, patched=False), link.job.rank)
         source = Slice(data, ready_bytes=len(data) // 2 if die else None)
-        transfer = link.offer(step, source, SaveRecord(saved_at_unix=time.time()))
+        transfer = link.offer(step, source, SaveRecord(saved_at_unix=time.time()), plan)
         if die:
             while not transfer.record.sent_bytes:
                 time.sleep(0.001)
@@ -160,9 +169,9 @@ def run(link: ToStager, scenario: str, image_bytes: int, steps: int, said: dict[
             "settled": settled,
         }
     link.close(wait_for=TransferState.DURABLE, seconds_max=WAIT_SECONDS_MAX)
-    said["durable_step"], said["staged_step"] = link.durable_step, link.staged_step
-    said["new_pickle_reserve_bytes"] = link.new_pickle_reserve_bytes
-    said["problem"] = str(link.problem or "")
+    said["durable_step"], said["staged_step"] = link.job.durable_step, link.job.staged_step
+    said["new_pickle_reserve_bytes"] = link.job.new_pickle_reserve_bytes
+    said["problem"] = str(link.job.problem or "")
 
 
 if __name__ == "__main__":

@@ -231,7 +231,7 @@ def test_a_store_that_takes_nothing_is_named_in_the_jobs_log_with_each_decline(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     bench.flusher.send("held", message="/mnt/run: no space left on device")
     bench.turn()
-    (said,) = [line for line in caplog.messages if "the store takes nothing" in line]
+    (said,) = [line for line in caplog.messages if "store unavailable" in line]
     assert "no space left on device" in said
     assert str(log_path(str(tmp_path / "store"))) in said
     bench.port.say(0, Kind.DECLINE, step=1, body=b"busy: all staging areas are still being sent")

@@ -79,8 +79,6 @@ def test_a_rank_that_declines_the_step_is_asked_for_another(bench: Bench) -> Non
         (Kind.AT, b'{"step_seconds": -1}'),
         (Kind.AT, b'{"step_seconds": NaN}'),
         (Kind.AT, b"[]"),
-        (Kind.AT, b'{"plan_seconds": -1}'),
-        (Kind.AT, b'{"area_bytes_max": "all"}'),
     ],
 )
 def test_a_notice_that_is_none_drops_its_sender_alone(bench: Bench, kind: Kind, body: bytes) -> None:
@@ -95,50 +93,3 @@ def test_an_answer_that_nobody_asked_for_changes_nothing(bench: Bench) -> None:
     bench.turn()
     assert not bench.port.told(Kind.SAVE_AT)
     assert not bench.service.lost_ranks
-
-
-def _spared(bench: Bench, hosts: tuple[str, str], source: str, *able: dict[str, int]) -> list[int]:
-    """Who is spared when rank 1 is told; `able`: what each rank says that it can carry."""
-    for rank, host in enumerate(hosts):
-        body = wire.to_json({"version": wire.VERSION, "pid": 7, "host": host})
-        bench.port.say(rank, Kind.HELLO, attempt=0, body=body)
-    body = wire.to_json({"kind": "terminate", "seconds_left": 100.0, "source": source})
-    bench.port.say(1, Kind.NOTICE, body=body)
-    bench.turn()
-    for step in (5, 5):
-        said = bench.port.told(Kind.SAVE_AT)[-1][1]
-        for rank, ability in enumerate(able):
-            answer = {"step_seconds": 0.05, "plan_seconds": 1.0, **ability}
-            bench.port.say(rank, Kind.AT, step=step, arg=said.arg, body=wire.to_json(answer))
-        bench.turn()
-    appointed = bench.port.told(Kind.SAVE_AT)[-1][1]
-    assert (appointed.flags, wire.json_body(appointed)["save"]) == (1, True)
-    (emergency,) = bench.happened("emergency")
-    spared = wire.json_body(appointed).get("spared", [])
-    assert emergency["spared"] == spared
-    if spared:
-        assert wire.json_body(appointed)["area_bytes_max"] == 9000
-    return list(spared)
-
-
-_ABLE = {"area_bytes_max": 9000}
-
-
-@pytest.mark.parametrize(
-    ("hosts", "source", "able", "spared"),
-    [
-        (("spot-1", "spot-2"), "aws", (_ABLE, _ABLE), [1]),
-        (("spot-1", "spot-2"), "aws", (_ABLE, {"area_bytes_max": 10_000}), [1]),
-        (("spot-1", "spot-1"), "aws", (_ABLE, _ABLE), []),  # nobody would be left
-        (("spot-1", "spot-1"), "sigterm", (_ABLE, _ABLE), [1]),  # a signal is one process's
-        (("spot-1", "spot-2"), "aws", ({}, _ABLE), []),  # rank 0 has local tiers
-    ],
-)
-def test_the_ranks_of_the_machine_that_goes_are_spared(
-    bench: Bench,
-    hosts: tuple[str, str],
-    source: str,
-    able: tuple[dict[str, int], dict[str, int]],
-    spared: list[int],
-) -> None:
-    assert _spared(bench, hosts, source, *able) == spared

@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
-from holdfast.notices.decider import Emergency
 from holdfast.notices.messages import Announcement, Effect, EventLine, StepAnswer, StepWord
 from holdfast.notices.notice import Notice, NoticeKind
-from holdfast.notices.worth import InFlight
+from holdfast.notices.preemption import PreemptionCoordinator
+from holdfast.notices.should_save import InFlight
 from holdfast.wire.pace import Wish
 from stager.interval_agreement import IntervalAgreement
-from trainer_side.link.schedule import Schedule, SchedulePhase
-from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.agreed_steps import AgreedSteps
+from trainer_side.pace.schedule import Schedule, SchedulePhase
 
 WHY = "every n steps: because"
 PROPOSED, APPOINTED, CALLED_OFF = StepWord.PROPOSED, StepWord.APPOINTED, StepWord.CALLED_OFF
@@ -27,7 +27,7 @@ def terminate(seconds: float) -> Notice:
 class AgreeingRank(ABC):
     """A rank's link and training in one thread. `user`: of the promises."""
 
-    def __init__(self, user: Appointments | Schedule) -> None:
+    def __init__(self, user: AgreedSteps | Schedule) -> None:
         self.promises = user.promises
         self.inbox: deque[Announcement] = deque()
         self.answers: deque[StepAnswer] = deque()
@@ -59,7 +59,7 @@ class AgreeingRank(ABC):
 
 class NoticeRank(AgreeingRank):
     def __init__(self) -> None:
-        self.appointments = Appointments(wait_seconds_max=30, clock=lambda: 0.0)
+        self.appointments = AgreedSteps(wait_seconds_max=30, clock=lambda: 0.0)
         super().__init__(self.appointments)
 
     def take(self, said: Announcement) -> StepAnswer | None:
@@ -93,7 +93,7 @@ class IntervalRank(AgreeingRank):
             self.acted.append((self.step, self.schedule.every))
 
     def give_up(self) -> None:
-        """Train on, also where a promised step has been waited for in vain."""
+        """Train on, also where a promised step got no answer."""
         self.step += 1
         self.reach()
 
@@ -118,7 +118,7 @@ class AgreeingJob(ABC):
 
     @property
     @abstractmethod
-    def decider(self) -> Emergency | IntervalAgreement: ...
+    def decider(self) -> PreemptionCoordinator | IntervalAgreement: ...
 
     @abstractmethod
     def begin(self, number: int) -> None:
@@ -182,11 +182,11 @@ class NoticeJob(AgreeingJob):
 
     def __init__(self, ranks: int, in_flight: Sequence[InFlight] = ()) -> None:
         self.ranks = [NoticeRank() for _ in range(ranks)]
-        self.emergency = Emergency(ranks, lambda: list(in_flight), answer_seconds_max=10.0)
+        self.emergency = PreemptionCoordinator(ranks, lambda: list(in_flight), answer_seconds_max=10.0)
         super().__init__(self.ranks)
 
     @property
-    def decider(self) -> Emergency:
+    def decider(self) -> PreemptionCoordinator:
         return self.emergency
 
     def notice(self, rank: int, notice: Notice, left: float | None) -> None:
@@ -201,10 +201,6 @@ class NoticeJob(AgreeingJob):
 
     def lose_rank(self, rank: int, reason: str) -> None:
         self.do(self.emergency.rank_left(rank, reason, self.now))
-
-    def take(self, rank: int, answer: StepAnswer) -> list[Effect]:
-        self.emergency.spares.can(rank, self.ranks[rank].appointments.ability)
-        return super().take(rank, answer)
 
 
 class IntervalJob(AgreeingJob):

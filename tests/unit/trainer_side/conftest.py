@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.trainer_side.stager_port import LAYOUT, FakePort, make
+from tests.unit.trainer_side.stager_port import FakePort, make
 from trainer_side.link.link import Link
 from trainer_side.transfer import TransferState
 
@@ -19,6 +19,5 @@ def port() -> FakePort:
 @pytest.fixture
 def link(port: FakePort) -> Iterator[Link]:
     link = make(port)
-    link.announce(LAYOUT)
     yield link
     link.close(wait_for=TransferState.STAGED, seconds_max=0.0)

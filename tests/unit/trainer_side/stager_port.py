@@ -1,4 +1,4 @@
-"""A link against a stager that the test plays: every message is written out, MPI is a pair of lists."""
+"""A link against a stager that the test plays: every message is written out, the transport is a pair of lists."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import area_bytes, frames_of
+from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from holdfast.wire.welcome import Welcome
 from trainer_side.link.greeting import Greeted
+from trainer_side.link.inbox import StagerInbox
 from trainer_side.link.link import Link
+from trainer_side.link.rejoining import Reconnect
+from trainer_side.notice.agreed_steps import AgreedSteps
+from trainer_side.pace.schedule import Schedule
 from trainer_side.transfer import Transfer
 
 CHUNK = 4096
@@ -113,10 +118,33 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def make(port: FakePort, *, rank: int = 0, **settings: Any) -> Link:
+def make(
+    port: FakePort,
+    *,
+    rank: int = 0,
+    auto: bool = False,
+    again: Reconnect | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **settings: Any,
+) -> Link:
     welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
-    return Link(TrainerConfig(**settings), Greeted(port, welcome), rank=rank, ranks=2)
+    config = TrainerConfig(**settings)
+    inbox = StagerInbox(
+        rank,
+        AgreedSteps(wait_seconds_max=config.stager_seconds_max),
+        Schedule(auto=auto, wait_seconds_max=config.stager_seconds_max),
+    )
+    events = EventLog(config.events, role="trainer", rank=rank)
+    return Link(config, Greeted(port, welcome), inbox, events, rank=rank, again=again, clock=clock)
+
+
+def agreed_steps(link: Link) -> AgreedSteps:
+    return link._inbox._agreed_steps
+
+
+def schedule(link: Link) -> Schedule:
+    return link._inbox._schedule
 
 
 def offer(link: Link, step: int = 1, source: Source | None = None) -> Transfer:
-    return link.offer(step, source or Source(link.rank), SaveRecord(saved_at_unix=time.time()))
+    return link.offer(step, source or Source(link.job.rank), SaveRecord(saved_at_unix=time.time()), LAYOUT)

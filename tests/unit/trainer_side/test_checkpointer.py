@@ -7,39 +7,33 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 
 from holdfast.config import TrainerConfig
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError, PeerLost
 from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
-from holdfast.image.slices import area_bytes
 from holdfast.notices.messages import Announcement, StepWord
 from holdfast.notices.notice import Notice, NoticeKind, Terms
-from holdfast.notices.sparing import NO_LIMIT, Sparing
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import DeclineCause, Reason
-from holdfast.telemetry.events import EventLog
+from holdfast.wire import frames as wire
 from holdfast.wire.doubt import Doubt
+from holdfast.wire.frames import Kind
 from holdfast.wire.layout_agreement import LayoutRound
-from holdfast.wire.pace import Wish
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.link.no_stager import NoStager
-from trainer_side.link.schedule import Schedule
-from trainer_side.link.to_stager import TimesLost
-from trainer_side.notice.appointments import Appointments
-from trainer_side.pace.pacer import open_pacer
-from trainer_side.ranks.peers import LonePeers
-from trainer_side.save import planner
+from trainer_side.link.inbox import StagerInbox
+from trainer_side.link.job_state import JobState
+from trainer_side.link.stager_message import StagerMessage
+from trainer_side.notice.agreed_steps import AgreedSteps
+from trainer_side.pace.schedule import Schedule
 from trainer_side.save.staging import Staging
-from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import Transfer, TransferState
 
 SECONDS_MAX = 60.0
@@ -48,74 +42,53 @@ SECONDS_MAX = 60.0
 class FakeLink:
     """Takes every offer, and sends it when the test says so."""
 
-    rank, ranks, attempt = 0, 1, 1
-    problem: HoldfastError | None = None
-    store_url, chunk_bytes = "/run", 4096
-    staged_step = durable_step = -1
-    new_pickle_reserve_bytes = 0
-    peers = LonePeers()
-
     def __init__(self) -> None:
-        self.events = EventLog(None, role="trainer")
+        self.job = JobState(0, 1, store_url="/run", chunk_bytes=4096, attempt=1)
         self.offers: dict[int, tuple[Transfer, Staging]] = {}
         self.declined: dict[int, Reason] = {}
         self.needed_pickle_bytes = 0
         self.layouts: list[Layout] = []
-        self.appointments = Appointments(wait_seconds_max=SECONDS_MAX)
+        self.agreed_steps = AgreedSteps(wait_seconds_max=SECONDS_MAX)
         self.schedule = Schedule(auto=False, wait_seconds_max=SECONDS_MAX)
-        self.wishes: list[Wish] = []
+        self.inbox = StagerInbox(0, self.agreed_steps, self.schedule)
         self.notices: list[Notice] = []
         self.doubts: list[Doubt] = []
         self.fitting: list[int] = []
-        self.on_doubt: Callable[[Doubt], None] = lambda _: None
 
-    @property
-    def lives(self) -> bool:
-        return self.problem is None
-
-    times_lost = TimesLost()
-
-    def has_lost(self, error: HoldfastError) -> bool:
-        return error is self.problem
-
-    def beside(self, tiers: TierSet) -> None:
-        return
-
-    def auto_interval(self) -> tuple[Schedule, Callable[[Wish], None] | None]:
-        self.schedule.choose(auto=True)
-        return self.schedule, self.wishes.append
+    def meet(self, _config: Any, _world: Any, inbox: StagerInbox, _events: Any) -> Self:
+        """In place of `joining.meet_stager`."""
+        self.inbox = inbox
+        self.agreed_steps, self.schedule = inbox._agreed_steps, inbox._schedule
+        return self
 
     def fetch(self, asked: Asked, **_: Any) -> None:
         return
 
-    def hurry(self, seconds_max: float) -> None:
-        return
-
-    def notice(self, notice: Notice) -> None:
-        self.notices.append(notice)
-
-    def doubt(self, doubt: Doubt) -> None:
-        self.doubts.append(doubt)
+    def tell(self, message: StagerMessage) -> None:
+        frame = wire.decode(message.encode(self.job.attempts))
+        match frame.kind:
+            case Kind.NOTICE:
+                self.notices.append(Notice.from_json(wire.json_body(frame)))
+            case Kind.DOUBT:
+                self.doubts.append(Doubt.from_frame(frame))
+            case Kind.FITS:
+                self.fitting.append(frame.step)
 
     def appoint(self, step: int, terms: Terms) -> None:
         """As the stager does, once every rank has promised the step."""
-        assert self.appointments.heard(Announcement(StepWord.PROPOSED, step, step)) is not None
-        self.appointments.heard(Announcement(StepWord.APPOINTED, step, step, terms.to_json()))
+        assert self.agreed_steps.heard(Announcement(StepWord.PROPOSED, step, step)) is not None
+        self.agreed_steps.heard(Announcement(StepWord.APPOINTED, step, step, terms.to_json()))
 
-    def agree(self, proposal: Proposal) -> Agreement:
+    def agree(self, proposal: Proposal, **_: Any) -> Agreement:
         agreed = LayoutRound(1, SECONDS_MAX).propose(0, proposal, 0.0)
         assert isinstance(agreed, Agreement)
         return Agreement(
             2 * proposal.pickle_bytes + 4096, {}, patterns=agreed.patterns, split_rows=agreed.split_rows
         )
 
-    def fits(self, step: int) -> None:
-        self.fitting.append(step)
-
-    def announce(self, layout: Layout) -> None:
-        self.layouts.append(layout)
-
-    def offer(self, step: int, source: Staging, record: SaveRecord) -> Transfer:
+    def offer(self, step: int, source: Staging, record: SaveRecord, layout: Layout) -> Transfer:
+        if layout not in self.layouts:
+            self.layouts.append(layout)
         transfer = Transfer(step, record)
         self.offers[step] = transfer, source
         return transfer
@@ -175,7 +148,7 @@ class Rank:
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> FakeLink:
     found = FakeLink()
-    monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: found)
+    monkeypatch.setattr(joining, "meet_stager", found.meet)
     return found
 
 
@@ -235,7 +208,7 @@ def test_restore_sets_off_no_search_for_garbage(
         seen.append((asked, gc.isenabled()))
 
     monkeypatch.setattr(FakeLink, "fetch", fetch)
-    link.store_url = str(tmp_path)
+    link.job.store_url = str(tmp_path)
     rank = Rank(link)
     assert rank.checkpointer.restore() == 0
     assert seen == [(Asked.HELD, False), (Asked.PLACE, False)]
@@ -296,7 +269,7 @@ def test_new_tensors_wait_for_all_areas(link: FakeLink) -> None:
 def test_a_limit_of_memory_decides_how_many_areas_there_are(link: FakeLink) -> None:
     rank = Rank(link, in_flight_max=8, host_bytes_max="250KiB")  # the image has some 90
     assert [rank.save(step) for step in range(4)] == [True, True, False, False]
-    assert rank.checkpointer._areas.nbytes <= 250 << 10
+    assert rank.checkpointer._parts.areas.nbytes <= 250 << 10
     rank.checkpointer.close()
 
 
@@ -376,13 +349,10 @@ def test_auto_saves_where_the_schedule_says_and_at_the_appointed_step(link: Fake
     assert steps_begun(rank, range(70, 100)) == [73, 83, 93]
 
 
-def test_auto_without_a_stager_is_refused() -> None:
-    class Lone(NoStager):
-        def __init__(self) -> None:
-            self._advice = "start a stager"
-
+def test_auto_without_a_stager_is_refused(tmp_path: Path) -> None:
+    config = TrainerConfig(tiers=["memory"], store=str(tmp_path))
     with pytest.raises(ConfigError, match='every="auto" needs a stager'):
-        open_pacer(TrainerConfig(), Lone(), EventLog(None, role="trainer"), [])
+        Checkpointer({"value": torch.zeros(1)}, config=config, every="auto")
 
 
 def test_numbers_that_leave_steps_out_save_at_the_first_one_after(link: FakeLink) -> None:
@@ -404,6 +374,17 @@ def test_the_watch_tells_the_link(link: FakeLink) -> None:
     assert len(link.notices) == 1
 
 
+def test_a_notice_after_the_loss_of_the_stager_is_logged_as_an_error(
+    link: FakeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(link)
+    link.job.lose(PeerLost("its process is dead"))
+    rank.checkpointer._parts.notices._receive(_END)
+    assert "the stager is lost, so no step is named" in caplog.text
+    assert len(link.notices) == 1, "the link keeps it for the next stager"
+    rank.checkpointer.close()
+
+
 def test_values_that_outgrow_the_room_they_were_just_given_decline_another_step(link: FakeLink) -> None:
     rank = Rank(link)
     assert rank.save(0)
@@ -416,10 +397,10 @@ def test_values_that_outgrow_the_room_they_were_just_given_decline_another_step(
     assert not rank.save(1)
     needed = link.needed_pickle_bytes
     assert needed > 10_000
-    link.new_pickle_reserve_bytes = 2 * needed  # as the stager gives
+    link.job.new_pickle_reserve_bytes = 2 * needed  # as the stager gives
     grow(50_000)
     assert not rank.save(2), "the room that was given is too small by now"
-    assert link.needed_pickle_bytes > link.new_pickle_reserve_bytes
+    assert link.needed_pickle_bytes > link.job.new_pickle_reserve_bytes
     assert {reason.cause for reason in link.declined.values()} == {"outgrown"}
     grow(10_000)
     assert rank.save(3)
@@ -446,96 +427,9 @@ def test_numbers_that_outgrow_the_room_after_the_save_give_the_step_up_and_the_n
     assert not rank.save(3)
     assert link.needed_pickle_bytes > 20_000
     assert {reason.cause for reason in link.declined.values()} == {"outgrown"}
-    link.new_pickle_reserve_bytes = 2 * link.needed_pickle_bytes
+    link.job.new_pickle_reserve_bytes = 2 * link.needed_pickle_bytes
     assert rank.save(4)
     rank.checkpointer.close()
-
-
-def _forbidden(*_: Any, **__: Any) -> None:
-    raise AssertionError("the image is planned again")
-
-
-def test_a_spared_rank_is_left_out_without_planning_the_image_again(
-    link: FakeLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link.ranks = 2
-    rank = Rank(link)
-    assert rank.save(0)
-    assert link.bytes_of(0).count(torch.ones(1000).numpy().tobytes()) < 20  # its half
-    link.stage(0)
-    monkeypatch.setattr(planner, "plan", _forbidden)
-    link.appoint(1, Terms(True, "there is time", _END, sparing=Sparing((1,))))
-    rank.checkpointer._copier.gate.wait()
-    with torch.no_grad():
-        for parameter in rank.model:
-            parameter.fill_(2)
-    assert rank.checkpointer.step(1)
-    assert rank.holds(1), "all of it"
-    first, second = link.layouts
-    assert second == first.sparing((1,))
-    link.stage(1)
-    assert rank.save(2)
-    assert rank.holds(2)
-    assert len(link.layouts) == 2
-    assert rank.checkpointer._link.appointments.ability.area_bytes_max == NO_LIMIT
-
-
-def test_what_is_still_read_is_not_given_up_for_other_slices(
-    link: FakeLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner, "_CLEAR_SECONDS_MAX", 0.05)
-    link.ranks = 2
-    rank = Rank(link)
-    assert rank.save(0)
-    link.appointments.sparing = Sparing((1,))
-    assert not rank.save(1)
-    assert link.declined == {
-        1: DeclineCause.BUSY.because(
-            "step 0 is still being sent from a staging area that is needed for other slices"
-        )
-    }
-    assert not link.offers[0][0].state.final
-    link.stage(0)
-    assert rank.save(2)
-    assert rank.holds(2)
-
-
-def test_without_memory_for_a_larger_slice_steps_are_declined_and_training_goes_on(
-    link: FakeLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link.ranks = 2
-    rank = Rank(link)
-    assert rank.save(0)
-    link.bytes_of(0)
-    link.stage(0)
-    link.appointments.sparing = Sparing((1,))
-    furnish = rank.checkpointer._saver._room.furnish
-
-    def full(*_: Any) -> None:
-        raise MemoryError("no")
-
-    monkeypatch.setattr(rank.checkpointer._saver._room, "furnish", full)
-    assert not rank.save(1)
-    assert link.declined[1].text.startswith("no memory: for a slice without ranks [1]")
-    monkeypatch.setattr(rank.checkpointer._saver._room, "furnish", furnish)
-    assert rank.save(2)
-    assert rank.holds(2)
-
-
-def test_where_the_larger_area_may_not_be_had_the_slices_stay_and_so_for_all(link: FakeLink) -> None:
-    link.ranks = 2
-    rank = Rank(link)
-    assert rank.save(0)
-    link.bytes_of(0)
-    link.stage(0)
-    (layout,) = link.layouts
-    link.appointments.sparing = Sparing((1,), area_bytes(layout, 0))
-    assert rank.save(1)
-    assert link.layouts == [layout]
-    link.stage(1)
-    link.appointments.sparing = Sparing((1,), area_bytes(layout.sparing((1,)), 0))
-    assert rank.save(2)
-    assert link.layouts == [layout, layout.sparing((1,))]
 
 
 def test_a_job_that_took_no_checkpoint_says_why(link: FakeLink, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,11 +15,9 @@ from holdfast.crc import crc32 as true_crc32
 from holdfast.errors import PeerLost
 from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import Reason
-from holdfast.telemetry.events import EventLog
 from tests.unit.trainer_side.test_checkpointer import FakeLink
 from tests.unit.trainer_side.tiers.ranks import Net, until
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.ledger import Ledger
 from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
 from trainer_side.tiers.open_tiers import open_tiers
 from trainer_side.tiers.tier_inventory import TierInventory
@@ -29,12 +27,10 @@ from trainer_side.transfer import Transfer
 class Link(FakeLink):
     """Sends nothing, until the test says so."""
 
-    problem: Any = None
-
-    def offer(self, step: int, source: Any, record: SaveRecord) -> Transfer:
-        if self.problem is not None:
-            return Transfer.none(step, record, Reason.of_error(self.problem))
-        return super().offer(step, source, record)
+    def offer(self, step: int, source: Any, record: SaveRecord, layout: Any) -> Transfer:
+        if self.job.problem is not None:
+            return Transfer.none(step, record, Reason.of_error(self.job.problem))
+        return super().offer(step, source, record, layout)
 
 
 class Rank:
@@ -43,7 +39,8 @@ class Rank:
         usual = {"tiers": specs, "tier_slots": 3, "tier_writers": 1, "on_not_durable": "warn"}
         self.config = TrainerConfig(**{**usual, **settings})
 
-        def opened(_config: TrainerConfig, _link: Any, ledger: Ledger, events: EventLog) -> LocalTiers:
+        def opened(*args: Any) -> LocalTiers:
+            ledger, events = args[-2:]
             tiers = open_tiers(self.config, "/run")
             nothing = ((),) * len(tiers)
             self.local = LocalTiers(
@@ -56,8 +53,8 @@ class Rank:
             )
             return self.local
 
-        monkeypatch.setattr("trainer_side.checkpointer.join", lambda _config: self.link)
-        monkeypatch.setattr("trainer_side.checkpointer.open_tier_set", opened)
+        monkeypatch.setattr("trainer_side.builder.join", self.link.meet)
+        monkeypatch.setattr("trainer_side.builder.open_tier_set", opened)
         self.model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(1000)) for _ in range(20))
         self.checkpointer = Checkpointer({"model": self.model, "note": 1}, config=self.config)
 
@@ -108,7 +105,7 @@ def test_checkpoints_go_on_when_the_stager_is_lost(monkeypatch: pytest.MonkeyPat
     assert rank.save(1)
     rank.link.stage(1)
     until(lambda: rank.local.is_idle)
-    rank.link.problem = PeerLost("the stager: of the test")
+    rank.link.job.problem = PeerLost("the stager: of the test")
     for step in (3, 5, 7):
         assert rank.save(step)
         until(lambda: rank.local.is_idle)
@@ -148,7 +145,7 @@ def test_with_memory_first_no_other_staging_memory_is_taken(
     rank = Rank(monkeypatch, specs, in_flight_max=2)
     assert rank.save(0)
     assert rank.save(1)
-    assert rank.checkpointer._areas.nbytes == 0
+    assert rank.checkpointer._parts.areas.nbytes == 0
     assert rank.link.bytes_of(0).count(torch.full((1000,), 1.0).numpy().tobytes()) == len(rank.model)
     for step in (0, 1):
         rank.link.stage(step)
@@ -166,7 +163,7 @@ def test_a_copy_that_fails_is_kept_nowhere(monkeypatch: pytest.MonkeyPatch, spec
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("of the test")
 
-    monkeypatch.setattr(rank.checkpointer._engine, "copy", fail)
+    monkeypatch.setattr(rank.checkpointer._parts.engine, "copy", fail)
     assert rank.save(1)
     until(lambda: rank.local.is_idle)
     assert not rank.holds(1)

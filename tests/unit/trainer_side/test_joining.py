@@ -20,7 +20,6 @@ from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import SaveRecord
-from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.wire.state_messages import Agreement, Proposal
@@ -243,16 +242,25 @@ def test_without_a_stager_nobody_compares_tensors_but_the_council_of_the_tiers()
     link = NoStager(TrainerConfig(tiers=["memory"], store="/run"), world)
     with pytest.raises(ConfigError, match=r"rank 1: no stager in this job, and no local tiers"):
         link.agree(Proposal("", [], 0, {}))
-    told: list[Notice] = []
-    tiers = cast(TierSet, SimpleNamespace(council=SimpleNamespace(notice=told.append)))
-    link.beside(tiers)
-    link.notice(notice := Notice(NoticeKind.REBALANCE, None, "aws"))
-    assert told == [notice]
+
+
+def test_without_tiers_hurry_shortens_the_wait_for_the_other_ranks() -> None:
+    waits: list[float | None] = []
+
+    def agree(_: Proposal, *, seconds_max: float | None) -> Agreement:
+        waits.append(seconds_max)
+        return Agreement(4096, {})
+
+    tiers = TierSet(StagerCouncil(agree))
+    tiers.council.agree(Proposal("", [], 0, {}))
+    tiers.hurry(3.0)
+    tiers.council.agree(Proposal("", [], 0, {}))
+    assert waits == [None, 3.0]
 
 
 def test_without_tiers_the_ranks_agree_through_the_stager_and_no_step_is_kept() -> None:
     agreement = Agreement(4096, {})
-    tiers = TierSet(StagerCouncil(lambda _: agreement))
+    tiers = TierSet(StagerCouncil(lambda *_, **__: agreement))
     assert tiers.council.agree(Proposal("", [], 0, {})) is agreement
     tiers.council.concur(None)
     with pytest.raises(ConfigError, match="of the test"):

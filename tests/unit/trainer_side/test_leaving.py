@@ -23,7 +23,7 @@ class EndingLink(FakeLink):
 
     def close(self, **_: Any) -> None:
         taken = [step for step in self.offers if step not in self.declined and step <= self.lasts]
-        self.durable_step = max(taken, default=-1)
+        self.job.durable_step = max(taken, default=-1)
 
 
 class Rank(test_checkpointer.Rank):
@@ -36,7 +36,7 @@ class Rank(test_checkpointer.Rank):
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> EndingLink:
     found = EndingLink()
-    monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: found)
+    monkeypatch.setattr(joining, "meet_stager", found.meet)
     return found
 
 
@@ -117,7 +117,7 @@ def test_the_end_says_which_step_is_not_durable(link: EndingLink) -> None:
     for step in range(2):
         assert rank.save(step)
         link.stage(step)
-    link.lasts, link.staged_step = 0, 1
+    link.lasts, link.job.staged_step = 0, 1
     with pytest.raises(
         NotDurable, match=r"step 1, .* is not durable; step 0 is; it is staged, and the flusher goes on"
     ):
@@ -128,7 +128,7 @@ def test_a_stager_that_was_lost_before_the_last_step_is_said(link: EndingLink) -
     rank = Rank(link)
     assert rank.save(0)
     link.stage(0)
-    link.problem = PeerLost("its process is dead")
+    link.job.problem = PeerLost("its process is dead")
     assert not rank.save(1)
     with pytest.raises(NotDurable, match=r"step 1, .*; the stager is lost \(its process is dead\)"):
         rank.checkpointer.close()
@@ -138,7 +138,7 @@ def test_a_stager_that_was_lost_after_the_last_step_was_durable_costs_nothing(li
     rank = Rank(link)
     assert rank.save(0)
     link.stage(0)
-    link.problem = PeerLost("its process is dead")
+    link.job.problem = PeerLost("its process is dead")
     rank.checkpointer.close()
 
 

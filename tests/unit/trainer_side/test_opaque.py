@@ -77,7 +77,7 @@ def test_a_compiled_loop_takes_the_samples_of_a_plain_one() -> None:
 
 def test_all_else_of_a_checkpointer_runs_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     link = FakeLink()
-    monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: link)
+    monkeypatch.setattr(joining, "meet_stager", link.meet)
     model = torch.nn.Linear(4, 4)
     checkpointer = Checkpointer({"model": model}, config=TrainerConfig(events=None))
     seen: list[Any] = []
@@ -94,7 +94,7 @@ def test_all_else_of_a_checkpointer_runs_in_compiled_code(monkeypatch: pytest.Mo
         compiled = torch.compile(step, backend="eager")
         for number in range(3):
             compiled(number)
-            link.durable_step = number
+            link.job.durable_step = number
     assert traced == set()
     assert torch.equal(model.weight, before + 3)
     assert [durable_step for _, durable_step, _ in seen] == [-1, 0, 1]

@@ -189,4 +189,3 @@ def test_a_pattern_that_is_not_there_and_a_holder_that_is_no_rank_are_refused() 
 def test_one_look_at_each_chunk_says_what_a_look_at_each_rank_does(layout: Layout) -> None:
     assert areas_of(layout) == [area_bytes(layout, rank) for rank in range(layout.ranks)]
     assert layout.frames == tuple(len(list(layout.sends(rank))) for rank in range(layout.ranks))
-    assert layout.urgent_chunks == {chunk for rank in layout.spared for chunk, _ in layout.sends(rank)}

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
 from holdfast.image.checkpoint_id import CheckpointId
-from holdfast.notices.decider import Emergency
 from holdfast.notices.messages import EventLine
 from holdfast.notices.notice import Notice, NoticeKind
+from holdfast.notices.preemption import PreemptionCoordinator
 from holdfast.supervised import MARK, SET_ASIDE_VARIABLE
 from operator_side.supervise.hosts import Host, HostFile, Slurm, place
 from operator_side.supervise.job_output import (
@@ -154,7 +154,7 @@ def test_the_event_log_is_followed_from_now_on(tmp_path: Path) -> None:
 
 def _notice(kind: NoticeKind) -> dict[str, object]:
     """The line that the stager writes when rank 1 has told it of a notice."""
-    emergency = Emergency(2, tuple)
+    emergency = PreemptionCoordinator(2, tuple)
     said = emergency.noticed(1, Notice(kind, None, "aws", "a test"), 60.0, "rank 1 on host spot-1", 0.0)[0]
     assert isinstance(said, EventLine)
     return {"event": said.event, "role": "stager", **said.fields}

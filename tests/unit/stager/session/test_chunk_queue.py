@@ -19,16 +19,13 @@ class _PlainQueue:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        urgent = layout.urgent_chunks
-        slices = [layout.slice_chunks(rank) for rank in range(layout.ranks)]
-        self.queues = [[chunk for chunk in own if chunk not in urgent] for own in slices]
-        self.urgent = [[chunk for chunk in own if chunk in urgent] for own in slices]
+        self.queues = [list(layout.slice_chunks(rank)) for rank in range(layout.ranks)]
         self.open: set[int] = set()
         self.credits_out = [0] * layout.ranks
 
     @property
     def waiting(self) -> list[int]:
-        return sorted(chunk for queue in self.queues + self.urgent for chunk in queue)
+        return sorted(chunk for queue in self.queues for chunk in queue)
 
     def end(self, part_chunks: int) -> int:
         if not self.waiting:
@@ -48,26 +45,16 @@ class _PlainQueue:
 
     def choose(self, free: int, part_chunks: int, phase: Phase) -> int | None:
         heads = [queue[0] for queue in self.queues if queue]
-        urgent = [queue[0] for queue in self.urgent if queue]
-        if not (heads or urgent) or free <= 0:
+        if not heads or free <= 0:
             return None
         missing, end = self.missing(part_chunks), self.end(part_chunks)
-        if urgent:
-            chunk = self.next_of(
-                [head for head in urgent if free > missing or (head < end and free == missing)]
-            )
-            if chunk is not None:
-                return chunk
-            if phase is Phase.PREPARED and free <= sum(map(len, self.urgent)):
-                return None
-            heads += urgent
         if free <= missing:
             end = end if phase is Phase.RECEIVING else min(heads) + 1
             heads = [head for head in heads if head < end]
         return self.next_of(heads)
 
     def take(self, chunk: int) -> None:
-        for queue in self.queues + self.urgent:
+        for queue in self.queues:
             if chunk in queue:
                 assert queue[0] == chunk, "not the lowest of its rank"
                 queue.remove(chunk)
@@ -81,9 +68,7 @@ def _layout(dice: random.Random) -> Layout:
         Entry("a", 64, nbytes - 2000, REPLICATED, ()),
         Entry("b", nbytes - 1900, 100, owner, ()),
     )
-    layout = Layout(nbytes, CHUNK, ranks, entries if chunks > 1 else entries[1:])
-    spared = dice.sample(range(ranks), dice.randint(0, ranks - 1))
-    return layout.sparing(spared) if spared and dice.random() < 0.6 else layout
+    return Layout(nbytes, CHUNK, ranks, entries if chunks > 1 else entries[1:])
 
 
 def _play(seed: int) -> int:
@@ -132,10 +117,10 @@ def test_a_frame_costs_as_many_looks_at_512_ranks_as_at_2(
     looks = 0
     look = ChunkQueue._head
 
-    def counted(queue: ChunkQueue, rank: int, mark: int) -> int:
+    def counted(queue: ChunkQueue, rank: int) -> int:
         nonlocal looks
         looks += 1
-        return look(queue, rank, mark)
+        return look(queue, rank)
 
     monkeypatch.setattr(ChunkQueue, "_head", counted)
     per_frame = {}

@@ -86,8 +86,7 @@ class Job:
             size = self.draw.randrange(0, min(3 * CHUNK, nbytes - offset))
             entries.append(Entry(str(offset), offset, size, self.draw.randrange(-1, self.ranks), ()))
             offset += size + self.draw.randrange(0, 50) + 1
-        spared = self.draw.sample(range(self.ranks), self.draw.choice([0, self.draw.randrange(self.ranks)]))
-        return Layout(nbytes, CHUNK, self.ranks, tuple(entries), (), tuple(sorted(spared)))
+        return Layout(nbytes, CHUNK, self.ranks, tuple(entries))
 
     # The environment keeps its own books from the actions alone, and compares.
 

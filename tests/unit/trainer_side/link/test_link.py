@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.config import TrainerConfig
-from holdfast.errors import HoldfastError, PeerLost, StateError
+from holdfast.errors import HoldfastError, PeerLost
 from holdfast.notices.notice import Notice, NoticeKind, Terms
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire import frames as wire
@@ -18,12 +17,22 @@ from holdfast.wire.frames import Kind
 from holdfast.wire.pace import Wish
 from holdfast.wire.state_messages import Proposal
 from holdfast.wire.welcome import Welcome
-from tests.unit.trainer_side.stager_port import CHUNK, LAYOUT, SECONDS_MAX, FakePort, make, offer, until
+from tests.unit.trainer_side.stager_port import (
+    CHUNK,
+    LAYOUT,
+    SECONDS_MAX,
+    FakePort,
+    agreed_steps,
+    make,
+    offer,
+    schedule,
+    until,
+)
 from trainer_side.link import rejoining
-from trainer_side.link.greeting import Greeted
 from trainer_side.link.link import Link
-from trainer_side.link.rejoining import ComeAgain
-from trainer_side.link.schedule import SchedulePhase
+from trainer_side.link.rejoining import Reconnect
+from trainer_side.link.stager_message import StagerMessage
+from trainer_side.pace.schedule import SchedulePhase
 from trainer_side.transfer import TransferState
 
 
@@ -35,7 +44,6 @@ def test_a_beat_is_answered(link: Link, port: FakePort) -> None:
 
 def test_only_rank_0_sends_the_layout(port: FakePort) -> None:
     link = make(port, rank=1)
-    link.announce(LAYOUT)
     offer(link)
     until(lambda: port.of(Kind.OFFER))
     assert not port.of(Kind.LAYOUT)
@@ -56,13 +64,6 @@ def test_a_step_that_is_not_new_is_declined_here(link: Link, port: FakePort, aga
     assert "not above step 1" in str(transfer.reason)
     until(lambda: port.of(Kind.OFFER))
     assert len(port.of(Kind.OFFER)) == 1
-
-
-def test_an_offer_without_a_layout_is_an_error(port: FakePort) -> None:
-    link = make(port)
-    with pytest.raises(StateError, match="before a layout"):
-        offer(link)
-    link.close(seconds_max=0.0)
 
 
 def _kill(port: FakePort) -> None:
@@ -90,10 +91,10 @@ def test_a_lost_stager_ends_every_wait_and_is_said_once(
     assert transfer.settled.wait(SECONDS_MAX)
     assert transfer.released.wait(SECONDS_MAX)
     assert transfer.state is TransferState.FAILED
-    assert isinstance(link.problem, HoldfastError)
+    assert isinstance(link.job.problem, HoldfastError)
     later = offer(link, 2)
     assert (later.state, later.released.is_set()) == (TransferState.DECLINED, True)
-    with pytest.raises(type(link.problem)):
+    with pytest.raises(type(link.job.problem)):
         link.agree(Proposal("d", [], 1, {}))
     assert len([r for r in caplog.records if "no more checkpoints are taken" in r.getMessage()]) == 1
     link.close(seconds_max=SECONDS_MAX)
@@ -104,27 +105,24 @@ def test_a_rank_that_missed_a_save_of_the_others_keeps_its_stager(
     link: Link, port: FakePort, caplog: pytest.LogCaptureFixture
 ) -> None:
     port.say(Kind.REFUSED, body={"code": "peer_lost", "message": "the stager waited 60 s for rank 0"})
-    until(lambda: "has not come to a save of the other ranks: the stager waited 60 s" in caplog.text)
-    assert link.problem is None
+    until(lambda: "did not join a save() started by other ranks: the stager waited 60 s" in caplog.text)
+    assert link.job.problem is None
     offer(link)
     until(lambda: port.of(Kind.OFFER))
 
 
 def test_a_silent_stager_is_lost_after_its_deadline_and_not_before(port: FakePort) -> None:
     now = [0.0]
-    welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
-    link = Link(
-        TrainerConfig(stager_seconds_max=30), Greeted(port, welcome), rank=0, ranks=2, clock=lambda: now[0]
-    )
+    link = make(port, stager_seconds_max=30, clock=lambda: now[0])
 
     def pass_seconds(seconds: float) -> None:
         for _ in range(int(seconds * 2)):
             now[0] += 0.5
             turned = link._session.silence.looked_at
-            until(lambda: link._session.silence.looked_at > turned or link.problem)  # noqa: B023 (called at once)
+            until(lambda: link._session.silence.looked_at > turned or link.job.problem)  # noqa: B023 (called at once)
 
     def problem() -> HoldfastError | None:
-        return link.problem
+        return link.job.problem
 
     pass_seconds(29)
     assert problem() is None
@@ -176,17 +174,17 @@ def test_each_beat_is_answered(link: Link, port: FakePort) -> None:
 
 
 def test_a_proposed_step_is_answered_with_where_training_is(link: Link, port: FakePort) -> None:
-    link.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws"))
+    link.tell(StagerMessage.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws")))
     until(lambda: port.of(Kind.NOTICE))
     assert wire.json_body(port.of(Kind.NOTICE)[0])["source"] == "aws"
-    link.appointments.restored(6)
+    agreed_steps(link).restored(6)
     port.say(Kind.SAVE_AT, step=9, arg=1)
     until(lambda: port.of(Kind.AT))
     (answer,) = port.of(Kind.AT)
     assert (answer.step, answer.arg, answer.body) == (7, 1, b"{}")
-    assert link.appointments.reach(8) is None
+    assert agreed_steps(link).reach(8) is None
     reached: list[Terms | None] = []
-    waiting = threading.Thread(target=lambda: reached.append(link.appointments.reach(9)))
+    waiting = threading.Thread(target=lambda: reached.append(agreed_steps(link).reach(9)))
     waiting.start()
     terms = Terms(True, "there is time", Notice(NoticeKind.TERMINATE, time.time() + 60, "aws", rank=1))
     message = wire.encode(Kind.SAVE_AT, attempt=1, step=9, flags=1, arg=1, body=wire.to_json(terms.to_json()))
@@ -197,42 +195,39 @@ def test_a_proposed_step_is_answered_with_where_training_is(link: Link, port: Fa
     (found,) = reached
     assert found is not None
     assert found.save
-    assert link.appointments.notice is not None
-    assert link.appointments.notice.rank == 1
+    notice = agreed_steps(link).notice
+    assert notice is not None
+    assert notice.rank == 1
 
 
 @pytest.mark.parametrize(("flags", "body"), [(9, b"{}"), (1, b"{}"), (0, b"[]")])
-def test_a_stager_that_says_nonsense_of_a_step_is_given_up(
-    port: FakePort, flags: int, body: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stager_that_says_nonsense_of_a_step_is_given_up(port: FakePort, flags: int, body: bytes) -> None:
     link = make(port)
     port.say(Kind.SAVE_AT, step=5, arg=1)
     until(lambda: port.of(Kind.AT))
-    waiting = threading.Thread(target=link.appointments.reach, args=(5,))
+    waiting = threading.Thread(target=agreed_steps(link).reach, args=(5,))
     waiting.start()
     with port.lock:
         port.inbox.append(wire.encode(Kind.SAVE_AT, attempt=1, step=5, flags=flags, arg=1, body=body))
     waiting.join(SECONDS_MAX)
     assert not waiting.is_alive(), "training waits for a step that nobody will confirm"
-    assert link.problem is not None
-    link.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws"))
-    assert "the stager is lost, so no step is named" in caplog.text
+    assert link.job.problem is not None
     link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
 
 
-def test_an_interval_is_wished_for_promised_and_kept(link: Link, port: FakePort) -> None:
-    link.schedule.choose(auto=True)
-    link.wish(Wish(5, 3, "every 5 steps: because"))
+def test_an_interval_is_wished_for_promised_and_kept(port: FakePort) -> None:
+    link = make(port, auto=True)
+    link.tell(StagerMessage.wish(Wish(5, 3, "every 5 steps: because")))
     until(lambda: port.of(Kind.WISH))
     assert wire.json_body(port.of(Kind.WISH)[0]) == {"every": 5, "after": 3, "why": "every 5 steps: because"}
-    assert not link.schedule.reach(3)
+    assert not schedule(link).reach(3)
     port.say(Kind.SAVE_EVERY, step=5, arg=1)
     until(lambda: port.of(Kind.HERE))
     (answer,) = port.of(Kind.HERE)
     assert (answer.step, answer.arg, answer.body) == (4, 1, b"{}")
-    assert not link.schedule.reach(4)
+    assert not schedule(link).reach(4)
     reached: list[bool] = []
-    waiting = threading.Thread(target=lambda: reached.append(link.schedule.reach(5)))
+    waiting = threading.Thread(target=lambda: reached.append(schedule(link).reach(5)))
     waiting.start()
     assert waiting.is_alive()
     body = wire.to_json({"first": 5, "every": 5})
@@ -240,7 +235,8 @@ def test_an_interval_is_wished_for_promised_and_kept(link: Link, port: FakePort)
         port.inbox.append(wire.encode(Kind.SAVE_EVERY, attempt=1, step=5, flags=1, arg=1, body=body))
     waiting.join(SECONDS_MAX)
     assert reached == [True]
-    assert (link.schedule.phase, link.schedule.every) == (SchedulePhase.PACED, 5)
+    assert (schedule(link).phase, schedule(link).every) == (SchedulePhase.PACED, 5)
+    link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
 
 
 def test_a_script_with_its_own_interval_refuses_another(link: Link, port: FakePort) -> None:
@@ -255,17 +251,16 @@ def test_a_script_with_its_own_interval_refuses_another(link: Link, port: FakePo
 def test_a_stager_that_says_nonsense_of_an_interval_is_given_up(
     port: FakePort, flags: int, body: bytes
 ) -> None:
-    link = make(port)
-    link.schedule.choose(auto=True)
+    link = make(port, auto=True)
     port.say(Kind.SAVE_EVERY, step=5, arg=1)
     until(lambda: port.of(Kind.HERE))
-    waiting = threading.Thread(target=link.schedule.reach, args=(5,))
+    waiting = threading.Thread(target=schedule(link).reach, args=(5,))
     waiting.start()
     with port.lock:
         port.inbox.append(wire.encode(Kind.SAVE_EVERY, attempt=1, step=5, flags=flags, arg=1, body=body))
     waiting.join(SECONDS_MAX)
     assert not waiting.is_alive(), "training waits for an interval that nobody will confirm"
-    assert link.problem is not None
+    assert link.job.problem is not None
     link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
 
 
@@ -293,22 +288,17 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Again:
 
 
 def _linked(port: FakePort, again: Again, rank: int = 0) -> Link:
-    welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
-    link = Link(
-        TrainerConfig(), Greeted(port, welcome), rank=rank, ranks=2, again=ComeAgain(again, lambda: 0)
-    )
-    link.announce(LAYOUT)
-    return link
+    return make(port, rank=rank, again=Reconnect(again, lambda: 0))
 
 
 def _lose(link: Link, port: FakePort) -> None:
     port.dead = True
-    until(lambda: link.problem)
+    until(lambda: link.job.problem)
 
 
 def _reach(link: Link, again: Again) -> FakePort:
     again.reachable.set()
-    until(lambda: link.lives)
+    until(lambda: link.job.lives)
     return again.ports[-1]
 
 
@@ -320,13 +310,13 @@ def test_a_stager_that_comes_back_gets_the_layout_and_the_next_step(
     _lose(link, port)
     assert "no checkpoints are taken until it is reached again; training goes on" in caplog.text
     assert offer(link, 3).state is TransferState.DECLINED
-    assert link.times_lost.losses == 1
+    assert link.job.times_lost.losses == 1
     second = _reach(link, again)
-    lost_seconds = link.times_lost.seconds
+    lost_seconds = link.job.times_lost.seconds
     assert lost_seconds > 0
-    assert link.times_lost == (1, lost_seconds), "it counts while the stager is lost"
+    assert link.job.times_lost == (1, lost_seconds), "it counts while the stager is lost"
     assert f"rank {rank}: the stager is reached again" in caplog.text
-    assert link.attempt == 2
+    assert link.job.attempt == 2
     offer(link, 4)
     until(lambda: second.of(Kind.OFFER))
     assert [frame.step for frame in second.of(Kind.OFFER)] == [4]
@@ -347,13 +337,13 @@ def test_a_step_offered_while_the_stager_is_reached_again_is_offered_and_not_dec
     link = _linked(port, again)
     _lose(link, port)
     offer(link, 3)
-    announce = link._announce
+    recover = link.job.recover
 
-    def announce_slowly() -> None:
+    def recover_and_save() -> None:
+        recover()
         offer(link, 4)
-        announce()
 
-    monkeypatch.setattr(link, "_announce", announce_slowly)
+    monkeypatch.setattr(link.job, "recover", recover_and_save)
     second = _reach(link, again)
     until(lambda: second.of(Kind.OFFER))
     assert [frame.step for frame in second.of(Kind.DECLINE)] == [3]
@@ -361,16 +351,17 @@ def test_a_step_offered_while_the_stager_is_reached_again_is_offered_and_not_dec
     link.close(seconds_max=0.0)
 
 
-def test_a_layout_of_the_time_without_a_stager_is_announced_when_it_is_back(
-    port: FakePort, again: Again
-) -> None:
-    welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
-    link = Link(TrainerConfig(), Greeted(port, welcome), rank=0, ranks=2, again=ComeAgain(again, lambda: 0))
+def test_the_layout_is_sent_once_to_each_stager(port: FakePort, again: Again) -> None:
+    link = _linked(port, again)
+    for step in (1, 2):
+        offer(link, step)
+    until(lambda: len(port.of(Kind.OFFER)) == 2)
+    assert len(port.of(Kind.LAYOUT)) == 1
     _lose(link, port)
-    link.announce(LAYOUT)
     second = _reach(link, again)
-    until(lambda: second.of(Kind.LAYOUT))
-    assert second.of(Kind.LAYOUT)[0].body == LAYOUT.to_bytes()
+    offer(link, 3)
+    until(lambda: second.of(Kind.OFFER))
+    assert [frame.body for frame in second.of(Kind.LAYOUT)] == [LAYOUT.to_bytes()]
     link.close(seconds_max=0.0)
 
 
@@ -385,11 +376,12 @@ def test_what_was_only_staged_is_not_called_safe_after_a_loss(port: FakePort, ag
         if word is Kind.DURABLE:
             port.say(Kind.DURABLE, step=step)
         assert (transfer.ended if word is Kind.DURABLE else transfer.settled).wait(SECONDS_MAX)
-    assert (link.durable_step, link.staged_step) == (1, 2)
+    assert (link.job.durable_step, link.job.staged_step) == (1, 2)
     _lose(link, port)
-    assert "step 2 was staged on the lost stager" in link._at_risk()
+    assert link._rejoining is not None
+    assert "step 2 was staged on the lost stager" in link._rejoining._at_risk()
     _reach(link, again)
-    assert (link.durable_step, link.staged_step) == (1, 1)
+    assert (link.job.durable_step, link.job.staged_step) == (1, 1)
     link.close(seconds_max=0.0)
 
 
@@ -398,8 +390,8 @@ def test_notices_and_doubts_of_the_time_without_a_stager_are_told_when_it_is_bac
 ) -> None:
     link = _linked(port, again)
     _lose(link, port)
-    link.doubt(Doubt(0, (1, 3), "of the test"))
-    link.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws"))
+    link.tell(StagerMessage.doubt(Doubt(0, (1, 3), "of the test")))
+    link.tell(StagerMessage.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws")))
     second = _reach(link, again)
     until(lambda: second.of(Kind.NOTICE))
     (doubt,) = [Doubt.from_frame(frame) for frame in second.of(Kind.DOUBT)]
@@ -411,7 +403,7 @@ def test_notices_and_doubts_of_the_time_without_a_stager_are_told_when_it_is_bac
 def test_a_notice_whose_time_is_over_is_not_told_any_more(port: FakePort, again: Again) -> None:
     link = _linked(port, again)
     _lose(link, port)
-    link.notice(Notice(NoticeKind.TERMINATE, time.time() - 1, "aws"))
+    link.tell(StagerMessage.notice(Notice(NoticeKind.TERMINATE, time.time() - 1, "aws")))
     second = _reach(link, again)
     offer(link, 9)
     until(lambda: second.of(Kind.OFFER))
@@ -425,13 +417,13 @@ def test_a_stager_may_be_lost_and_reached_again_any_number_of_times(port: FakePo
     lost = port
     for step in range(1, 6):
         lost.dead = True
-        until(lambda: link.attempt == 1 + step and link.lives)  # noqa: B023 (called at once)
+        until(lambda: link.job.attempt == 1 + step and link.job.lives)  # noqa: B023 (called at once)
         lost = again.ports[-1]
         offer(link, 10 * step)
         until(lambda: lost.of(Kind.OFFER))  # noqa: B023 (called at once)
-    assert link.attempt == 6
+    assert link.job.attempt == 6
     assert len(again.ports) == 5
-    assert link.times_lost.losses == 5
+    assert link.job.times_lost.losses == 5
     link.close(seconds_max=0.0)
     assert lost.left
 
@@ -454,9 +446,9 @@ def test_who_asks_while_the_stager_is_lost_hears_the_loss_even_when_it_is_back(
     again.reachable.set()
     port.dead = True
     thread.join(SECONDS_MAX)
-    until(lambda: again.ports and link.lives)
-    assert link.has_lost(asking[0])
-    assert not link.has_lost(PeerLost("of a rank"))
+    until(lambda: again.ports and link.job.lives)
+    assert link.job.has_lost(asking[0])
+    assert not link.job.has_lost(PeerLost("of a rank"))
     link.close(seconds_max=0.0)
 
 
@@ -476,7 +468,7 @@ def test_a_stager_that_a_person_must_look_at_is_not_sought(
     again.reachable.set()
     link = _linked(port, again)
     break_it(port)
-    until(lambda: link.problem)
+    until(lambda: link.job.problem)
     assert "no more checkpoints are taken in this job" in caplog.text
     link.close(seconds_max=0.0)
     assert not again.ports

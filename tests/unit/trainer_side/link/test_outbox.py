@@ -14,11 +14,10 @@ from trainer_side.transfer import TransferState
 
 
 def test_a_checkpoint_from_offer_to_durable(link: Link, port: FakePort) -> None:
-    until(lambda: port.of(Kind.LAYOUT))
-    assert Layout.from_bytes(port.of(Kind.LAYOUT)[0].body) == LAYOUT
     source = Source(0)
     transfer = offer(link, 1, source)
     until(lambda: port.of(Kind.OFFER))
+    assert Layout.from_bytes(port.of(Kind.LAYOUT)[0].body) == LAYOUT
     assert wire.json_body(port.of(Kind.OFFER)[0])["layout_digest"] == LAYOUT.digest
     for slot, (chunk, _, offset, nbytes) in enumerate(frames_of(LAYOUT, 0)):
         port.say(Kind.CREDIT, step=1, chunk=chunk, arg=10 + slot)
@@ -33,10 +32,10 @@ def test_a_checkpoint_from_offer_to_durable(link: Link, port: FakePort) -> None:
     assert wire.json_body(done)["sent_bytes"] == LAYOUT.slice_bytes(0)
     port.say(Kind.STAGED, step=1)
     assert transfer.settled.wait(SECONDS_MAX)
-    assert (transfer.state, link.staged_step, link.durable_step) == (TransferState.STAGED, 1, -1)
+    assert (transfer.state, link.job.staged_step, link.job.durable_step) == (TransferState.STAGED, 1, -1)
     port.say(Kind.DURABLE, step=1)
     assert transfer.ended.wait(SECONDS_MAX)
-    assert link.durable_step == 1
+    assert link.job.durable_step == 1
     assert {
         "sending_seconds",
         "sent_seconds",
@@ -69,7 +68,7 @@ def test_a_verdict_may_come_before_the_offer(link: Link, port: FakePort) -> None
         step=1,
         body={"reason": "rank 1: busy", "cause": "busy", "new_pickle_reserve_bytes": 131072},
     )
-    until(lambda: link.new_pickle_reserve_bytes == 131072)
+    until(lambda: link.job.new_pickle_reserve_bytes == 131072)
     transfer = offer(link)
     assert transfer.released.wait(SECONDS_MAX)
     assert transfer.state is TransferState.DECLINED

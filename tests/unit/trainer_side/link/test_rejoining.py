@@ -14,7 +14,8 @@ from holdfast.wire.welcome import Welcome
 from tests.unit.trainer_side.stager_port import CHUNK, SECONDS_MAX, FakePort, until
 from trainer_side.background_thread import ThreadDied
 from trainer_side.link import rejoining
-from trainer_side.link.rejoining import ComeAgain, Reached, Rejoining
+from trainer_side.link.job_state import JobState
+from trainer_side.link.rejoining import Reached, Reconnect, Rejoining
 from trainer_side.ranks.ports import GenerationOver, StartReplaced
 
 BEFORE = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
@@ -48,20 +49,17 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejoining, "_PAUSE_SECONDS_MAX", 2e-3)
 
 
+def _rejoining(again: Reconnect, rank: int) -> Rejoining:
+    job = JobState(rank, 2, store_url="file:///run", chunk_bytes=CHUNK, attempt=1)
+    return Rejoining(again, job, start_seconds_max=SECONDS_MAX, last_step=lambda: 40, kept_there="")
+
+
 @pytest.fixture
 def search() -> Iterator[Callable[..., Rejoining]]:
     begun: list[Rejoining] = []
 
-    def begin(
-        door: Door, at_risk: Callable[[], str] | None = None, *, rank: int = 0, newest: int = 1
-    ) -> Rejoining:
-        made = Rejoining(
-            ComeAgain(door, lambda: newest),
-            rank=rank,
-            ranks=2,
-            start_seconds_max=SECONDS_MAX,
-            at_risk=at_risk,
-        )
+    def begin(door: Door, *, rank: int = 0, newest: int = 1) -> Rejoining:
+        made = _rejoining(Reconnect(door, lambda: newest), rank)
         made.begin(BEFORE)
         begun.append(made)
         return made
@@ -159,10 +157,10 @@ def test_a_long_search_says_what_is_at_risk_and_each_cause_once(
     caplog.set_level(logging.INFO, "holdfast.trainer.link")
     monkeypatch.setattr(rejoining, "_WARNING_SECONDS", 0.0)
     door = Door(PeerLost("nobody is there"))
-    search(door, lambda: "step 40 is done")
-    until(lambda: caplog.text.count("step 40 is done") > 2)
+    search(door)
+    until(lambda: caplog.text.count("training has done step 40") > 2)
     assert caplog.text.count("rank 0 does not reach the stager yet: nobody is there") == 1
-    assert "tries to reach it; the last: nobody is there); step 40 is done" in caplog.text
+    assert "tries to reach it; the last: nobody is there); training has done step 40" in caplog.text
 
 
 def test_a_search_that_dies_by_a_bug_says_so(search: Search) -> None:
@@ -181,9 +179,7 @@ def test_an_error_of_the_stager_itself_is_tried_again(search: Search) -> None:
     def connect(generation: int) -> FakePort:
         return next(answers, None) or door(generation)
 
-    searching = Rejoining(
-        ComeAgain(connect, lambda: 0), rank=1, ranks=2, start_seconds_max=SECONDS_MAX, at_risk=None
-    )
+    searching = _rejoining(Reconnect(connect, lambda: 0), rank=1)
     searching.begin(BEFORE)
     try:
         assert _found(searching).tries == 2

@@ -1,18 +1,13 @@
-"""What notices add to the agreement on a step: decisions, deadlines, repeated saves, who is spared.
+"""What notices add to the agreement on a step: decisions, deadlines, repeated saves.
 
 The agreement itself: test_step_agreement.py.
 """
 
 from __future__ import annotations
 
-import pytest
-
-from holdfast.notices.messages import Announcement
-from holdfast.notices.notice import Notice, NoticeKind, Terms
-from holdfast.notices.sparing import NO_LIMIT, NOBODY, Ability, Sparing
-from holdfast.notices.worth import InFlight
-from tests.unit.trainer_side.agreeing import APPOINTED, PROPOSED, NoticeJob, terminate
-from trainer_side.notice.appointments import Appointments
+from holdfast.notices.notice import Notice, NoticeKind
+from holdfast.notices.should_save import InFlight
+from tests.unit.trainer_side.agreeing import NoticeJob, terminate
 
 _REBALANCE = Notice(NoticeKind.REBALANCE, None, "aws")
 
@@ -214,59 +209,3 @@ def test_a_step_that_no_rank_comes_to_is_given_up_after_the_deadline() -> None:
     job.tick(31.0)
     assert job.events()[-1] == "emergency_failed"
     assert not job.emergency.open
-
-
-def _able(job: NoticeJob, plan_seconds: float) -> None:
-    for rank in job.ranks:
-        rank.appointments.ability = Ability(plan_seconds, NO_LIMIT)
-
-
-def test_ranks_that_go_are_spared_from_the_appointed_step_on_and_stay_so() -> None:
-    job = NoticeJob(3)
-    _able(job, 1.0)
-    job.emergency.measures.staged(1000, 4.0)
-    job.emergency.spares.go({2})
-    job.notice(2, terminate(100), 100.0)
-    assert {rank.appointments.sparing for rank in job.ranks} == {NOBODY}
-    job.settle()
-    assert {rank.appointments.sparing for rank in job.ranks} == {Sparing((2,), NO_LIMIT)}
-    saved = job.ranks[0].step
-    job.emergency.offered(saved)
-    job.do(job.emergency.staged(saved, 1000, 4.0, job.now))
-    job.now = 50.0
-    job.notice(0, _REBALANCE, None)
-    job.settle()
-    assert job.ranks[0].step > saved
-    assert {rank.appointments.sparing.ranks for rank in job.ranks} == {(2,)}
-    assert [said.fields["spared"] for said in job.said if said.event == "emergency"] == [[2], [2]]
-
-
-def test_nobody_is_spared_for_a_rebalance() -> None:
-    job = NoticeJob(2)
-    _able(job, 1.0)
-    job.notice(0, _REBALANCE, None)
-    job.settle()
-    assert job.ranks[0].appointments.sparing == NOBODY
-
-
-@pytest.mark.parametrize(("left", "spared"), [(9.0, ()), (12.0, ()), (14.5, (1,))])
-def test_another_layout_takes_time_that_must_be_there(left: float, spared: tuple[int, ...]) -> None:
-    """4 s as it is, 6.0 s with the safety; 8 s and 2 s of planning, 13.5 s with it, where one of two sends all."""
-    job = NoticeJob(2)
-    _able(job, 1.0)
-    job.emergency.measures.staged(1000, 4.0)
-    job.emergency.spares.go({1})
-    job.notice(1, terminate(left), left)
-    job.settle()
-    assert [save for _, save in job.ranks[0].acted] == [True]
-    assert {rank.appointments.sparing.ranks for rank in job.ranks} == {spared}
-
-
-def test_a_rank_that_has_given_the_step_up_comes_to_the_same_slices_later() -> None:
-    appointments = Appointments(wait_seconds_max=0.05)
-    appointments.heard(Announcement(PROPOSED, 3, 1))
-    assert appointments.reach(3) is None  # it has waited, and gone on
-    terms = Terms(True, "there is time", terminate(100), sparing=Sparing((1,), 5000))
-    appointments.heard(Announcement(APPOINTED, 3, 1, terms.to_json()))
-    assert appointments.reach(4) is None
-    assert appointments.sparing == Sparing((1,), 5000)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError
-from holdfast.notices import decider
+from holdfast.notices import preemption
 from holdfast.notices.messages import Announcement, StepAnswer, StepWord
 from holdfast.notices.step_agreement import Answers, Margin, StepAgreement
 from holdfast.wire.frames import Frame, Kind
@@ -19,7 +19,7 @@ from tests.unit.trainer_side.agreeing import (
     IntervalJob,
     NoticeJob,
 )
-from trainer_side.notice.promises import StepPromises
+from trainer_side.notice.promised_steps import PromisedSteps
 
 User = type[NoticeJob] | type[IntervalJob]
 both_users = pytest.mark.parametrize("user", [NoticeJob, IntervalJob])
@@ -169,14 +169,14 @@ def test_a_lost_rank_ends_it_and_no_other_waits(user: User) -> None:
 @pytest.mark.parametrize(
     ("margin", "quickest_seconds", "doubled", "wait_seconds", "steps"),
     [
-        (decider._MARGIN, 0.0, 0, 5.0, 1),
-        (decider._MARGIN, 0.0, 3, 5.0, 8),
-        (decider._MARGIN, 0.05, 0, 0.0, 2),
-        (decider._MARGIN, 0.05, 3, 0.0, 16),
-        (decider._MARGIN, 0.05, 3, 1.0, 36),
-        (decider._MARGIN, 60.0, 0, 0.0, 1),
-        (decider._MARGIN, 1e-9, 0, 0.0, 100_000),
-        (decider._MARGIN, 5e-324, 0, 0.0, 100_000),
+        (preemption._MARGIN, 0.0, 0, 5.0, 1),
+        (preemption._MARGIN, 0.0, 3, 5.0, 8),
+        (preemption._MARGIN, 0.05, 0, 0.0, 2),
+        (preemption._MARGIN, 0.05, 3, 0.0, 16),
+        (preemption._MARGIN, 0.05, 3, 1.0, 36),
+        (preemption._MARGIN, 60.0, 0, 0.0, 1),
+        (preemption._MARGIN, 1e-9, 0, 0.0, 100_000),
+        (preemption._MARGIN, 5e-324, 0, 0.0, 100_000),
         (interval_agreement._MARGIN, 0.0, 0, 0.0, 8),
         (interval_agreement._MARGIN, 0.0, 3, 0.0, 64),
         (interval_agreement._MARGIN, 0.05, 0, 0.0, 10),
@@ -228,7 +228,7 @@ def test_promises_of_what_is_decided_anew_count_for_nothing() -> None:
     agreement.begin(0.0)
     _all(agreement, 5, 5)
     agreement.propose_later(0.0)
-    agreement.decide_anew()
+    agreement.decide_again()
     assert _all(agreement, 5, 5) is Answers.PASSED
     assert agreement.propose_later(0.0).step == 7, "with the margin of a first try"
     assert _all(agreement, 5, 5) is Answers.PROMISED
@@ -243,7 +243,7 @@ def test_promises_of_what_is_decided_anew_count_for_nothing() -> None:
 
 
 def test_a_promise_is_not_waited_for_for_ever_and_is_then_given_up() -> None:
-    promises: StepPromises[str] = StepPromises(0.05)
+    promises: PromisedSteps[str] = PromisedSteps(0.05)
     with promises.lock:
         assert promises.heard(Announcement(PROPOSED, 0, 1))
         assert promises.reach(0) == []
@@ -256,7 +256,7 @@ def test_a_promise_is_not_waited_for_for_ever_and_is_then_given_up() -> None:
 
 
 def test_only_the_word_on_the_promised_step_counts() -> None:
-    promises: StepPromises[str] = StepPromises(30)
+    promises: PromisedSteps[str] = PromisedSteps(30)
     with promises.lock:
         promises.reach(3)
         promises.heard(Announcement(PROPOSED, 3, 1))

@@ -13,7 +13,7 @@ from holdfast.errors import ProtocolError
 from holdfast.notices.messages import Announcement, Effect
 from holdfast.wire.pace import Wish
 from tests.unit.trainer_side.agreeing import APPOINTED, PROPOSED, IntervalJob, IntervalRank
-from trainer_side.link.schedule import Schedule, SchedulePhase
+from trainer_side.pace.schedule import Schedule, SchedulePhase
 
 _AHEAD_MAX = 8  # the ranks of a training meet in each step, or nearly so
 

@@ -13,9 +13,8 @@ from holdfast.errors import ConfigError
 from holdfast.notices.messages import Announcement, StepWord
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.pace import Wish
-from trainer_side.link.schedule import Schedule
-from trainer_side.pace.every import chosen
 from trainer_side.pace.pacer import Pacer
+from trainer_side.pace.schedule import Schedule, chosen_interval
 
 
 class Rank:
@@ -124,15 +123,15 @@ def test_other_ranks_measure_nothing(path: Path) -> None:
     ("every", "setting", "chosen_every"), [(None, 0, 0), (None, 7, 7), (5, 7, 5), (0, "auto", 0)]
 )
 def test_the_script_has_the_last_word(every: int | None, setting: int | str, chosen_every: int) -> None:
-    assert chosen(every, TrainerConfig.model_validate({"every": setting})) == chosen_every
+    assert chosen_interval(every, TrainerConfig.model_validate({"every": setting})) == chosen_every
 
 
 @pytest.mark.parametrize("every", ["auto", None])
 def test_auto_is_no_number(every: str | None) -> None:
-    assert chosen(every, TrainerConfig.model_validate({"every": "auto"})) is None
+    assert chosen_interval(every, TrainerConfig.model_validate({"every": "auto"})) is None
 
 
 @pytest.mark.parametrize("every", ["sometimes", -1, 2.5, ""])
 def test_what_is_no_interval_is_refused(every: object) -> None:
     with pytest.raises(ConfigError, match="every: expected a whole number of at least 0"):
-        chosen(every, TrainerConfig())
+        chosen_interval(every, TrainerConfig())

@@ -20,9 +20,9 @@ CALLS_PER_PARAMETER_MAX = 18
 
 def _calls(count: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
     link = FakeLink()
-    link.ranks = ranks
-    link.chunk_bytes = 1 << 20
-    monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: link)
+    link.job.ranks = ranks
+    link.job.chunk_bytes = 1 << 20
+    monkeypatch.setattr(joining, "meet_stager", link.meet)
     parameters = torch.nn.ParameterList(torch.zeros(61) for _ in range(count))
     for one in parameters:
         one.grad = torch.ones_like(one)

@@ -14,6 +14,7 @@ from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
+from trainer_side.link.job_state import JobState
 from trainer_side.link.link import Link
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.copy_plan import Route, Router
@@ -28,10 +29,8 @@ SECONDS_MAX = 60.0
 
 
 class FakeLink:
-    rank = 1
-    lives = False
-
     def __init__(self) -> None:
+        self.job = JobState(1, 2, store_url="/run", chunk_bytes=4096, attempt=None)
         self.declined: list[tuple[int, Reason]] = []
 
     def decline(self, step: int, reason: Reason) -> None:
@@ -89,7 +88,7 @@ def _made(seconds_max: float) -> tuple[Copier, FakeLink, Ledger, torch.optim.SGD
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     link, ledger, events = FakeLink(), Ledger(), EventLog(None, role="trainer")
     quietness = Quietness(
-        link.rank, mode="auto", inside_ms_max=0.0, tell=lambda _: None, ledger=ledger, events=events
+        link.job.rank, mode="auto", inside_ms_max=0.0, tell=lambda _: None, ledger=ledger, events=events
     )
     copier = Copier(
         [optimizer],
@@ -189,7 +188,7 @@ class FakeFingerprints:
 @pytest.mark.parametrize("lives", [False, True])
 def test_ranks_compare_their_replicas_themselves_where_no_stager_does(lives: bool) -> None:
     copier, link, _, _ = _made(SECONDS_MAX)
-    link.lives = lives
+    link.job = JobState(1, 2, store_url="/run", chunk_bytes=4096, attempt=1 if lives else None)
     said: list[str] = []
     staging = SlowStaging()
     ((staging.storage, _),) = copier.gate.update_order().items()

@@ -47,7 +47,7 @@ TRACELESS = (changes.AverageThroughData, changes.AverageBesideTorch, changes.Sha
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> FakeLink:
     found = FakeLink()
-    monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: found)
+    monkeypatch.setattr(joining, "meet_stager", found.meet)
     changes.copy_slowly(BATCH_SECONDS, monkeypatch.setattr)
     return found
 
@@ -216,12 +216,12 @@ def test_what_another_rank_has_seen_ends_the_trust_here(
     monkeypatch.setattr(Quietness, "is_drawn", frozenset[int]().__contains__)
     run = runs(Training, 4)
     assert run.waited == [True, False, False, False]
-    link.on_doubt(Doubt(1, (2, 3), "model/9 was changed after save(3)"))
+    link.inbox._on_doubt(Doubt(1, (2, 3), "model/9 was changed after save(3)"))
     run.go_on(3)
     assert run.waited[4:] == [True] * 3
     (mine,) = link.doubts
     assert mine == Doubt(0, (1, 3), "model/9 was changed after save(3)")
-    link.on_doubt(mine)  # as the stager tells all
+    link.inbox._on_doubt(mine)  # as the stager tells all
     assert link.doubts == [mine], "it is said once"
 
 

@@ -23,7 +23,7 @@ from holdfast.telemetry.events import EventLog
 from tests.support.events import read_events
 from tests.unit.trainer_side.tiers.ranks import Area, Net, laid_out, until
 from trainer_side.ledger import Ledger
-from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
 from trainer_side.tiers.medium import CachedFile, PmFile
 from trainer_side.tiers.open_tiers import open_tiers
@@ -49,7 +49,7 @@ class Rank:
         attempt: int = 1,
         inventory: TierInventory | None = None,
         prepared: bool = True,
-        appointments: Appointments | None = None,
+        appointments: AgreedSteps | None = None,
         events: Path | None = None,
         **settings: Any,
     ) -> None:
@@ -333,7 +333,7 @@ def test_without_a_stager_a_notice_is_over_when_its_step_is_in_the_farthest_tier
     specs: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     net, log = Net(2), tmp_path / "events"
-    appointments = [Appointments(wait_seconds_max=60) for _ in range(2)]
+    appointments = [AgreedSteps(wait_seconds_max=60) for _ in range(2)]
     ranks = [
         Rank(specs, rank=number, ranks=2, net=net, appointments=appointments[number], events=log)
         for number in range(2)

@@ -18,7 +18,7 @@ from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from tests.support.events import read_events
-from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.tiers.commit_votes import CommitVotes
 from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator, farthest
 from trainer_side.tiers.rank0_votes import Rank0Votes, VoteLimits
@@ -233,7 +233,7 @@ class Rank:
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
-        self.appointments = Appointments(wait_seconds_max=30, clock=lambda: world.now)
+        self.appointments = AgreedSteps(wait_seconds_max=30, clock=lambda: world.now)
         self.verdicts: list[StepVerdict] = []
         coordinator = None
         if rank == 0:

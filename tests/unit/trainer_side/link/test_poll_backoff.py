@@ -11,7 +11,7 @@ import pytest
 from holdfast.wire.frames import Kind
 from tests.unit.trainer_side.stager_port import LAYOUT, SECONDS_MAX, FakePort, make, offer, until
 from trainer_side.link.outbox import Outbox
-from trainer_side.link.pauses import Pauses
+from trainer_side.link.poll_backoff import PollBackoff
 from trainer_side.transfer import TransferState
 
 
@@ -22,10 +22,9 @@ def test_it_polls_without_a_pause_only_while_mpi_takes_a_payload_to_pieces(
     monkeypatch.setattr("trainer_side.link.outgoing._STALL_SECONDS", SECONDS_MAX)
     pauses: list[float] = []
     own_time = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
-    monkeypatch.setattr("trainer_side.link.pauses.time", own_time)
+    monkeypatch.setattr("trainer_side.link.poll_backoff.time", own_time)
     port.hold = True
     link = make(port, rank=1)
-    link.announce(LAYOUT)
     transfer = offer(link)
     whole, scattered = (chunk for chunk, _ in LAYOUT.sends(1))
     assert [len(LAYOUT.pieces(chunk, 1)) for chunk in (whole, scattered)] == [1, 2]
@@ -48,13 +47,12 @@ def test_it_polls_without_a_pause_where_the_stager_cannot_read_by_itself(
 ) -> None:
     pauses: list[float] = []
     own_time = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
-    monkeypatch.setattr("trainer_side.link.pauses.time", own_time)
+    monkeypatch.setattr("trainer_side.link.poll_backoff.time", own_time)
     stall_seconds = 0.01 if why == "nothing moves" else SECONDS_MAX
     monkeypatch.setattr("trainer_side.link.outgoing._STALL_SECONDS", stall_seconds)
     port.hold = True
     port.one_machine = why != "another machine"
     link = make(port)
-    link.announce(LAYOUT)
     transfer = offer(link)
     first = next(iter(LAYOUT.sends(0)))[0]
     port.say(Kind.CREDIT, step=1, chunk=first, arg=5)
@@ -93,7 +91,7 @@ def test_where_ranks_crowd_on_the_cores_they_look_less_often(
     monkeypatch: pytest.MonkeyPatch, crowding: float, longest_seconds: float
 ) -> None:
     waits = _Waits(streaming=False)
-    pauses = Pauses(cast(Outbox, waits), lambda: 0.0, crowding)
+    pauses = PollBackoff(cast(Outbox, waits), lambda: 0.0, crowding)
     monkeypatch.setattr(pauses, "_wake", waits)
     for _ in range(40):
         pauses.rest(fetching=False)
@@ -115,7 +113,7 @@ def test_after_a_long_wait_it_looks_less_often_unless_bytes_move_only_while_it_l
     monkeypatch: pytest.MonkeyPatch, *, streaming: bool, waited_seconds: float, longest_seconds: float
 ) -> None:
     waits, now = _Waits(streaming=streaming), [0.0]
-    pauses = Pauses(cast(Outbox, waits), lambda: now[0], 1.0)
+    pauses = PollBackoff(cast(Outbox, waits), lambda: now[0], 1.0)
     monkeypatch.setattr(pauses, "_wake", waits)
     now[0] = waited_seconds
     for _ in range(40):
@@ -125,7 +123,7 @@ def test_after_a_long_wait_it_looks_less_often_unless_bytes_move_only_while_it_l
 
 def test_once_something_has_happened_it_looks_as_often_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     waits, now = _Waits(streaming=False), [0.0]
-    pauses = Pauses(cast(Outbox, waits), lambda: now[0], 1.0)
+    pauses = PollBackoff(cast(Outbox, waits), lambda: now[0], 1.0)
     monkeypatch.setattr(pauses, "_wake", waits)
     now[0] = 60.0
     for _ in range(40):
@@ -143,6 +141,6 @@ def test_where_they_crowd_none_keeps_a_core_to_itself(
     monkeypatch: pytest.MonkeyPatch, crowding: float, pause_seconds: float
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("trainer_side.link.pauses.time", SimpleNamespace(sleep=slept.append))
-    Pauses(cast(Outbox, _Waits(streaming=True)), lambda: 0.0, crowding).rest(fetching=False)
+    monkeypatch.setattr("trainer_side.link.poll_backoff.time", SimpleNamespace(sleep=slept.append))
+    PollBackoff(cast(Outbox, _Waits(streaming=True)), lambda: 0.0, crowding).rest(fetching=False)
     assert slept == [pause_seconds]

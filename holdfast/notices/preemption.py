@@ -1,51 +1,46 @@
-"""How all ranks come to save one step after a notice: what is proposed, why, and what it comes to.
+"""Brings all ranks to save one step after a preemption notice: proposes the step, and follows its checkpoint.
 
-    NOTICE ─► agreeing (step_agreement.py) ── every rank has promised the step ──► APPOINTED ── staged ──► over: said
+    NOTICE ─► agreeing (step_agreement.py) ── every rank has promised the step ──► APPOINTED ── staged ──► over: logged
                 ▲                                                                     │
-                └────────────── declined or failed: planned anew, a later step ───────┘
-    no agreement, or a rank is lost ─► over: said, and no rank waits for anything
+                └────────────── declined or failed: planned again, a later step ───────┘
+    no agreement, or a rank is lost ─► over: logged, and no rank waits for anything
 
-Events in, effects out; no clock, no MPI. The decider is the stager, or in a job without one rank 0.
+Events in, effects out; no clock, no transport. The stager runs it, or rank 0 in a job without a stager.
 - All ranks must act at the step or none: a first save agrees on a layout, and waits for all ranks.
-- A second notice joins the first while the first is open; the earlier deadline and the graver kind hold. For some
-  seconds after, the step that was staged is that of the second one, too: machines that are taken at the same time
-  hear of it at different looks of their watches.
+- A second notice joins the first while the first is open; the earlier deadline and the more urgent kind hold. A notice
+  that comes within some seconds after the step was staged counts as served by it: machines that are reclaimed together
+  receive their notices at different polls.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from holdfast.notices.messages import Effect, EventLine, StepAnswer
 from holdfast.notices.notice import Notice, NoticeKind, Terms
-from holdfast.notices.sparing import Ability, Spares
+from holdfast.notices.should_save import Choice, Decision, InFlight, Measures, Outlook, should_save
 from holdfast.notices.step_agreement import Answers, Margin, StepAgreement
-from holdfast.notices.worth import Choice, Decision, InFlight, Measures, Outlook, decide
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 
 _TRIES_MAX = 12  # the margin doubles, so the last ones are thousands of steps ahead
 _SAVES_MAX = 6
-# Ranks and stager look at their messages every few milliseconds when nothing goes on.
+# Idle ranks and the stager poll their messages every few milliseconds.
 _MARGIN = Margin(seconds=0.1, steps_min=1, steps_max=100_000, steps_unmeasured=1)
 _JOIN_SECONDS = 10.0  # two looks of a watch
 _NO_DEADLINE_SECONDS_MAX = 600.0  # for the ranks to come to the step
 
 
-class Emergency:
+class PreemptionCoordinator:
     """See the module. `now` is the time of a clock that only goes forward; methods that take it return effects.
 
     Args:
-        ranks: Number of training ranks.
         in_flight: Gives the checkpoints on their way to the stager, oldest first; called at each decision.
         answer_seconds_max: How long to wait for a rank's answer.
         safe: Words for a checkpoint that outlives its ranks, such as `staged`.
         rebalance_seconds, rebalance_factor: After a rebalance, how long checkpoints are more frequent, and how much.
-
-    Attributes:
-        measures: How long checkpoints took. `spares`: which ranks may be spared.
     """
 
     def __init__(
@@ -60,7 +55,7 @@ class Emergency:
     ) -> None:
         self._in_flight, self._answer_seconds_max, self._safe = in_flight, answer_seconds_max, safe
         self._rebalance_seconds, self._rebalance_factor = rebalance_seconds, rebalance_factor
-        self.measures, self.spares = Measures(), Spares(ranks)
+        self.measures = Measures()
         self._agreement = StepAgreement(
             ranks, _MARGIN, tries_max=_TRIES_MAX, answer_seconds_max=answer_seconds_max
         )
@@ -84,27 +79,21 @@ class Emergency:
 
     # -- messages of ranks ---------------------------------------------------------------------------------------
 
-    def hear(
-        self, rank: int, name: str, frame: Frame, now: float, machine: Collection[int] = ()
-    ) -> list[Effect]:
-        """Take a rank's NOTICE or AT. `name`: the rank, for people; `machine`: ranks known to run on its machine.
+    def hear(self, rank: int, name: str, frame: Frame, now: float) -> list[Effect]:
+        """Take a rank's NOTICE or AT. `name`: the rank, for people.
 
         Raises:
             ProtocolError: The message does not hold what it should.
         """
         if frame.kind is Kind.NOTICE:
             notice = Notice.from_json(wire.json_body(frame))
-            if notice.kind is NoticeKind.TERMINATE:
-                self.spares.go({rank, *machine} if notice.of_machine else {rank})
             return self.noticed(rank, notice, notice.seconds_left(), name, now)
-        answer = StepAnswer.from_frame(frame)
-        self.spares.can(rank, Ability.from_json(answer.body))
-        return self.answered(rank, answer, now)
+        return self.answered(rank, StepAnswer.from_frame(frame), now)
 
     def noticed(
         self, rank: int, notice: Notice, seconds_left: float | None, name: str, now: float
     ) -> list[Effect]:
-        """A rank has heard of `notice`. `name` is the rank for people."""
+        """A rank has received `notice`. `name` is the rank for people."""
         deadline = None if seconds_left is None else now + seconds_left
         said = EventLine(
             "notice",
@@ -120,7 +109,7 @@ class Emergency:
                 self._notice, self._name = replace(notice, rank=rank, kind=kind), name
             if earlier:
                 self._deadline = deadline
-                self._agreement.decide_anew()  # the decision was made for another deadline
+                self._agreement.decide_again()  # the decision was made for another deadline
             return [said]
         if self._served is not None:
             step, at, kind = self._served
@@ -143,7 +132,7 @@ class Emergency:
             case Answers.EXHAUSTED:
                 return self._over(agreement.exhausted, now)
             case Answers.PASSED:
-                self._decision = decide(self._outlook(agreement.foremost, now))
+                self._decision = should_save(self._outlook(agreement.foremost, now))
                 return [agreement.propose_later(now, wait_seconds=self._decision.wait_seconds)]
 
     def offered(self, step: int) -> None:
@@ -221,10 +210,7 @@ class Emergency:
             longest = self._agreement.slowest_step_seconds or 0.0
             steps = min(_MARGIN.steps_max, math.ceil(self._rebalance_seconds / max(longest, 1e-3)))
             factor, until_step = self._rebalance_factor, step + steps
-        if take and self._notice.kind is NoticeKind.TERMINATE:
-            self._spare(now)
-        sparing = self.spares.in_force
-        terms = Terms(take, decision.reason, self._notice, factor, until_step, sparing)
+        terms = Terms(take, decision.reason, self._notice, factor, until_step)
         does = {
             Choice.TAKE: f"step {step} is to be saved, as soon as all ranks have finished it",
             Choice.FINISH: "no new checkpoint is begun",
@@ -241,23 +227,11 @@ class Emergency:
                 "needed_seconds": decision.needed_seconds,
                 "tries": tries,
                 "told": self._name,
-                "spared": list(sparing.ranks),
             },
             loud=decision.choice is Choice.SKIP,
         )
         self._appointed_at, self._saving = (now if take else None), None
         return [self._agreement.appoint(terms.to_json()), said]
-
-    def _spare(self, now: float) -> None:
-        """Spare, from this step on, the ranks whose machines are taken away, if there is time for another layout."""
-        wanted = self.spares.wanted
-        if wanted == self.spares.in_force:
-            return
-        outlook = self._outlook(self._agreement.step, now)
-        if outlook.staged_seconds is not None:
-            outlook = replace(outlook, staged_seconds=outlook.staged_seconds * self.spares.growth(wanted))
-        if decide(replace(outlook, plan_seconds=self.spares.plan_seconds(wanted))).choice is Choice.TAKE:
-            self.spares.in_force = wanted
 
     def _over(self, why: str, now: float) -> list[Effect]:
         self._appointed_at = None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.notices.worth import Choice, InFlight, Measures, Outlook, decide
+from holdfast.notices.should_save import Choice, InFlight, Measures, Outlook, should_save
 
 _SECONDS = st.floats(0, 1e5, allow_nan=False)
 _OUTLOOKS = st.builds(
@@ -27,7 +27,7 @@ _OUTLOOKS = st.builds(
 
 @given(_OUTLOOKS)
 def test_nothing_is_begun_that_is_known_to_come_too_late(outlook: Outlook) -> None:
-    decision = decide(outlook)
+    decision = should_save(outlook)
     assert decision.reason
     if outlook.seconds_left is None:
         assert decision.choice is Choice.TAKE
@@ -47,16 +47,16 @@ def test_nothing_is_begun_that_is_known_to_come_too_late(outlook: Outlook) -> No
 
 @given(_OUTLOOKS, _SECONDS)
 def test_more_time_never_takes_a_checkpoint_away(outlook: Outlook, more: float) -> None:
-    if outlook.seconds_left is not None and decide(outlook).choice is Choice.TAKE:
+    if outlook.seconds_left is not None and should_save(outlook).choice is Choice.TAKE:
         later = replace(outlook, seconds_left=outlook.seconds_left + more)
-        assert decide(later).choice is Choice.TAKE
+        assert should_save(later).choice is Choice.TAKE
 
 
 @given(_OUTLOOKS, _SECONDS)
 def test_a_slower_way_never_brings_one_back(outlook: Outlook, more: float) -> None:
-    if outlook.staged_seconds is not None and decide(outlook).choice is not Choice.TAKE:
+    if outlook.staged_seconds is not None and should_save(outlook).choice is not Choice.TAKE:
         slower = replace(outlook, staged_seconds=outlook.staged_seconds + more)
-        assert decide(slower).choice is not Choice.TAKE
+        assert should_save(slower).choice is not Choice.TAKE
 
 
 _OUTLOOK = Outlook(seconds_left=120.0, staged_seconds=10.0, step_seconds=1.0, next_step=41, staged_step=30)
@@ -82,15 +82,15 @@ _OUTLOOK = Outlook(seconds_left=120.0, staged_seconds=10.0, step_seconds=1.0, ne
     ],
 )
 def test_the_cases(changes: dict[str, object], choice: Choice, said: str) -> None:
-    decision = decide(replace(_OUTLOOK, **changes))  # type: ignore[arg-type]
+    decision = should_save(replace(_OUTLOOK, **changes))  # type: ignore[arg-type]
     assert decision.choice is choice, decision
     assert said in decision.reason
 
 
 def test_what_is_in_flight_goes_first_at_its_own_speed() -> None:
-    fast = decide(replace(_OUTLOOK, in_flight=(InFlight(40, 0.8, 4.0),)))
+    fast = should_save(replace(_OUTLOOK, in_flight=(InFlight(40, 0.8, 4.0),)))
     assert fast.wait_seconds == pytest.approx(1.0)  # a fifth is left of what took 4 s
-    stuck = decide(replace(_OUTLOOK, in_flight=(InFlight(40, 0.1, 100.0),)))
+    stuck = should_save(replace(_OUTLOOK, in_flight=(InFlight(40, 0.1, 100.0),)))
     assert stuck.wait_seconds == pytest.approx(9.0)  # as long as others took for nine tenths
 
 
@@ -102,5 +102,5 @@ def test_measures_take_the_slowest_of_the_last_few_by_bytes() -> None:
     assert measures.staged_seconds() == 100.0
     measures.staged(1000, 2.0)
     assert measures.staged_seconds() == 3.0
-    assert measures.staged_seconds(4000) == 12.0
-    assert measures.staged_seconds(10) == 3.0
+    measures.staged(4000, 2.0)
+    assert measures.staged_seconds() == 12.0, "in proportion"

@@ -1,11 +1,11 @@
-"""Whether a checkpoint is worth beginning before a deadline. Pure arithmetic on what was measured.
+"""Decides whether to begin a checkpoint before a deadline. Pure arithmetic on measured times.
 
-    now ─► in flight is staged ─► next step boundary ─► another layout ─► a new one is staged ─► safety ─► deadline
-           └── in_flight_seconds  └── step_seconds      └── plan_seconds  └── staged_seconds
+    now ─► in flight is staged ─► next step boundary ─► a new one is staged ─► safety ─► deadline
+           └── in_flight_seconds  └── step_seconds      └── staged_seconds
 
 All of it fits: TAKE. It does not: FINISH what is in flight, which is then the best there will be, and keep its
-bandwidth for it; with nothing in flight SKIP, and say what is lost. What was never measured is taken for free: a try
-costs nothing that is not lost anyway. Staged is enough, because the stager's machine stays.
+bandwidth for it; with nothing in flight SKIP, and say what is lost. A time that was never measured counts as zero: a
+try costs nothing that is not lost anyway. Staged is enough, because the stager's machine stays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class InFlight:
     """One checkpoint on its way to the stager.
 
     Attributes:
-        step: Its step.
         fraction: The share of it that has come, 0 to 1.
         elapsed_seconds: Seconds since its first offer.
     """
@@ -55,7 +54,6 @@ class Outlook:
         next_step: The first step that a new checkpoint could be of.
         staged_step: The newest staged step; -1: none.
         safe: Words for a checkpoint that outlives its ranks, such as `staged`.
-        plan_seconds: How long the ranks need first for another layout, if there is to be one.
     """
 
     seconds_left: float | None
@@ -65,7 +63,6 @@ class Outlook:
     next_step: int = 0
     staged_step: int = -1
     safe: str = "staged"
-    plan_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +70,6 @@ class Decision:
     """The decision, with its reason.
 
     Attributes:
-        choice: See the module.
-        reason: A sentence.
         wait_seconds: With TAKE, how long checkpoints in flight go first.
         needed_seconds: Expected time for a new checkpoint in all; 0 if nothing was measured.
     """
@@ -85,21 +80,21 @@ class Decision:
     needed_seconds: float = 0.0
 
 
-def decide(outlook: Outlook) -> Decision:
+def should_save(outlook: Outlook) -> Decision:
+    """Whether to save before the deadline; see the module."""
     flight_seconds = _flight_seconds(outlook)
     left = outlook.seconds_left
     if left is None:
         return Decision(Choice.TAKE, "there is no deadline", flight_seconds)
     if left <= 0:
         return _otherwise(outlook, f"the deadline passed {-left:.1f} s ago")
-    if outlook.staged_seconds is None and outlook.plan_seconds <= 0:
+    if outlook.staged_seconds is None:
         return Decision(
             Choice.TAKE,
             f"{left:.1f} s are left, and no checkpoint was {outlook.safe} yet that would say how long one takes",
             min(flight_seconds, left / 2),  # a guess from the first bytes may be far above what is left
         )
-    needed = flight_seconds + (outlook.step_seconds or 0.0) + outlook.plan_seconds
-    needed += outlook.staged_seconds or 0.0
+    needed = flight_seconds + (outlook.step_seconds or 0.0) + outlook.staged_seconds
     needed = _SAFETY_FACTOR * needed + _SAFETY_SECONDS
     if needed <= left:
         return Decision(
@@ -145,12 +140,12 @@ class Measures:
         """Note a staged checkpoint, and the seconds since its first offer."""
         self._taken.append((nbytes, seconds))
 
-    def staged_seconds(self, nbytes: int | None = None) -> float | None:
-        """How long a checkpoint of `nbytes` will take, by default one as large as the last; None before the first.
+    def staged_seconds(self) -> float | None:
+        """How long a checkpoint as large as the last will take; None before the first.
 
-        The time is that of the slowest remembered one, in proportion if the new one is larger.
+        The time is that of the slowest remembered one, in proportion if that was smaller.
         """
         if not self._taken:
             return None
-        wanted = self._taken[-1][0] if nbytes is None else nbytes
+        wanted = self._taken[-1][0]
         return max(seconds * max(1.0, wanted / max(1, taken)) for taken, seconds in self._taken)

@@ -33,4 +33,4 @@ def test_a_refused_layout_is_the_users_error_and_the_link_goes_on(link: Link, po
     body = {"code": "state", "message": "rank 1: tensor a: expected float32, got float16"}
     with pytest.raises(StateError, match="rank 1: tensor a"):
         _agree(link, port, Kind.REFUSED, body)
-    assert link.problem is None
+    assert link.job.problem is None

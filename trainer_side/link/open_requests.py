@@ -1,4 +1,4 @@
-"""Questions of this rank to the stager: do all ranks have the same tensors, and what does the ring still have?
+"""OpenRequests of this rank to the stager: do all ranks have the same tensors, and what does the ring still have?
 
     asking thread   agree ─► PROPOSE      fetch ─► FETCH       each waits until it is answered, or for so long
     link's thread   RESERVED, REFUSED ─► agreed       FETCHED ─► fetched       the stager is lost ─► end
@@ -42,15 +42,14 @@ class _Fetch:
     answer: Frame | None = None
 
 
-class Questions:
+class OpenRequests:
     """See the module. `agree` and `fetch` belong to any thread, the rest to the link's.
 
     Args:
-        config: How long an answer is waited for.
-        port: The way to the stager.
-        welcome: What the stager said at start-up.
-        rank: This training rank.
-        command: Has something done in the link's thread.
+        config: Deadlines of answers.
+        port: To the stager.
+        welcome: The stager's message at start-up.
+        command: Runs a function in the link's thread.
     """
 
     def __init__(
@@ -73,17 +72,14 @@ class Questions:
     def fetching(self) -> bool:
         return bool(self._fetches)
 
-    def hurry(self, seconds_max: float) -> None:
-        """From now on no answer to a proposal is waited for any longer than that."""
-        self._agree_seconds_max = min(self._agree_seconds_max, seconds_max)
-
-    def agree(self, proposal: Proposal) -> Agreement:
+    def agree(self, proposal: Proposal, seconds_max: float | None = None) -> Agreement:
         """Compare this rank's tensors with those of the others. Collective; waits for the slowest rank.
 
         Raises:
             StateError: The ranks hold different tensors: which rank, which tensor, expected, got.
             PeerLost: A rank or the stager did not answer in time.
         """
+        limit = self._agree_seconds_max if seconds_max is None else min(self._agree_seconds_max, seconds_max)
         if self._problem is not None:
             raise self._problem
         proposed = _Proposed()
@@ -97,10 +93,9 @@ class Questions:
                 self._port.send(message)
 
         self._command(ask)
-        if not proposed.answered.wait(self._agree_seconds_max):
+        if not proposed.answered.wait(limit):
             raise PeerLost(
-                f"rank {self._rank} waited {self._agree_seconds_max:g} s for the stager to compare the layouts of all "
-                "ranks"
+                f"rank {self._rank} waited {limit:g} s for the stager to compare the layouts of all ranks"
             )
         if not isinstance(proposed.answer, Agreement):
             assert proposed.answer is not None
@@ -113,7 +108,7 @@ class Questions:
         """Ask for what the ring still has of earlier checkpoints. Several threads may ask at once.
 
         Args:
-            asked: What for.
+            asked: The kind of bytes.
             attempt: Of the checkpoint.
             step: Its step.
             chunk: Which of its chunks.
@@ -172,7 +167,7 @@ class Questions:
         """The stager has answered the oldest fetch.
 
         Raises:
-            ProtocolError: There is none.
+            ProtocolError: This rank had asked for nothing.
         """
         if not self._fetches:
             raise ProtocolError(

@@ -1,16 +1,16 @@
 """The steps at which this rank saves with `every="auto"`: the same ones on every rank.
 
-    STARTING   16 steps, then at multiples of 32, 64, … 1024: known to all without a word
+    STARTING   16 steps, then at multiples of 32, 64, … 1024: no messages are needed
        │ appointed at step S
        ▼
     PACED      at `first` and every `every`-th after it, until another pace is appointed
-       │ the stager is lost, or says that a rank may have heard something else
+       │ the stager is lost, or says that a rank may have another pace
        ▼
     LOOSE      at multiples of the power of two that is not below `every`
 
-A rank that has promised a step waits there for the stager's word (trainer_side/notice/promises.py), so all ranks change
-at one step or none does. Only a stager that dies between two sends can leave ranks with different paces. They are LOOSE
-then, and powers of two divide each other: whatever each has heard, all of them save at the multiples of the greatest.
+A rank that has promised a step waits there for the stager (trainer_side/notice/promised_steps.py), so all ranks
+change at one step or none does. Only a stager that dies between two sends can leave ranks with different paces. They
+are LOOSE then, and powers of two divide each other: all of them save at the multiples of the greatest.
 STARTING is of the same kind, so a rank that never was paced fits in.
 """
 
@@ -19,13 +19,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
+from holdfast.config import TrainerConfig
 from holdfast.notices.messages import Announcement, StepAnswer, StepWord
 from holdfast.wire.pace import EVERY_MAX, Pace
-from trainer_side.notice.promises import StepPromises
+from trainer_side.notice.promised_steps import PromisedSteps
+from trainer_side.whole_number import STEP_MAX, whole_number
 
-FIRST_EVERY = 16  # so many iterations are measured before the first checkpoint
+FIRST_EVERY = 16  # iterations that are measured before the first checkpoint
+AUTO = "auto"
 _START_EVERY_MAX = 1024
+
+
+def chosen_interval(every: Any, config: TrainerConfig) -> int | None:
+    """The interval that holds: the script's, or that of the settings; None: `auto`.
+
+    Raises:
+        ConfigError: It is neither `auto` nor a number of steps.
+    """
+    every = config.every if every is None else every
+    if isinstance(every, str) and every == AUTO:
+        return None
+    return whole_number(
+        every, "every", most=STEP_MAX, advice=f'give a number of training steps, 0 for none, or "{AUTO}"'
+    )
 
 
 class SchedulePhase(Enum):
@@ -49,7 +67,7 @@ class Schedule:
 
     def __init__(self, *, auto: bool, wait_seconds_max: float) -> None:
         self._auto = auto
-        self.promises: StepPromises[Pace] = StepPromises(wait_seconds_max)
+        self.promises: PromisedSteps[Pace] = PromisedSteps(wait_seconds_max)
         self._phase = SchedulePhase.STARTING
         self._pace = Pace(0, FIRST_EVERY)  # STARTING: `first` counts the steps that are done; LOOSE: 0
         self._begun = False
@@ -63,10 +81,6 @@ class Schedule:
     def every(self) -> int:
         """Steps between two checkpoints now."""
         return self._pace.every
-
-    def choose(self, *, auto: bool) -> None:
-        """As `auto` of the constructor. Training thread, before the first step."""
-        self._auto = auto
 
     def reach(self, step: int, shorten: Callable[[int], int] = lambda every: every) -> bool:
         """Training has done `step`; whether it is time to save. Training thread.

@@ -1,7 +1,7 @@
-"""The appointments of this rank: steps at which all ranks act on a preemption notice.
+"""The steps that all ranks have agreed on after a preemption notice, as this rank knows them.
 
     link's or council's thread    heard(announcement) ─► the answer to a proposal: where this rank is
-    training thread               reach(step) ─► waits at a promised step (promises.py) ─► Terms, or nothing is due
+    training thread               reach(step) ─► waits at a promised step ─► Terms, or nothing is due
 
 Without a notice `reach` notes two numbers and returns.
 """
@@ -13,13 +13,12 @@ from collections.abc import Callable
 
 from holdfast.notices.messages import Announcement, StepAnswer, StepWord
 from holdfast.notices.notice import Notice, Terms
-from holdfast.notices.sparing import NOBODY, Ability
-from trainer_side.notice.promises import StepPromises
+from trainer_side.notice.promised_steps import PromisedSteps
 
 _SMOOTHED = 0.25
 
 
-class Appointments:
+class AgreedSteps:
     """See the module.
 
     Args:
@@ -29,18 +28,15 @@ class Appointments:
     Attributes:
         promises: Which step is promised or appointed.
         notice: The notice; set when the appointed step is reached, and so at the same step on every rank.
-        sparing: Which ranks are spared; set likewise.
-        ability: What the decider is told of this rank. Replaced by the training thread.
     """
 
     def __init__(self, *, wait_seconds_max: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self.promises: StepPromises[Terms] = StepPromises(wait_seconds_max)
+        self.promises: PromisedSteps[Terms] = PromisedSteps(wait_seconds_max)
         self._reached_at: float | None = None
         self._step_seconds: float | None = None
         self._factor, self._until_step = 1, -1
         self.notice: Notice | None = None
-        self.sparing, self.ability = NOBODY, Ability()
 
     @property
     def step_seconds(self) -> float | None:
@@ -66,7 +62,7 @@ class Appointments:
             if not due:
                 return None
             terms = due[-1]
-            self.notice, self.sparing = terms.notice, terms.sparing
+            self.notice = terms.notice
             if terms.factor > 1:
                 self._factor, self._until_step = terms.factor, terms.until_step
             return terms
@@ -83,14 +79,10 @@ class Appointments:
         """
         terms = Terms.from_json(said.body) if said.word is StepWord.APPOINTED else None
         with self.promises.lock:
-            kept = self.promises.heard(said, terms)
-            if said.word is StepWord.PROPOSED:
-                next_step = self.promises.last_step + 1
-                return StepAnswer(said.number, next_step, self._step_seconds, self.ability.to_json())
-            if terms is not None and not kept:
-                # This rank has given the step up; the layout of later steps must be that of the others all the same.
-                self.sparing = terms.sparing
-            return None
+            self.promises.heard(said, terms)
+            if said.word is not StepWord.PROPOSED:
+                return None
+            return StepAnswer(said.number, self.promises.last_step + 1, self._step_seconds)
 
     def end(self) -> None:
         """Nothing more is heard: the decider is lost, or the job is over. Appointed steps stay so. Any thread."""

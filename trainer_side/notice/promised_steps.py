@@ -5,8 +5,8 @@
     training thread    reach(39) ─► nothing     reach(40) ─► waits until it holds, or the promise ends ─► what is due
 
 The decider's side is holdfast/notices/step_agreement.py. A rank that has promised a step waits there for the decider's
-word, which is mostly there long before. What is appointed holds whatever is proposed after it: another rank may have
-come there before.
+word, which is mostly there long before. An agreed step stays agreed even if another one is proposed
+later: another rank may already have reached it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Promise(NamedTuple):
     number: int
 
 
-class StepPromises(Generic[Agreed]):
+class PromisedSteps(Generic[Agreed]):
     """See the module. The caller of each method holds `lock`.
 
     Args:
@@ -59,7 +59,7 @@ class StepPromises(Generic[Agreed]):
 
         Args:
             said: The announcement.
-            agreed: What its body says, if a step is appointed.
+            agreed: The contents of its body, if a step is appointed.
 
         Returns:
             False if a step is appointed and this rank has passed it without a word: it had given its promise up.

@@ -1,11 +1,11 @@
-"""The pauses of the link's thread when nothing has happened: each look costs time that training could use.
+"""How long the link's thread pauses between polls: each poll costs time that training could use.
 
 busy ─► a short pause, and a longer one each time, up to what the link waits for:
 credits and answers ─ 0.5 ms      only the word that all is durable ─ 2 ms      nothing ─ 10 ms
 a payload that moves only while both sides poll ─► no pause, as long as something moves now and then
 
-What keeps it waiting for long may take longer still: a fiftieth of the wait so far, at most 20 ms. A store that takes
-seconds for what the ring holds is not made faster by a look every half millisecond, and nothing gets later by more.
+After a long wait the pause is a fiftieth of the wait so far, at most 20 ms. Polling the ring every half millisecond
+does not make a slow store faster, and nothing is delayed by more than that.
 
 With more than two processes for each core, all pauses but the longest grow with their number: ranks that look and
 find nothing would leave the stager no time to take what the others send.
@@ -27,10 +27,10 @@ _SECONDS_MAX = 20e-3
 _PER_SECOND_WAITED = 0.02
 _STREAMING_SECONDS = 0.02  # what goes over a network, or in many pieces, moves only while both sides poll
 _GROWTH = 1.3
-_CROWD = 2.0  # processes for each core: so many make room for each other
+_CROWD = 2.0  # processes for each core; with more the pauses grow
 
 
-class Pauses:
+class PollBackoff:
     """See the module. For the link's thread.
 
     Args:

@@ -1,4 +1,9 @@
-"""What a rank does with each message of its stager."""
+"""Acts on each message of the stager.
+
+CREDIT, STAGED, DURABLE, DECLINED, FAILED ─► outbox       SAVE_AT ────► agreed steps ──► AT
+RESERVED, REFUSED, FETCHED ────────────────► requests     SAVE_EVERY ─► schedule ──────► HERE
+BEAT ──► BEAT                                             DOUBTED ────► `when_doubted`
+"""
 
 from __future__ import annotations
 
@@ -11,33 +16,35 @@ from holdfast.wire import frames as wire
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind, peer_error
 from holdfast.wire.state_messages import Agreement
-from trainer_side.link.schedule import Schedule
 from trainer_side.link.stager_session import StagerSession
-from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.agreed_steps import AgreedSteps
+from trainer_side.pace.schedule import Schedule
 
 _log = logging.getLogger("holdfast.trainer.link")
 
 
-class Hearing:
+class StagerInbox:
     """See the module. For the link's thread.
 
     Args:
-        rank: This training rank.
-        appointments, schedule: Asked at which steps this rank saves.
-        on_doubt: Told the doubts of ranks.
+        agreed_steps: The steps that all ranks save after a notice.
+        schedule: The steps that all ranks save with `every="auto"`.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        appointments: Appointments,
-        schedule: Schedule,
-        on_doubt: Callable[[Doubt], None],
-    ) -> None:
-        self._rank, self._on_doubt = rank, on_doubt
-        self._appointments, self._schedule = appointments, schedule
+    def __init__(self, rank: int, agreed_steps: AgreedSteps, schedule: Schedule) -> None:
+        self._rank, self._agreed_steps, self._schedule = rank, agreed_steps, schedule
+        self._on_doubt: Callable[[Doubt], None] = lambda _: None
 
-    def hear(self, session: StagerSession, frame: Frame) -> None:
+    def when_doubted(self, call: Callable[[Doubt], None]) -> None:
+        """Call this with each doubt of a rank, in the link's thread. Training thread, before the first save."""
+        self._on_doubt = call
+
+    @property
+    def last_step(self) -> int:
+        """The last step that training has done; -1: none. Any thread."""
+        return self._agreed_steps.promises.last_step
+
+    def take(self, session: StagerSession, frame: Frame) -> None:
         """Act on one message.
 
         Raises:
@@ -46,39 +53,44 @@ class Hearing:
         """
         match frame.kind:
             case Kind.BEAT:
-                # It was heard, which is all that it says; and so that the stager knows the same of this rank:
+                # An answer, so that the stager knows that this rank is alive, too.
                 session.port.send(wire.encode(Kind.BEAT, attempt=session.welcome.attempt))
             case Kind.CREDIT:
                 session.outbox.credited(frame)
             case Kind.DECLINED | Kind.STAGED | Kind.DURABLE | Kind.FAILED:
                 session.outbox.judged(frame)
             case Kind.SAVE_AT:
-                answer = self._appointments.heard(Announcement.from_frame(frame))
+                answer = self._agreed_steps.heard(Announcement.from_frame(frame))
                 self._reply(session, frame, Kind.AT, answer)
             case Kind.SAVE_EVERY:
-                seconds = self._appointments.step_seconds
+                seconds = self._agreed_steps.step_seconds
                 answer = self._schedule.heard(Announcement.from_frame(frame), seconds)
                 self._reply(session, frame, Kind.HERE, answer)
             case Kind.DOUBTED:
                 self._on_doubt(Doubt.from_frame(frame))
             case Kind.FETCHED:
-                session.questions.fetched(frame)
+                session.requests.fetched(frame)
             case Kind.RESERVED:
-                session.questions.agreed(Agreement.from_frame(frame))
+                session.requests.agreed(Agreement.from_frame(frame))
             case Kind.REFUSED:
                 body = wire.json_body(frame, code=str, message=str)
                 error = peer_error(body["code"], body["message"])
-                if session.questions.agreed(error):
+                if session.requests.agreed(error):
                     return
                 if not isinstance(error, PeerLost):
                     raise error
                 # Other ranks asked, and this one was missing: its link is as good as before.
-                _log.error("rank %d has not come to a save of the other ranks: %s", self._rank, error)
+                _log.error("rank %d did not join a save() started by other ranks: %s", self._rank, error)
             case _:
                 raise ProtocolError(
                     f"rank {self._rank}: the stager sent {frame.kind.name}, which only ranks may send; "
                     "install the same holdfast on all machines"
                 )
+
+    def end(self) -> None:
+        """The stager is lost: training waits for none of its messages."""
+        self._agreed_steps.end()
+        self._schedule.end()
 
     def _reply(self, session: StagerSession, frame: Frame, kind: Kind, answer: StepAnswer | None) -> None:
         if answer is not None:

@@ -1,0 +1,211 @@
+"""Joins the job and puts the parts of a `Checkpointer` together. Each part gets the others that it calls, and no more.
+
+settings, state ─► world ─► link, local tiers ─► copier, staging areas ─► planner, saver ─► notices ─► CheckpointerParts
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError
+from holdfast.notices.notice import Notice
+from holdfast.process import at_exit
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.doubt import Doubt
+from trainer_side.joining import join, open_tier_set
+from trainer_side.leaving import EXIT_SECONDS_MAX, Leaving
+from trainer_side.ledger import Ledger
+from trainer_side.link.inbox import StagerInbox
+from trainer_side.link.stager_message import StagerMessage
+from trainer_side.link.to_stager import ToStager
+from trainer_side.notice.agreed_steps import AgreedSteps
+from trainer_side.notice.preemption_notices import PreemptionNotices
+from trainer_side.pace.schedule import Schedule
+from trainer_side.ranks.joined import join_world
+from trainer_side.ranks.peers import Peers
+from trainer_side.ranks.ports import World
+from trainer_side.save.areas import Areas
+from trainer_side.save.beginning import Beginning
+from trainer_side.save.copier import Copier
+from trainer_side.save.copy_engine import CopyEngine
+from trainer_side.save.left_out import LeftOut
+from trainer_side.save.places import Room
+from trainer_side.save.planner import Planner
+from trainer_side.save.quietness import Quietness
+from trainer_side.save.rank_context import RankContext
+from trainer_side.save.saver import Saver
+from trainer_side.state.given_state import GivenState
+from trainer_side.tiers.tier_set import TierSet
+
+if TYPE_CHECKING:
+    from trainer_side.pace.pacer import Pacer
+
+_log = logging.getLogger("holdfast.trainer")
+
+
+@dataclass(frozen=True)
+class CheckpointerParts:
+    """The parts of one `Checkpointer`, in the order in which they are made.
+
+    Attributes:
+        peers: The other ranks; before the first step only.
+        pacer: Chooses the interval; None unless `every="auto"`.
+        not_at_exit: Called once the tiers are closed; otherwise they are closed when the process exits.
+    """
+
+    peers: Peers
+    events: EventLog
+    agreed_steps: AgreedSteps
+    link: ToStager
+    pacer: Pacer | None
+    ledger: Ledger
+    quietness: Quietness
+    copier: Copier
+    tiers: TierSet
+    areas: Areas
+    engine: CopyEngine
+    beginning: Beginning
+    left_out: LeftOut
+    room: Room
+    saver: Saver
+    leaving: Leaving
+    notices: PreemptionNotices
+    not_at_exit: Callable[[], None]
+
+
+def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) -> CheckpointerParts:
+    """Join the job, with its stager and local tiers, and make all parts. Collective; main thread.
+
+    Args:
+        given: The state as the script gave it.
+        config: Settings of this rank.
+        auto: Whether holdfast chooses the interval.
+        fresh: Whether the run may begin although it has checkpoints.
+
+    Raises:
+        ConfigError: A setting is wrong, or is not the same on all ranks; or the job has neither a stager nor tiers.
+        StoreError: The stager, or rank 0 of a job without one, cannot use the store.
+        PeerLost: A rank or the stager did not come in time.
+    """
+    state = given.held
+    optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+    world, ledger = join_world(config), Ledger()
+    rank = world.rank
+    events = EventLog(config.events, role="trainer", rank=rank)
+    agreed_steps = AgreedSteps(wait_seconds_max=config.stager_seconds_max)
+    schedule = Schedule(auto=auto, wait_seconds_max=config.stager_seconds_max)
+    inbox = StagerInbox(rank, agreed_steps, schedule)
+    link = join(config, world, inbox, events)
+    pacer = _pacer(schedule, config, link, events, optimizers, world) if auto else None
+    tiers = open_tier_set(config, world, link, agreed_steps, ledger, events)
+    not_at_exit = at_exit(tiers.close, EXIT_SECONDS_MAX)
+
+    def tell(doubt: Doubt) -> None:
+        """Tell all ranks that this one no longer trusts copies behind the gate. Any thread."""
+        tiers.doubt(doubt)  # first: the stager and the other ranks may be gone
+        lives = link.job.lives
+        link.tell(StagerMessage.doubt(doubt))
+        if not lives:
+            tiers.council.doubt(doubt)
+
+    quietness = Quietness(
+        rank,
+        mode=config.copy,
+        inside_ms_max=config.copy_inside_ms_max,
+        tell=tell,
+        ledger=ledger,
+        events=events,
+    )
+
+    def hear(doubt: Doubt) -> None:
+        """Act on the doubt of any rank. Link's or council's thread."""
+        tiers.doubt(doubt)
+        quietness.hear(doubt)
+
+    inbox.when_doubted(hear)
+    tiers.council.when_doubted(hear)
+    seconds_max = config.copy_seconds_max
+    copier = Copier(
+        optimizers, link, ledger=ledger, events=events, seconds_max=seconds_max, quietness=quietness
+    )
+    areas, engine = Areas(), CopyEngine(device_bytes_max=config.device_bytes_max)
+    beginning = Beginning(fresh=fresh, seconds_max=config.start_seconds_max)
+    context = RankContext(config, link, tiers, ledger, events, beginning)
+    left_out = LeftOut(state, rank=rank, events=events)
+    room = Room(areas, engine, copier, context)
+    saver = Saver(state, Planner(given, left_out, room, context), room, copier, context)
+    leaving = Leaving(
+        copier,
+        tiers,
+        link,
+        ledger,
+        seconds_max=config.close_seconds_max,
+        on_not_durable=config.on_not_durable,
+    )
+    send = _to_stager(link) if link.job.has_stager else tiers.council.notice
+    notices = PreemptionNotices(config, agreed_steps, send, rank=rank)
+    return CheckpointerParts(
+        world.peers(),
+        events,
+        agreed_steps,
+        link,
+        pacer,
+        ledger,
+        quietness,
+        copier,
+        tiers,
+        areas,
+        engine,
+        beginning,
+        left_out,
+        room,
+        saver,
+        leaving,
+        notices,
+        not_at_exit,
+    )
+
+
+def _pacer(
+    schedule: Schedule,
+    config: TrainerConfig,
+    link: ToStager,
+    events: EventLog,
+    optimizers: Sequence[torch.optim.Optimizer],
+    world: World,
+) -> Pacer:
+    """The pacer of this rank.
+
+    Raises:
+        ConfigError: The job has no stager.
+    """
+    if not link.job.has_stager:
+        raise ConfigError(
+            'every="auto" needs a stager, which brings all ranks to the same steps, and this job has none; '
+            f"{world.stager_advice}, or give a number of steps"
+        )
+    from trainer_side.pace.pacer import Pacer  # here: most scripts set the interval themselves
+
+    wish = (lambda wish: link.tell(StagerMessage.wish(wish))) if world.rank == 0 else None
+    return Pacer(schedule, wish, config, events, optimizers)
+
+
+def _to_stager(link: ToStager) -> Callable[[Notice], None]:
+    """Sends notices to the stager."""
+
+    def send(notice: Notice) -> None:
+        if link.job.problem is not None:
+            _log.error(
+                "rank %d: %s; the stager is lost, so no step is named at which all ranks save",
+                link.job.rank,
+                notice.sentence(),
+            )
+        link.tell(StagerMessage.notice(notice))
+
+    return send

@@ -1,0 +1,88 @@
+"""The job as this rank knows it: who the rank is, and how it stands with its stager."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from holdfast.errors import HoldfastError
+
+
+class TimesLost(NamedTuple):
+    """How often the stager was lost, and for how many seconds in all, including a loss that lasts."""
+
+    losses: int = 0
+    seconds: float = 0.0
+
+
+class JobState:
+    """See the module. The link's thread writes it, any thread reads it.
+
+    Args:
+        rank: This training rank. `ranks`: how many there are.
+        attempt: The job's attempt as the stager gave it; None: the job has no stager.
+        clock: Seconds that only go forward.
+
+    Attributes:
+        attempts: One for each time that a stager welcomed this rank, oldest first.
+        attempt: The newest of them; 0 without a stager.
+        problem: Why the stager is lost now; None while it is not, and without a stager.
+        staged_step: Newest step that is staged; -1 before the first. `durable_step`: that is durable.
+        new_pickle_reserve_bytes: Room that rank 0's pickle was given after it had outgrown its reserve; 0 before.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        *,
+        store_url: str,
+        chunk_bytes: int,
+        attempt: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rank, self.ranks, self.store_url, self.chunk_bytes = rank, ranks, store_url, chunk_bytes
+        self.attempts: tuple[int, ...] = () if attempt is None else (attempt,)
+        self.attempt = attempt or 0
+        self.problem: HoldfastError | None = None
+        self.staged_step = self.durable_step = -1
+        self.new_pickle_reserve_bytes = 0
+        self._clock = clock
+        self._last_problem: HoldfastError | None = None
+        self._lost_before, self._lost_at = TimesLost(), 0.0
+
+    @property
+    def has_stager(self) -> bool:
+        """Whether the job has a stager, lost or not."""
+        return bool(self.attempts)
+
+    @property
+    def lives(self) -> bool:
+        """Whether a stager takes steps now."""
+        return self.has_stager and self.problem is None
+
+    @property
+    def times_lost(self) -> TimesLost:
+        if self.problem is None:
+            return self._lost_before
+        losses, seconds = self._lost_before
+        return TimesLost(losses + 1, seconds + self._clock() - self._lost_at)
+
+    def has_lost(self, error: HoldfastError) -> bool:
+        """Whether `error` is the last loss of the stager, even if it is reached again."""
+        return error is self._last_problem
+
+    def lose(self, error: HoldfastError) -> None:
+        """The stager is lost, because of `error`."""
+        self._lost_at = self._clock()
+        self.problem = self._last_problem = error
+
+    def join_again(self, attempt: int) -> None:
+        """A stager has welcomed this rank as `attempt`; `problem` stays until the link uses it."""
+        self.attempt, self.attempts = attempt, (*self.attempts, attempt)
+        self.staged_step = self.durable_step  # the rest may be gone with the machine of the lost stager
+
+    def recover(self) -> None:
+        """The link uses the stager again."""
+        self._lost_before, self.problem = self.times_lost, None

@@ -1,0 +1,55 @@
+"""Messages to the stager that nobody answers. Each is encoded when it is sent, for the attempt of that moment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from holdfast.notices.notice import Notice
+from holdfast.wire import frames as wire
+from holdfast.wire.doubt import EARLIER_ATTEMPTS_MAX, Doubt
+from holdfast.wire.frames import Kind
+from holdfast.wire.pace import Wish
+
+
+class StagerMessage(NamedTuple):
+    """One message for `ToStager.tell`.
+
+    Attributes:
+        encode: The frame, given all attempts of the job, the current one last.
+        keep_until_unix: While the stager is lost, it is kept for the next one until this time. 0: it is dropped.
+    """
+
+    encode: Callable[[Sequence[int]], bytes]
+    keep_until_unix: float = 0.0
+
+    @classmethod
+    def fits(cls, step: int) -> StagerMessage:
+        """This rank's state fits the layout at `step`, which it does not offer now."""
+        return cls(lambda attempts: wire.encode(Kind.FITS, attempt=attempts[-1], step=step))
+
+    @classmethod
+    def doubt(cls, doubt: Doubt) -> StagerMessage:
+        """Steps of this rank may be torn; the stager tells all ranks and the flusher."""
+
+        def encode(attempts: Sequence[int]) -> bytes:
+            earlier = tuple(attempts[:-1][-EARLIER_ATTEMPTS_MAX:])
+            return doubt._replace(earlier_attempts=earlier).to_frame(Kind.DOUBT, attempt=attempts[-1])
+
+        return cls(encode, keep_until_unix=math.inf)
+
+    @classmethod
+    def notice(cls, notice: Notice) -> StagerMessage:
+        """This rank's machine will be taken away."""
+
+        def encode(attempts: Sequence[int]) -> bytes:
+            return wire.encode(Kind.NOTICE, attempt=attempts[-1], body=wire.to_json(notice.to_json()))
+
+        return cls(encode, keep_until_unix=math.inf if notice.deadline_unix is None else notice.deadline_unix)
+
+    @classmethod
+    def wish(cls, wish: Wish) -> StagerMessage:
+        """Rank 0 asks for another interval."""
+        body = wire.to_json(wish.to_json())
+        return cls(lambda attempts: wire.encode(Kind.WISH, attempt=attempts[-1], body=body))
