@@ -6,7 +6,7 @@ restore() ◄── restore/ ◄── local tiers, the stager's ring, the store
 
 Start with `checkpointer.py`, then follow one save.
 
-for scripts   checkpointer, state/held, state/per_rank, state/rng, ranks/distributed; frameworks/ for others' loops
+for scripts   checkpointer, state/per_rank, state/rng, ranks/distributed; frameworks/ for others' loops
 data/         samplers and streams that resume at the exact sample
 state/        the user's state as the bytes of one portable file, without a copy of the tensors
 save/         from `save()` to a filled staging area: plan, room, copy thread, the gate that holds optimizers back

@@ -56,10 +56,9 @@ from trainer_side.save.quietness import Quietness
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.saver import Saver, no_collections
 from trainer_side.seat import Seat
-from trainer_side.state.given_state import GivenState
-from trainer_side.state.plain_counters import PlainCounters
-from trainer_side.state.seen_batches import SeenBatches
+from trainer_side.state.drill_notes import PlainCounters, SeenBatches
 from trainer_side.state.split_kinds import refuse_split_objects
+from trainer_side.state.tree import GivenState
 from trainer_side.whole_number import shown, step_number
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.device_lane import empty, lane_of
 from trainer_side.save.host_memory import huge_buffer, locked_buffer
 from trainer_side.save.staging import Staging
-from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import capture, plan
+from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import classify, collect
 
 __all__ = ["measure"]

@@ -25,7 +25,8 @@ from tests.support.restoring import Ranks, publish
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import RestoreOptions, restore
-from trainer_side.state.per_rank import PerRank, encode
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.per_rank_blob import encode
 
 OLDER, NEWER = 7, 8
 

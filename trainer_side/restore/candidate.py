@@ -48,8 +48,8 @@ from trainer_side.restore.structure import Structure, check_structure_chunks, re
 from trainer_side.restore.torch_loading import read_in_place
 from trainer_side.restore.two_values import Suspects, suspects
 from trainer_side.restore.wrappers import rewrap
-from trainer_side.state.optimizer_places import located, optimizers_of, telling
-from trainer_side.state.tree import tensor_paths
+from trainer_side.state.optimizer_places import located, optimizers_of
+from trainer_side.state.tree import telling, tensor_paths
 
 _log = logging.getLogger("holdfast.restore")
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.errors import StateError
-from trainer_side.state.containers import children
 from trainer_side.state.optimizer_places import at, reachable
+from trainer_side.state.tree import children
 
 # As torch's schedulers, and timm's, name their lists.
 _PER_GROUP = frozenset(

@@ -24,10 +24,10 @@ from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import once
 from trainer_side.restore.torch_loading import is_loaded_by_torch, read_in_place
 from trainer_side.restore.uncast import uncast, uncasting
-from trainer_side.state.inference import writable
 from trainer_side.state.optimizer_places import optimizers_of
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
+from trainer_side.state.split_tensor import writable
 from trainer_side.state.tree import refusal, tensor_paths
 
 _log = logging.getLogger("holdfast.restore")

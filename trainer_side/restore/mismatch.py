@@ -17,7 +17,7 @@ import torch
 
 from trainer_side.restore.torch_loading import Loading, loading_of, places_of
 from trainer_side.restore.wrappers import other_wrappers
-from trainer_side.state.parameter_names import has_groups
+from trainer_side.state.optimizer_places import has_groups
 from trainer_side.state.per_rank import PerRank
 
 # Schedulers write these into the groups of the optimizer that they drive.

@@ -18,10 +18,9 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.region_targets import Claims, ScatterTarget
 from trainer_side.restore.structure import Structure, entry_at, once
-from trainer_side.state.containers import children
 from trainer_side.state.optimizer_places import at
 from trainer_side.state.split_tensor import Held, held, is_dtensor, is_split
-from trainer_side.state.tree import tensor_paths
+from trainer_side.state.tree import children, tensor_paths
 
 
 class SplitPart(NamedTuple):

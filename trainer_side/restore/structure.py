@@ -28,11 +28,10 @@ from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.store.ranged import RangedFile
 from trainer_side.restore.image_map import Described, ends_of, is_storage
-from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle
+from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle, unfilled
 from trainer_side.state.position_names import Position, from_record, on_host_in
 from trainer_side.state.split_tensor import is_split
 from trainer_side.state.tree import Named, refusal, tensor_paths
-from trainer_side.state.unfilled import unfilled
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

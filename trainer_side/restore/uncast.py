@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer_side.restore.offloaded import elsewhere
-from trainer_side.state.containers import children, with_changes
+from trainer_side.state.tree import children, with_changes
 
 _SPOILT = "<generator object"  # torch makes a new text from the letters of a text, and gets this
 

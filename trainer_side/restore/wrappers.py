@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from trainer_side.restore.torch_loading import Loading, loading_of, places_of
-from trainer_side.state.parameter_names import has_groups
+from trainer_side.state.optimizer_places import has_groups
 
 _log = logging.getLogger("holdfast.restore")
 _LISTS = ("params", "param_names")

@@ -18,11 +18,9 @@ from holdfast.errors import HoldfastError, StateError
 from holdfast.wire.proof import is_statistic, some
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.save.rank_context import RankContext
-from trainer_side.state.given_state import GivenState
-from trainer_side.state.parameter_names import by_name, first_names, parameter_names
-from trainer_side.state.proposal import Table, table
-from trainer_side.state.table_change import what_changed
-from trainer_side.state.tree import collect
+from trainer_side.state.optimizer_places import by_name, first_names, parameter_names
+from trainer_side.state.tensor_table import TensorTable, table, what_changed
+from trainer_side.state.tree import GivenState, collect
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -46,7 +44,7 @@ class RanksAgreeing:
         self._said: set[str] = set()
         self._is_staged_said = False
         self._names: dict[str, list[list[str]]] = {}
-        self._before: Table | None = None  # what was agreed on
+        self._before: TensorTable | None = None  # what was agreed on
         self._step = -1
         self.sum_seconds = 0.0
 
@@ -113,12 +111,12 @@ class RanksAgreeing:
         union = agreement.union
         return tree if union is None else by_name(tree, self._names, union.groups)
 
-    def _stage(self, tree: Any, sums: Sequence[int]) -> Table:
+    def _stage(self, tree: Any, sums: Sequence[int]) -> TensorTable:
         self._names = first_names(parameter_names(self._state))
         named = by_name(tree, self._names, self._names)
         return table(self._state, named, rank=self._rank, ranks=self._ranks, names=self._names, sums=sums)
 
-    def _propose(self, make: Callable[[], Table]) -> tuple[Table, Agreement]:
+    def _propose(self, make: Callable[[], TensorTable]) -> tuple[TensorTable, Agreement]:
         try:
             proposed = make()
         except StateError as error:

@@ -19,10 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from holdfast.telemetry.events import EventLog
 from trainer_side.save.optimizer_steps import OptimizerSteps
 from trainer_side.save.restored_tensors import RestoredTensors
-from trainer_side.state.containers import children
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.tree import tensor_paths, with_inner
+from trainer_side.state.tree import children, tensor_paths, with_inner
 
 _log = logging.getLogger("holdfast.trainer")
 

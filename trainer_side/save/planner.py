@@ -32,12 +32,9 @@ from trainer_side.save.left_out import LeftOut
 from trainer_side.save.places import NoRoom, Room
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.tearing import TearCheck
-from trainer_side.state.arriving import settle
-from trainer_side.state.given_state import GivenState
-from trainer_side.state.per_rank_names import PerRankNames
-from trainer_side.state.position_names import SavedNames
+from trainer_side.state.position_names import PerRankNames, SavedNames
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
-from trainer_side.state.tree import classify, collect
+from trainer_side.state.tree import GivenState, classify, collect, settle
 
 _CLEAR_SECONDS_MAX = 5.0  # for the areas of other slices; the training waits
 

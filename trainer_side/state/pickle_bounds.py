@@ -13,9 +13,12 @@ from __future__ import annotations
 import os
 import struct
 import zipfile
-from typing import IO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
 
 import torch
+import torch.utils.deterministic
 
 from holdfast.errors import DamageError, StateError
 from holdfast.pickle_price import check_pickle
@@ -101,3 +104,15 @@ def _refuse_unpacked(what: str, file_bytes: int, stated_bytes: int) -> None:
             f"{what}: has {file_bytes} bytes, its entries say {stated_bytes}; torch.save packs nothing, and no bytes "
             "are of two entries, so find out who wrote it"
         )
+
+
+@contextmanager
+def unfilled() -> Iterator[None]:
+    """In this context new tensors have no values yet, whatever the script has chosen. One thread at a time."""
+    settings: Any = torch.utils.deterministic  # a module with a property, which its stubs do not have
+    before = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = before

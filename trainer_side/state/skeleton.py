@@ -27,19 +27,16 @@ from holdfast.errors import StateError
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Extent
 from holdfast.wire.state_messages import Agreement
-from trainer_side.state.arriving import settle
-from trainer_side.state.per_rank import PerRank, encode
-from trainer_side.state.per_rank_places import Blobs
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.per_rank_blob import encode
 from trainer_side.state.pickling import REFUSED, Pickling, blame, load_structure
 from trainer_side.state.position_names import laid
-from trainer_side.state.recall import Last, Recall
-from trainer_side.state.shards import Expanded, Shards
-from trainer_side.state.snapshot import Snapshot
-from trainer_side.state.sparse_file import Literals, SparseFile
+from trainer_side.state.recall import Last, Recall, Snapshot
+from trainer_side.state.sparse_file import Literals, SparseFile, ZipParts
 from trainer_side.state.stages import Stages
+from trainer_side.state.stand_ins import Expanded, PerRankStandIns, SplitStandIns
 from trainer_side.state.survey import StorageSource, Survey, survey
-from trainer_side.state.tree import Ownership, tensor_paths
-from trainer_side.state.zip_parts import ZipParts
+from trainer_side.state.tree import Ownership, settle, tensor_paths
 
 
 class Outgrown(StateError):
@@ -78,9 +75,9 @@ class Skeleton:
     rank: int
     signature: tuple[Any, ...]
     zip_parts: ZipParts
-    _blobs: Blobs
+    _blobs: PerRankStandIns
     _stages: Stages | None
-    _shards: Shards
+    _shards: SplitStandIns | None  # None: nothing is split
     _shard_entries: Mapping[int, int]  # address of a stand-in's storage → entry
     _blob_entries: Mapping[str, list[int]]
     _accepted: set[Any]  # classes of values of which weights_only is known to read the pickle
@@ -193,8 +190,8 @@ def plan(
         raise StateError(
             f"this rank has the PerRank values {marked}, the ranks agreed on {sorted(per_rank_reserve_bytes)}"
         )
-    blobs = Blobs.of(ranks, per_rank_reserve_bytes)
-    shards = Shards()
+    blobs = PerRankStandIns.of(ranks, per_rank_reserve_bytes)
+    shards = SplitStandIns()
     stages = None if agreed.union is None else Stages(agreed.union, rank)
     united = blobs.expand(tree) if stages is None else stages.fill(blobs.expand(tree))
     if united is None:
@@ -251,7 +248,7 @@ def plan(
         zip_parts=parts,
         _blobs=blobs,
         _stages=stages,
-        _shards=shards,
+        _shards=shards or None,
         _shard_entries=shard_entries,
         _blob_entries=blob_entries,
         _accepted=job.kinds,
@@ -283,10 +280,13 @@ def capture(
     if per_rank.keys() != blobs.by_name.keys():
         return None
     shards, stages = skeleton._shards, skeleton._stages
-    united = blobs.expand(tree) if stages is None else stages.fill(blobs.expand(tree))
-    if united is None:
-        return None
-    expanded = shards.again(united) if shards else Expanded(united, {})
+    united = blobs.expand(tree) if per_rank else tree
+    if stages is not None:
+        filled = stages.fill(united)
+        if filled is None:
+            return None
+        united = filled
+    expanded = Expanded(united, {}) if shards is None else shards.again(united)
     if expanded is None:
         return None
     full = expanded.tree
@@ -294,7 +294,7 @@ def capture(
     if found is None:
         return None
     sources, data_pkl, tensors, tensor_entries = found
-    if shards:
+    if shards is not None:
         tensors = shards.live(expanded, tensors)
         for entry, source in shards.sources(expanded, skeleton._shard_entries).items():
             sources[entry] = source
@@ -306,14 +306,21 @@ def capture(
         contents[parts.pickle_entry] = data_pkl
     if data_pkl is not None:
         contents[parts.serialization_id_entry] = parts.serialization_id
+    contents.update(_own_blobs(per_rank, skeleton))
+    return Capture(sources, contents, deferred, skeleton.signature, tensors, tensor_entries)
+
+
+def _own_blobs(per_rank: Mapping[str, PerRank], skeleton: Skeleton) -> dict[int, bytes]:
+    """This rank's `PerRank` values, by entry."""
+    blobs: dict[int, bytes] = {}
     for name, entries in skeleton._blob_entries.items():
         entry = entries[skeleton.rank]
         reserve = skeleton.layout.entries[entry].nbytes
         blob = encode(per_rank[name].snapshot(), name=name, beside=per_rank[name].names)
         if len(blob) > reserve:
             raise Outgrown(name, len(blob), reserve)
-        contents[entry] = blob.ljust(reserve, b"\0")
-    return Capture(sources, contents, deferred, skeleton.signature, tensors, tensor_entries)
+        blobs[entry] = blob.ljust(reserve, b"\0")
+    return blobs
 
 
 class _TakenNow(NamedTuple):
@@ -362,7 +369,7 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton, trailer: bytes) -> _Ta
     zip_parts = skeleton.zip_parts
     skeleton._recalls.clear()
     settle(full)
-    if Shards.are_in(full):
+    if SplitStandIns.are_in(full):
         return None
     found = survey(full)
     if found.signature != skeleton.signature:

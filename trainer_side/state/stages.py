@@ -17,9 +17,9 @@ import torch
 
 from holdfast.errors import StateError
 from holdfast.wire.state_union import DEPTH_MAX, StateUnion
-from trainer_side.state.containers import children, with_changes
-from trainer_side.state.numpy_scalars import with_python_scalars
+from trainer_side.state.pickling import with_python_scalars
 from trainer_side.state.split_tensor import StagePart, is_split
+from trainer_side.state.tree import children, with_changes
 
 _VERSIONS = "_metadata"  # where torch.nn.Module keeps the versions of modules, beside its state
 

@@ -21,8 +21,8 @@ from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Route, Router, SlicePlan
 from trainer_side.save.host_memory import huge_buffer
 from trainer_side.save.staging import Staging
-from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
+from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import classify, collect
 
 CHUNK_BYTES = 4096

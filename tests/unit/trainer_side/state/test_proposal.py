@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.errors import StateError
-from trainer_side.state.proposal import table
+from trainer_side.state.tensor_table import table
 
 
 @pytest.mark.parametrize("key", ["k" * 5000, "half \ud800 pair"])

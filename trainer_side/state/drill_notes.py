@@ -1,4 +1,4 @@
-"""Shows `holdfast drill` what each step was trained on: a CRC-32 of what the modules of the state were called with.
+"""What `holdfast drill` compares of each step: the batches it was trained on, and plain counters on modules.
 
 A script that does not use a ResumableSampler says nothing of its data. What reaches the model says it for any script,
 also for one that draws its next batch ahead of the checkpoint. Calls in evaluation, or without gradients, do not count.
@@ -15,6 +15,46 @@ import torch
 from holdfast import supervised as diary
 from holdfast.crc import crc32
 from trainer_side.state.per_rank import PerRank
+
+_ATTRIBUTES_MAX = 10_000
+
+
+class PlainCounters:
+    """Notes these numbers at each step, if this process is in a drill. Training thread.
+
+    Args:
+        state: Names mapped to objects, as the checkpoints have them.
+        rank: This rank; only rank 0 writes.
+    """
+
+    def __init__(self, state: Mapping[str, Any], *, rank: int) -> None:
+        self._state, self._wanted = state, rank == 0 and diary.is_drilled()
+        self._before: dict[str, float] | None = None
+
+    def note(self, step: int) -> None:
+        if not self._wanted:
+            return
+        now, before = dict(_numbers(self._state)), self._before or {}
+        changed = {path: number for path, number in now.items() if before.get(path) != number}
+        # A new process begins with all of them.
+        diary.note("counters", {"step": step, "begins": self._before is None, "values": changed})
+        self._before = now
+
+
+def _numbers(state: Mapping[str, Any]) -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name, value in state.items():
+        if not isinstance(value, torch.nn.Module):
+            continue
+        for prefix, module in value.named_modules():
+            where = f"{name}/{prefix}." if prefix else f"{name}/"
+            for key, number in vars(module).items():
+                if type(number) in (int, float) and not key.startswith("_"):
+                    found.append((where + key, number))
+            if len(found) > _ATTRIBUTES_MAX:
+                return found
+    return found
+
 
 _DEPTH_MAX = 8
 _CALLS_MAX = 256  # in one step; the last stands for all that follow
