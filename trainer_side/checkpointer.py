@@ -1,7 +1,7 @@
 """The `Checkpointer`, the object that a training loop talks to, and the parts that do its work.
 
     save(step) ─► Saver ──► Planner   chooses what is copied to which place of the image; agrees with the other ranks
-                    ├─────► Room      finds staging areas and slots of local tiers; waits for them, or declines the step
+                    ├─────► StagingPool   finds staging areas and slots of tiers; waits for them, or declines the step
                     ├─────► Copier    runs the copy thread, and the gate that holds optimizers back
                     ├─────► Link      sends the copy to the stager, on the MPI thread
                     └─────► TierSet   writes the copy into local tiers, if there are any
@@ -43,18 +43,17 @@ from trainer_side.ranks.peers import agree
 from trainer_side.ranks.uncaught import end_by_exit_codes
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import RestoreOptions, restore
-from trainer_side.save.areas import Areas
-from trainer_side.save.beginning import Beginning
 from trainer_side.save.copier import Copier
-from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.finished_step import FinishedStep
+from trainer_side.save.fresh_run_check import FreshRunCheck
+from trainer_side.save.hook_coverage import Quietness
 from trainer_side.save.host_memory import locked_buffer
 from trainer_side.save.left_out import LeftOut
-from trainer_side.save.places import Room
 from trainer_side.save.planner import Planner
-from trainer_side.save.quietness import Quietness
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.saver import Saver, no_collections
+from trainer_side.save.staging import CopyEngine
+from trainer_side.save.staging_pool import Areas, StagingPool
 from trainer_side.seat import Seat
 from trainer_side.state.drill_notes import PlainCounters, SeenBatches
 from trainer_side.state.split_kinds import refuse_split_objects
@@ -174,15 +173,15 @@ class Checkpointer:
             self._link.appointments.ability = Ability(area_bytes_max=NO_LIMIT if limit is None else limit)
         self._areas = Areas()
         self._engine = CopyEngine(device_bytes_max=self._config.device_bytes_max)
-        self._beginning = Beginning(fresh=fresh, seconds_max=self._config.start_seconds_max)
+        self._beginning = FreshRunCheck(fresh=fresh, seconds_max=self._config.start_seconds_max)
         context = RankContext(
             self._config, self._link, self._tiers, self._ledger, self._events, self._beginning
         )
         self._left_out = LeftOut(self._state, rank=self._link.rank, events=self._events)
         self._counters = PlainCounters(self._state, rank=self._link.rank)
         self._batches = SeenBatches(self._state)
-        self._room = Room(self._areas, self._engine, self._copier, context)
-        planner = Planner(self._given, self._left_out, self._room, context)
+        self._room = StagingPool(self._areas, context)
+        planner = Planner(self._given, self._left_out, self._room, self._engine, context)
         self._saver = Saver(self._state, planner, self._room, self._copier, context)
         self.restored: Restored | None = None
         self._closed = self._stepped = self._asked = self._progressed = False

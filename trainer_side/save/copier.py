@@ -30,14 +30,13 @@ from trainer_side.background_thread import BackgroundThread, ThreadDied
 from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
 from trainer_side.save.copy_plan import Batch, Route, Router
-from trainer_side.save.device_lane import enter_thread
+from trainer_side.save.device_dedup import Outdated
+from trainer_side.save.device_stream import enter_thread
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.gate import Gate
-from trainer_side.save.hook_proof import HookProof
-from trainer_side.save.quietness import Quietness
+from trainer_side.save.hook_coverage import HookCoverage, Quietness
 from trainer_side.save.staging import Staging
 from trainer_side.save.tearing import SavedInstant
-from trainer_side.save.unchanged import Outdated
 from trainer_side.state import accelerator
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Capture, Outgrown
@@ -131,7 +130,7 @@ class Copier:
         self._link, self._ledger, self._events, self._seconds_max = link, ledger, events, seconds_max
         gated = with_inner(optimizers)
         self.gate = Gate(gated, seconds_max=seconds_max, on_late=self._abandon, on_hook=self._hooked)
-        self._proof, self._quietness = HookProof(gated), quietness
+        self._proof, self._quietness = HookCoverage(gated), quietness
         self.update_streams: list[Any] = []
         self.updates = 0
         self.on_update: Callable[[], None] = lambda: None

@@ -45,7 +45,7 @@ class Gate:
 
     Args:
         optimizers: Those whose parameters and state are copied behind the gate, and the ones that they wrap. Whether
-            their hooks are called is another question (hook_proof.py); one without hooks has none.
+            their hooks are called is another question (hook_coverage.py); one without hooks has none.
         seconds_max: How long an update is held back.
         on_late: Called when that has passed, before the update: what was copied must not be used any more.
         on_hook: Called first, with the optimizer, when a hook is.

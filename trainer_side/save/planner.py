@@ -11,6 +11,8 @@ With a new plan come new areas.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,17 +26,19 @@ from holdfast.image.replicas import watched
 from holdfast.notices.sparing import NOBODY
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.wire.state_messages import Agreement
-from trainer_side.save.agreeing import RanksAgreeing
-from trainer_side.save.areas import areas_max
 from trainer_side.save.copy_plan import Router, SlicePlan
-from trainer_side.save.device_samples import DeviceSamples
+from trainer_side.save.fingerprint import DeviceSamples
+from trainer_side.save.layout_agreement import LayoutAgreement
 from trainer_side.save.left_out import LeftOut
-from trainer_side.save.places import NoRoom, Room
 from trainer_side.save.rank_context import RankContext
+from trainer_side.save.staging import CopyEngine, Staging
+from trainer_side.save.staging_pool import PoolFull, StagingPool, areas_max
 from trainer_side.save.tearing import TearCheck
+from trainer_side.state import accelerator
 from trainer_side.state.position_names import PerRankNames, SavedNames
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state.tree import GivenState, classify, collect, settle
+from trainer_side.tiers.tier import SliceWriter
 
 _CLEAR_SECONDS_MAX = 5.0  # for the areas of other slices; the training waits
 
@@ -66,7 +70,8 @@ class Planner:
     Args:
         given: The state as the script gave it.
         left_out: Names what the script trains and no checkpoint has.
-        room: Is cleared before a new plan, and furnished for it.
+        pool: Is cleared before a new plan, and furnished for it.
+        engine: Copies into the areas of each plan.
         context: Limits of areas; who this rank is. The council of its tiers agrees with the other ranks; with local
             tiers these agree among themselves, the same way before and after the stager is lost.
     """
@@ -75,16 +80,17 @@ class Planner:
         self,
         given: GivenState,
         left_out: LeftOut,
-        room: Room,
+        pool: StagingPool,
+        engine: CopyEngine,
         context: RankContext,
     ) -> None:
-        self._given, self._left_out, self._room = given, left_out, room
+        self._given, self._left_out, self._pool, self._engine = given, left_out, pool, engine
         self._state = given.held
         self._link, self._tiers = context.link, context.tiers
         self._config, self._events = context.config, context.events
         self._plan: SavePlan | None = None
         self._sparing = NOBODY  # of the plan
-        self._agreeing = RanksAgreeing(given, context)
+        self._agreeing = LayoutAgreement(given, context)
         self._agreed = Agreement(0, {})
         self._names = SavedNames(self._state, is_writer=context.link.rank == 0)
         self._own_names = PerRankNames(self._state)
@@ -102,12 +108,12 @@ class Planner:
                 script has neither called `restore()` nor said `fresh`.
             StoreError: Whether it has cannot be seen.
             PeerLost: While agreeing a rank did not answer.
-            NoRoom: Other ranks are spared from now on, and there is no memory for the larger slice, or the area of the
-                one before is still being read. The next save tries again.
+            PoolFull: Other ranks are spared from now on, and there is no memory for the larger slice, or the area of
+                the one before is still being read. The next save tries again.
         """
         # The first time all ranks wait for each other.
         if self._plan is None:
-            self._agreeing.begin()
+            self._agreeing.check_fresh_run()
         with self._names.telling() as told:
             if self._plan is None:
                 collected = self._agreeing.collect()
@@ -117,13 +123,14 @@ class Planner:
         if self._plan is not None:
             self._names.look(collected, told)
             self._own_names.look(collected)
-        tree = self._agreeing.named(collected, self._agreed)
+        tree = collected if self._agreed.union is None else self._agreeing.named(collected, self._agreed)
         self._widen(tree)
         self._spare()
         if self._plan is not None:
             taken = capture(tree, self._plan.skeleton, defer=True, trailer=self._trailer)
             if taken is not None:
-                self._left_out.look(collected)
+                if self._left_out.looks_left:
+                    self._left_out.look(collected)
                 self._tiers.council.fits(step)
                 return self._plan, taken
         # First save, or other tensors than before. All ranks come here at the same step, so they may wait for
@@ -168,11 +175,11 @@ class Planner:
         if layout.spared != before.skeleton.layout.spared:
             try:
                 # What is in flight was planned to be gone by now. If not, a later step is appointed.
-                self._room.wait_clear(_CLEAR_SECONDS_MAX)
+                self._pool.wait_clear(_CLEAR_SECONDS_MAX)
                 self._lay_out(replace(before.skeleton, layout=layout), time.monotonic())
             except (MemoryError, RuntimeError) as error:  # RuntimeError: torch's own for memory
                 # The plan before stays for its tensors; its areas are gone, but no step is taken with it.
-                raise NoRoom(
+                raise PoolFull(
                     DeclineCause.NO_MEMORY.because(
                         f"for a slice without ranks {list(layout.spared)}: {error}"
                     )
@@ -201,7 +208,7 @@ class Planner:
 
     def _renew(self, tree: Any) -> SavePlan:
         """Make a plan within the room that was agreed on, and the areas for it."""
-        self._room.clear()
+        self._pool.clear()
         begun = time.monotonic()
         rank, ranks = self._link.rank, self._link.ranks
         skeleton = plan(
@@ -228,7 +235,17 @@ class Planner:
             in_flight_max=self._config.in_flight_max,
             host_bytes_max=self._config.host_bytes_max,
         )
-        self._room.furnish(skeleton, slice_plan, count_max)
+        pinned = accelerator.kind() is not None
+
+        def make(slot: SliceWriter | None, memory: torch.Tensor | None) -> Staging:
+            area = functools.partial(
+                Staging, skeleton, slice_plan, self._engine, pinned=pinned, memory=memory
+            )
+            if slot is None or slot.memory is None:
+                return area()
+            return area(slot=slot.memory, move=slot.copy or ctypes.memmove)
+
+        self._pool.furnish(make, layout, slice_plan.area_bytes, count_max, pinned=pinned)
         self._link.announce(layout)
         seconds = time.monotonic() - begun
         ability = replace(self._link.appointments.ability, plan_seconds=seconds)

@@ -508,15 +508,15 @@ def test_without_memory_for_a_larger_slice_steps_are_declined_and_training_goes_
     link.bytes_of(0)
     link.stage(0)
     link.appointments.sparing = Sparing((1,))
-    furnish = rank.checkpointer._saver._room.furnish
+    furnish = rank.checkpointer._saver._pool.furnish
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **_named: Any) -> None:
         raise MemoryError("no")
 
-    monkeypatch.setattr(rank.checkpointer._saver._room, "furnish", full)
+    monkeypatch.setattr(rank.checkpointer._saver._pool, "furnish", full)
     assert not rank.save(1)
     assert link.declined[1].text.startswith("no memory: for a slice without ranks [1]")
-    monkeypatch.setattr(rank.checkpointer._saver._room, "furnish", furnish)
+    monkeypatch.setattr(rank.checkpointer._saver._pool, "furnish", furnish)
     assert rank.save(2)
     assert rank.holds(2)
 

@@ -32,10 +32,10 @@ from trainer_side.restore.restore import restore
 PRODUCT = tuple(Path(str(package.__file__)).parent for package in (holdfast, trainer_side))
 SAVE_ROOM = PRODUCT[1] / "save"
 PLAYED = (memory_store.__file__, test_checkpointer.__file__)
-FIRST_SAVE_MAX = 52
-LATER_SAVE_MAX = 30
+FIRST_SAVE_MAX = 44
+LATER_SAVE_MAX = 22
 RESTORE_MAX = 41
-FLOORS_MAX = 14
+FLOORS_MAX = 6
 
 
 def files_entered(function: Callable[[], object]) -> list[str]:

@@ -11,8 +11,8 @@ import pytest
 from holdfast.errors import ConfigError
 from holdfast.image.slices import area_bytes
 from tests.unit.trainer_side.slices import laid_out
-from trainer_side.save.areas import Areas, areas_max
 from trainer_side.save.staging import Staging
+from trainer_side.save.staging_pool import Areas, areas_max
 from trainer_side.transfer import Transfer, TransferState
 
 

@@ -10,7 +10,7 @@ import pytest
 from holdfast.errors import ConfigError, StoreError
 from tests.support.slices import DictTier
 from tests.unit.trainer_side.tiered import saved
-from trainer_side.save.beginning import Beginning
+from trainer_side.save.fresh_run_check import FreshRunCheck
 from trainer_side.tiers.tier import Nearness, Tier
 
 
@@ -21,7 +21,7 @@ def store(tmp_path: Path, *names: str) -> str:
 
 
 def refusal(url: str, *, fresh: bool = False, restored: bool = False) -> Exception | None:
-    beginning = Beginning(fresh=fresh, seconds_max=5)
+    beginning = FreshRunCheck(fresh=fresh, seconds_max=5)
     if restored:
         beginning.restored()
     return beginning.refusal(url, ())
@@ -45,7 +45,7 @@ def test_whoever_has_restored_goes_on(tmp_path: Path) -> None:
 
 
 def test_fresh_begins_anew_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    beginning = Beginning(fresh=True, seconds_max=5)
+    beginning = FreshRunCheck(fresh=True, seconds_max=5)
     with caplog.at_level(logging.WARNING):
         assert beginning.refusal(store(tmp_path, "step-000000001.json"), ()) is None
         assert beginning.refusal(str(tmp_path), ()) is None
@@ -55,7 +55,7 @@ def test_fresh_begins_anew_and_says_so_once(tmp_path: Path, caplog: pytest.LogCa
 
 def test_fresh_and_restore_contradict_each_other() -> None:
     with pytest.raises(ConfigError, match="leave out one of the two"):
-        Beginning(fresh=True, seconds_max=5).restored()
+        FreshRunCheck(fresh=True, seconds_max=5).restored()
 
 
 def test_a_store_that_cannot_be_seen_is_no_new_run(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_each_rank_looks_into_its_own_tiers_and_one_into_the_store(tmp_path: Pat
     in_store = DictTier(Nearness.STORE).put(saved(5), 1)
 
     def asked(*tiers: Tier) -> Exception | None:
-        return Beginning(fresh=False, seconds_max=5).refusal(url, tiers, with_store=False)
+        return FreshRunCheck(fresh=False, seconds_max=5).refusal(url, tiers, with_store=False)
 
     assert asked(DictTier(), in_store) is None
     error = asked(DictTier(), slices)

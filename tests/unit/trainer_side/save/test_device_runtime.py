@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer_side.save.device_runtime import DeviceRuntime
+from trainer_side.save.device_stream import DeviceRuntime
 
 OUT_OF_MEMORY = 2
 

@@ -26,7 +26,7 @@ _log = logging.getLogger("holdfast.trainer")
 _NAMED = 3
 
 
-class Beginning:
+class FreshRunCheck:
     """See the module. Training thread.
 
     Args:
@@ -36,7 +36,7 @@ class Beginning:
 
     def __init__(self, *, fresh: bool, seconds_max: float) -> None:
         self._fresh, self._seconds_max = fresh, seconds_max
-        self._is_settled = False
+        self.is_settled = False
 
     def restored(self) -> None:
         """The script has called `restore()`.
@@ -49,7 +49,7 @@ class Beginning:
                 "restore() after Checkpointer(..., fresh=True): fresh=True begins the run anew, so there is nothing to "
                 "restore; leave out one of the two"
             )
-        self._is_settled = True
+        self.is_settled = True
 
     def refusal(
         self, store_url: str, tiers: Sequence[Tier], *, with_store: bool = True
@@ -61,9 +61,9 @@ class Beginning:
             tiers: Of this rank; another rank's may have been emptied.
             with_store: Whether this rank looks into the store, too: one of them is enough.
         """
-        if self._is_settled:
+        if self.is_settled:
             return None
-        self._is_settled = True
+        self.is_settled = True
         try:
             there = self._there(store_url, tiers, with_store=with_store)
         except HoldfastError as error:

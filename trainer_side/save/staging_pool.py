@@ -1,42 +1,206 @@
-"""Room for one more checkpoint on this rank: a staging area, slots of the local tiers, and the wait for them.
+"""The staging areas of this rank, slots of its local tiers, and the wait for them: how many checkpoints are in flight.
 
     save(9) ─► wait, with on_full="wait": until the oldest is staged ─► take: an area, a slot in each tier ─► send
-                 └── late: who waited for whom ──────────────────────────┴──► NoRoom: busy, late, copy stuck
+                 └── late: who waited for whom ──────────────────────────┴──► PoolFull: busy, late
     a new plan ─► clear: until nobody reads an area ─► furnish: areas and slots for it
 
-Every wait has a deadline, and one that is missed says who waited for whom.
+    save(7) ─► area 0 ══ being sent ═══════════════►│ released
+    save(8)      ─► area 1 ══ being sent ═══════════════►│
+    save(9)           declined, or waits: all areas are taken ─► area 0
+
+An area is taken when it is first needed, touched once, and kept until the layout changes. With strategy D an area is a
+slot of a local tier: the tier says which one is free, and no other memory is taken. Several checkpoints in flight:
+PCcheck, ASPLOS 2025. Every wait has a deadline; if it is missed, the message says who waited for whom.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
+import logging
+import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import StateError
+import torch
+
+from holdfast.errors import ConfigError, StateError
+from holdfast.image.layout import Layout
+from holdfast.image.slices import areas_of
 from holdfast.telemetry.causes import DeclineCause, Reason
-from trainer_side.save.ahead import Make, MemoryAhead
-from trainer_side.save.areas import Areas, AreaUse
-from trainer_side.save.copier import Copier
-from trainer_side.save.copy_engine import CopyEngine
-from trainer_side.save.copy_plan import SlicePlan
-from trainer_side.save.host_memory import in_slot, locked_buffer
+from trainer_side.save.host_memory import Make, MemoryAhead, in_slot, locked_buffer
 from trainer_side.save.rank_context import RankContext
-from trainer_side.save.staging import Staging
-from trainer_side.state import accelerator
-from trainer_side.state.skeleton import Skeleton
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.media import address_of
 from trainer_side.tiers.tier import SliceWriter
 from trainer_side.transfer import Transfer, TransferState
 
+if TYPE_CHECKING:
+    from trainer_side.save.staging import Staging
+
+    MakeArea = Callable[[SliceWriter | None, torch.Tensor | None], Staging]
+
+_log = logging.getLogger("holdfast.trainer")
+
+
+def areas_max(layout: Layout, *, in_flight_max: int, host_bytes_max: int | None) -> int:
+    """How many areas each rank may have: the same number on every rank, so that they decline alike.
+
+    Args:
+        layout: What they are for.
+        in_flight_max: How many checkpoints may be in flight.
+        host_bytes_max: Most host memory for one rank; None: no limit.
+
+    Raises:
+        ConfigError: Not even one fits.
+    """
+    if host_bytes_max is None:
+        return in_flight_max
+    areas = areas_of(layout)
+    rank = areas.index(max(areas))
+    if areas[rank] > host_bytes_max:
+        raise ConfigError(
+            f"trainer setting host_bytes_max: expected at least {areas[rank]} bytes, which one staging "
+            f"area takes for the slice of rank {rank} of an image of {layout.image_bytes} bytes, got "
+            f"{host_bytes_max}; raise it, or train on more than {layout.ranks} ranks, so that each slice is smaller"
+        )
+    return min(in_flight_max, host_bytes_max // areas[rank])
+
+
+class _All:
+    """Several events as one."""
+
+    def __init__(self, events: Sequence[threading.Event]) -> None:
+        self._events = events
+
+    def is_set(self) -> bool:
+        return all(event.is_set() for event in self._events)
+
+    def wait(self, seconds_max: float) -> bool:
+        """Wait until all are set, or no longer."""
+        deadline = time.monotonic() + seconds_max
+        return all(event.wait(max(0.0, deadline - time.monotonic())) for event in self._events)
+
+
+class AreaUse:
+    """A checkpoint that reads an area: on its way to the stager, into local tiers, or both.
+
+    Attributes:
+        transfer: To the stager. `keeping`: into the tiers; None without any.
+        released: Nobody reads the area any more.
+        settled: It is staged, or not; and sealed in the tiers, or not.
+    """
+
+    def __init__(self, transfer: Transfer, keeping: Keeping | None) -> None:
+        self.transfer, self.keeping = transfer, keeping
+        kept = [keeping.released] if keeping is not None else []
+        self.released, self.settled = _All([transfer.released, *kept]), _All([transfer.settled, *kept])
+
+    @property
+    def step(self) -> int:
+        return self.transfer.step
+
+
+class Areas:
+    """The areas, and what is made of them. Training thread."""
+
+    def __init__(self) -> None:
+        self._make: Callable[[SliceWriter | None], Staging] | None = None
+        self._count_max = 0
+        self._areas: list[Staging] = []
+        self._slots: dict[int, Staging] = {}  # by address
+        self._sent_from: dict[Staging, AreaUse] = {}  # the last one of each area
+        self._flights: list[AreaUse] = []  # not at an end for this rank, oldest first
+
+    @property
+    def count_max(self) -> int:
+        return self._count_max
+
+    @property
+    def nbytes(self) -> int:
+        return sum(area.area_bytes for area in self._areas)
+
+    def renew(
+        self, make: Callable[[SliceWriter | None], Staging], count_max: int, *, in_slots: bool = False
+    ) -> None:
+        """Forget all areas; `make` makes new ones, the first of them now. Nothing may be read from the old ones.
+
+        Args:
+            make: Makes an area, in the memory of a slot where it is given one.
+            count_max: How many there may be.
+            in_slots: None is made now: they are slots of a tier.
+        """
+        assert not self.being_read(), "an area is still being sent"
+        self._make, self._count_max = make, count_max
+        self._sent_from.clear()
+        self._areas.clear()  # the memory goes back before the new one is taken
+        self._slots.clear()
+        if not in_slots:
+            self._areas.append(make(None))
+
+    def take(self) -> Staging | None:
+        """An area that nothing reads; None if all are taken and there may be no more.
+
+        Also None if more steps than there may be areas wait to be staged: sent is sent, but the ring and the store are
+        behind, and further steps would only share them.
+        """
+        if not self.has_room():
+            return None
+        for area in self._areas:
+            if area not in self._sent_from or self._sent_from[area].released.is_set():
+                return area
+        if self._make is None or len(self._areas) >= self._count_max:
+            return None
+        try:
+            area = self._make(None)
+        except (MemoryError, RuntimeError) as error:
+            # torch's own for memory; training goes on with what there is
+            _log.warning(
+                "no memory for one more staging area, %d are in use; lower in_flight_max, or free memory: %s",
+                len(self._areas),
+                error,
+            )
+            self._count_max = len(self._areas)
+            return None
+        self._areas.append(area)
+        return area
+
+    def has_room(self) -> bool:
+        """Whether one more step may be in flight."""
+        return len(self.in_flight()) <= self._count_max
+
+    def take_slot(self, writer: SliceWriter) -> Staging:
+        """The area that is this slot of a tier. The tier answers for nobody reading it."""
+        assert writer.memory is not None
+        assert self._make is not None
+        address = torch.frombuffer(writer.memory, dtype=torch.uint8).data_ptr()
+        if address not in self._slots:
+            self._slots[address] = self._make(writer)
+        return self._slots[address]
+
+    def send(self, area: Staging, transfer: Transfer, keeping: Keeping | None = None) -> None:
+        """`transfer` and `keeping` read from `area` until they are released."""
+        flight = AreaUse(transfer, keeping)
+        self._sent_from[area] = flight
+        self._flights = [*self.in_flight(), flight]
+
+    def being_read(self) -> list[AreaUse]:
+        """What still reads from an area, oldest first."""
+        return [flight for flight in self._flights if not flight.released.is_set()]
+
+    def in_flight(self) -> list[AreaUse]:
+        """What reads from an area, or is not staged (and not given up), oldest first."""
+        return [
+            flight for flight in self._flights if not (flight.released.is_set() and flight.settled.is_set())
+        ]
+
+
 _LOOK_SECONDS = 0.05  # while waiting: how soon it is seen that another rank has declined the step
 
 
-class NoRoom(Exception):
+class PoolFull(Exception):
     """There is no room for this step."""
 
     def __init__(self, reason: Reason) -> None:
@@ -45,7 +209,7 @@ class NoRoom(Exception):
 
 
 @dataclass(frozen=True)
-class StepPlace:
+class Reservation:
     """The areas and slots that one step has on this rank.
 
     Attributes:
@@ -57,31 +221,19 @@ class StepPlace:
     keeping: Keeping | None
 
 
-def _nobody() -> None:
-    """No lane waits for frames."""
-
-
-class Room:
+class StagingPool:
     """The areas and the slots. Training thread.
 
     Args:
         areas: For as long as this object; empty.
-        engine: Copies into them.
-        copier: May still be busy with an area.
         context: How long to wait for what; has the local tiers, and the link, whose `answer` ends a wait.
     """
 
-    def __init__(
-        self,
-        areas: Areas,
-        engine: CopyEngine,
-        copier: Copier,
-        context: RankContext,
-    ) -> None:
-        self._areas, self._engine, self._copier = areas, engine, copier
+    def __init__(self, areas: Areas, context: RankContext) -> None:
+        self._areas = areas
         self._link, self._tiers = context.link, context.tiers
         self._ledger, self._config = context.ledger, context.config
-        self._ahead = MemoryAhead({})
+        self._ahead: MemoryAhead | None = None
 
     # -- for a plan ----------------------------------------------------------------------------------------------
 
@@ -122,47 +274,54 @@ class Room:
         """Wait until nothing reads a staging area, and give nothing up for it.
 
         Raises:
-            NoRoom: Something still does after `seconds_max`.
+            PoolFull: Something still does after `seconds_max`.
         """
         deadline = time.monotonic() + seconds_max
         for flight in self._areas.being_read():
             if not flight.released.wait(max(0.0, deadline - time.monotonic())):
-                raise NoRoom(
+                raise PoolFull(
                     DeclineCause.BUSY.because(
                         f"step {flight.step} is still being sent from a staging area that is needed for other slices"
                     )
                 )
 
-    def furnish(self, skeleton: Skeleton, slice_plan: SlicePlan, count_max: int) -> None:
-        """Make room for slices of a new plan. The room is clear.
+    def furnish(
+        self, make: MakeArea, layout: Layout, area_bytes: int, count_max: int, *, pinned: bool
+    ) -> None:
+        """Make room for slices of a new plan. The pool is clear.
 
         Args:
-            skeleton: The plan's.
-            slice_plan: Of this rank.
-            count_max: How many areas there may be: `areas.areas_max`.
+            make: Makes an area, over memory that is ready where it is given some.
+            layout: Of the new plan.
+            area_bytes: What an area takes.
+            count_max: How many areas there may be: `areas_max`.
+            pinned: A device copies into them.
 
         Raises:
             ConfigError: A local tier is too small for its first layout.
             StoreError: A tier's device refused.
         """
-        pinned, numbers = accelerator.kind() is not None, itertools.count()
+        numbers = itertools.count()
 
-        def make(slot: SliceWriter | None) -> Staging:
-            area = functools.partial(Staging, skeleton, slice_plan, self._engine, pinned=pinned)
+        def prepared(slot: SliceWriter | None) -> Staging:
             if slot is None or slot.memory is None:
-                return area(memory=self._ahead.take(next(numbers)))
-            memory = self._ahead.take(address_of(slot.memory))
-            return area(slot=slot.memory, memory=memory, move=slot.copy or ctypes.memmove)
+                return make(slot, self._made_ahead(next(numbers)))
+            return make(slot, self._made_ahead(address_of(slot.memory)))
 
-        self._ahead.stop()
-        self._areas.renew(make, count_max, in_slots=self._tiers.is_direct)
-        self._tiers.prepare(skeleton.layout)
+        if self._ahead is not None:
+            self._ahead.stop()
+        self._areas.renew(prepared, count_max, in_slots=self._tiers.is_direct)
+        self._tiers.prepare(layout)
         if pinned:
-            self._ahead = MemoryAhead(self._to_make(max(1, slice_plan.area_bytes), count_max))
+            self._ahead = MemoryAhead(self._to_make(max(1, area_bytes), count_max))
 
     def close(self) -> None:
-        """No further step comes: what is made ahead of its use goes back."""
-        self._ahead.close(self._config.full_seconds_max)
+        """No further step comes: memory that was made ahead of its use goes back."""
+        if self._ahead is not None:
+            self._ahead.close(self._config.full_seconds_max)
+
+    def _made_ahead(self, key: int) -> torch.Tensor | None:
+        return None if self._ahead is None else self._ahead.take(key)
 
     def _to_make(self, area_bytes: int, count_max: int) -> dict[int, Make]:
         """The memory that later saves will want locked: slots by their address, or areas by their number."""
@@ -187,7 +346,7 @@ class Room:
             How long training stood still; 0 with `seconds_max`, when training is over.
 
         Raises:
-            NoRoom: Not within `full_seconds_max`, or `seconds_max`.
+            PoolFull: Not within `full_seconds_max`, or `seconds_max`.
         """
         if seconds_max is None and self._config.on_full == "skip":
             return 0.0
@@ -204,7 +363,7 @@ class Room:
                 if not gone and self._link.answer(step) is not None:
                     break  # another rank does not wait any longer
                 if not gone and waited_seconds > seconds_max:
-                    raise NoRoom(
+                    raise PoolFull(
                         DeclineCause.LATE.because(
                             f"{self._waited_for(oldest, seconds_max)}. Find out why the store is slow, enlarge the "
                             'ring, save less often, or set on_full = "skip"'
@@ -217,46 +376,42 @@ class Room:
                 self._ledger.waited(waited_seconds)
         return waited_seconds
 
-    def take(self, step: int, record: dict[str, Any]) -> StepPlace:
+    def take(self, step: int, record: dict[str, Any]) -> Reservation:
         """An area for this step, and slots of the tiers as far as there are any. Follow with `send` or `give_back`.
 
         Raises:
-            NoRoom: All areas are taken, or the copy thread is stuck.
+            PoolFull: All areas are taken.
         """
         place = self._take(step, record)
         if place is None:
-            raise NoRoom(self._busy())
-        if stuck := self._copier.wait():
-            self.give_back(place, stuck)
-            raise NoRoom(stuck)
+            raise PoolFull(self._busy())
         return place
 
-    def send(self, place: StepPlace, transfer: Transfer) -> None:
+    def send(self, place: Reservation, transfer: Transfer) -> None:
         """The step has begun: the area belongs to it until the stager and every tier have read it."""
         keeping = place.keeping
         self._areas.send(place.area, transfer, keeping)
         transfer.record["in_flight"] = len(self._areas.in_flight())
-        place.area.tell(_nobody if keeping is None else keeping.nudge)
         if keeping is not None:
             keeping.link_released = transfer.released
             self._tiers.keep(keeping, place.area)
 
-    def give_back(self, place: StepPlace, reason: Reason) -> None:
+    def give_back(self, place: Reservation, reason: Reason) -> None:
         """The step is not taken after all. Slots in which it has begun already are left to their lanes."""
         if place.keeping is not None and place.keeping.area is None:
             self._tiers.drop(place.keeping, reason)
 
     # -- details -------------------------------------------------------------------------------------------------
 
-    def _take(self, step: int, record: dict[str, Any]) -> StepPlace | None:
+    def _take(self, step: int, record: dict[str, Any]) -> Reservation | None:
         if self._tiers.is_direct:
             return self._take_slot(step, record)
         area = self._areas.take()
         if area is None:
             return None
-        return StepPlace(area, self._take_slots(step, record))
+        return Reservation(area, self._take_slots(step, record))
 
-    def _take_slot(self, step: int, record: dict[str, Any]) -> StepPlace | None:
+    def _take_slot(self, step: int, record: dict[str, Any]) -> Reservation | None:
         """A slot of the first tier, which is the area: without one there is nowhere to copy to."""
         keeping = self._take_slots(step, record) if self._areas.has_room() else None
         if keeping is None:
@@ -264,7 +419,7 @@ class Room:
         if keeping.source_is_slot < 0:
             self._tiers.drop(keeping, DeclineCause.BUSY.because("no slot of the first tier is free"))
             return None
-        return StepPlace(self._areas.take_slot(keeping.writers[keeping.source_is_slot]), keeping)
+        return Reservation(self._areas.take_slot(keeping.writers[keeping.source_is_slot]), keeping)
 
     def _take_slots(self, step: int, record: dict[str, Any]) -> Keeping | None:
         """With `on_full="wait"`, wait for those that will become free: verdicts come a little later than seals."""

@@ -25,7 +25,7 @@ from trainer_side.state.tree import GivenState, collect
 _log = logging.getLogger("holdfast.trainer")
 
 
-class RanksAgreeing:
+class LayoutAgreement:
     """See the module. Training thread.
 
     Args:
@@ -48,15 +48,17 @@ class RanksAgreeing:
         self._step = -1
         self.sum_seconds = 0.0
 
-    def begin(self) -> None:
-        """See that the first save of all may be. Where it may not, the other ranks hear it in `agree`.
+    def check_fresh_run(self) -> None:
+        """Refuse the first save if it would begin the run again unasked. The other ranks are told in `agree`.
 
         Raises:
             ConfigError: The run has checkpoints, and the script has neither called `restore()` nor said `fresh`.
             StoreError: Whether it has cannot be seen.
         """
+        if self._context.fresh_run.is_settled:
+            return
         url, tiers = self._context.link.store_url, self._context.tiers.tiers
-        error = self._context.beginning.refusal(url, tiers, with_store=self._rank == 0)
+        error = self._context.fresh_run.refusal(url, tiers, with_store=self._rank == 0)
         if error is not None:
             self._refuse(error)
             raise error
@@ -84,7 +86,7 @@ class RanksAgreeing:
             step: Of the save; -1: it is not said.
 
         Raises:
-            ConfigError: A rank has found that the first save must not be (see `begin`).
+            ConfigError: A rank has found that the first save must not be (see `check_fresh_run`).
             StateError: It cannot be saved, here or on another rank; or the ranks hold different tensors, or different
                 bytes in tensors of which one copy is saved; or this rank's state alone has changed.
             PeerLost: A rank did not answer in time.

@@ -14,15 +14,81 @@ before it gives up, as it does with whatever it keeps.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from trainer_side.save.device_runtime import device_runtime
 from trainer_side.state.accelerator import StreamEvent, module_of, record
+
+_PREFIXES = ("cuda", "hip")
+_PORTABLE = 1  # locked for all devices: cudaHostRegisterPortable
+_NON_BLOCKING = 1  # not in step with the default stream: cudaStreamNonBlocking
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+class DeviceRuntime:
+    """The library. Any thread.
+
+    Args:
+        library: It.
+        prefix: Of all its names.
+    """
+
+    def __init__(self, library: Any, prefix: str) -> None:
+        self._library, self._prefix = library, prefix
+
+    def lock(self, address: int, nbytes: int) -> int:
+        """Lock host memory in place; returns an error of the runtime, 0 for none. Nothing is left of an error."""
+        return self._call("HostRegister", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE)
+
+    def unlock(self, address: int) -> None:
+        """Undo `lock`: the device must have come to the end of all that reads or writes there."""
+        self._call("HostUnregister", ctypes.c_void_p(address))
+
+    def new_stream(self) -> int | None:
+        """A stream of the current device, of the lowest priority that there is; None where the runtime refuses."""
+        lowest, highest, stream = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        if self._call("DeviceGetStreamPriorityRange", ctypes.byref(lowest), ctypes.byref(highest)):
+            return None
+        if self._call("StreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, lowest):
+            return None
+        return stream.value
+
+    def spare_captures(self) -> None:
+        """From now on calls of this thread do not end the recording of a graph in another thread."""
+        self._call("ThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        function = getattr(self._library, self._prefix + name, None)
+        if function is None:
+            return -1
+        code = int(function(*arguments))
+        if code:
+            # Else the next kernel that this thread launches, one of the training, would raise it.
+            getattr(self._library, self._prefix + "GetLastError")()
+        return code
+
+
+@functools.cache
+def device_runtime() -> DeviceRuntime | None:
+    """The runtime that torch calls; None where it has none."""
+    folder = Path(torch.__file__).parent / "lib"
+    for prefix in _PREFIXES:
+        try:
+            # A name is looked for in this library and then in those that it was linked to, which are torch's own; what
+            # else is mapped (another version of the runtime, brought by another package) is passed over.
+            library = ctypes.CDLL(str(folder / f"libc10_{prefix}.so"), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:
+            continue
+        if hasattr(library, f"{prefix}GetLastError"):
+            return DeviceRuntime(library, prefix)
+    return None
 
 
 class DeviceMemory(NamedTuple):
@@ -44,20 +110,28 @@ class DeviceMemory(NamedTuple):
     returned: int = 0
 
 
-class DeviceLane(Protocol):
-    """The calls to a device that a copy needs."""
+class DeviceStream:
+    """The calls to one device that a copy needs, and the project's own stream on it."""
 
-    def beside(self, after: StreamEvent | None) -> AbstractContextManager[None]:
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, module_of(device)
+        self._stream = _own_stream(device)
+
+    @contextmanager
+    def beside(self, after: StreamEvent | None) -> Iterator[None]:
         """Work of this thread goes to a stream of its own meanwhile, behind `after`."""
-        ...
+        if after is not None:
+            self._stream.wait_event(after)
+        with self._module.stream(self._stream):
+            yield
 
     def record(self) -> StreamEvent:
         """Where the current stream is now."""
-        ...
+        return record(self._device)
 
     def go_on(self) -> None:
         """What is queued on the own stream from now on comes behind all that is queued on the current one."""
-        ...
+        self._stream.wait_event(self.record())
 
     def on_device(self, nbytes: int) -> torch.Tensor:
         """Memory in the order of the own stream, as bytes. What was queued there before must be done by now, if another
@@ -66,7 +140,8 @@ class DeviceLane(Protocol):
         Raises:
             OutOfMemoryError: There is none.
         """
-        ...
+        with self.beside(None), torch.inference_mode(mode=False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def fill(self, emptied: Sequence[torch.Tensor]) -> None:
         """As `on_device`, for tensors whose memory was given back by `empty`: they and their views are as before.
@@ -74,11 +149,13 @@ class DeviceLane(Protocol):
         Raises:
             OutOfMemoryError: There is none; those that have some by now keep it.
         """
-        ...
+        with self.beside(None):
+            refill_all(emptied)
 
     def on_current_stream(self, nbytes: int) -> torch.Tensor:
         """As `on_device`, for the current stream alone."""
-        ...
+        with torch.inference_mode(mode=False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def span(self, address: int, nbytes: int) -> torch.Tensor | None:
         """Bytes of the device from an address on, whoever has memory there; nothing is kept alive by it.
@@ -86,63 +163,12 @@ class DeviceLane(Protocol):
         Returns:
             None: torch has no such tensors for this kind of device.
         """
-        ...
-
-    def memory(self) -> DeviceMemory | None:
-        """None: it cannot be measured."""
-        ...
-
-
-class AcceleratorLane:
-    """The lane of one device.
-
-    Args:
-        device: It.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, module_of(device)
-        self._stream = _own_stream(device)
-
-    @contextmanager
-    def beside(self, after: StreamEvent | None) -> Iterator[None]:
-        """As `DeviceLane`."""
-        if after is not None:
-            self._stream.wait_event(after)
-        with self._module.stream(self._stream):
-            yield
-
-    def record(self) -> StreamEvent:
-        """As `DeviceLane`."""
-        return record(self._device)
-
-    def go_on(self) -> None:
-        """As `DeviceLane`."""
-        self._stream.wait_event(self.record())
-
-    def on_device(self, nbytes: int) -> torch.Tensor:
-        """As `DeviceLane`."""
-        with self.beside(None), torch.inference_mode(mode=False):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-    def fill(self, emptied: Sequence[torch.Tensor]) -> None:
-        """As `DeviceLane`."""
-        with self.beside(None):
-            refill_all(emptied)
-
-    def on_current_stream(self, nbytes: int) -> torch.Tensor:
-        """As `DeviceLane`."""
-        with torch.inference_mode(mode=False):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-    def span(self, address: int, nbytes: int) -> torch.Tensor | None:
-        """As `DeviceLane`."""
         if self._device.type != "cuda":
             return None
         return torch.as_tensor(_DeviceBytes(address, nbytes), device=self._device)
 
     def memory(self) -> DeviceMemory | None:
-        """As `DeviceLane`."""
+        """None: it cannot be measured."""
         if not hasattr(self._module, "mem_get_info"):
             return None
         try:
@@ -192,9 +218,9 @@ class _DeviceBytes:
 
 
 @functools.cache
-def lane_of(device: torch.device) -> AcceleratorLane:
-    """The lane of a device. Any thread."""
-    return AcceleratorLane(device)
+def stream_of(device: torch.device) -> DeviceStream:
+    """The one of a device. Any thread."""
+    return DeviceStream(device)
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class _Awaited(NamedTuple):
     is_spared: bool
 
 
-class Unchanged:
+class DeviceDedup:
     """Knows what of one area need not be copied again. `settle` belongs to the copy thread, `forget` to any, all else
     to the training thread; a save waits for the copy before, so they never meet.
 
