@@ -41,8 +41,8 @@ from trainer_side.opaque import OpaqueContext, opaque_methods
 from trainer_side.pace.every import chosen
 from trainer_side.ranks.peers import agree
 from trainer_side.ranks.uncaught import end_by_exit_codes
-from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import RestoreOptions, restore
+from trainer_side.restore.restore_attempt import Restored
 from trainer_side.save.copier import Copier
 from trainer_side.save.finished_step import FinishedStep
 from trainer_side.save.fresh_run_check import FreshRunCheck

@@ -91,9 +91,7 @@ def reorder_schedulers(
 def see_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
     """Refuse a list of dictionaries of several kinds, such as a SequentialLR has of its schedulers, in another order.
 
-    Args:
-        live: What the objects of the state gave.
-        tree: What was saved.
+    `live`: What the objects of the state gave.
 
     Raises:
         StateError: The same kinds, by their keys, were saved in another order; names the first.

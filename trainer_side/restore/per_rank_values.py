@@ -17,7 +17,7 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.mismatch import misfit
-from trainer_side.restore.wrappers import rewrap
+from trainer_side.restore.torch_loading import rewrap
 from trainer_side.state.optimizer_places import located, optimizers_of
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.per_rank_blob import beside_of, decode

@@ -52,10 +52,7 @@ class CopyJob:
     """One copy.
 
     Attributes:
-        transfer: Whose bytes they are.
-        staging: Where they go.
         router: Knows the way through what is behind the gate.
-        taken: What it copies.
         after: Recorded on the training's stream at `save()`, if tensors are on a device.
         fingerprints: Of the replicas; None where they are not asked for.
         keeping: In local tiers; None without any.
@@ -65,7 +62,6 @@ class CopyJob:
         whole: Set when all that is live was copied.
         inside: Whether `save()` returns only when that is so. `compares`: whether the live bytes are compared with the
             copy afterwards.
-        device: That tensors are on.
         route: The way that memory of the device was taken for at `save()`; None: the way is found by the copy thread.
     """
 
@@ -110,7 +106,6 @@ class Copier:
         quietness: What is known of changes that nobody counts.
 
     Attributes:
-        gate: The gate.
         updates: How many steps of optimizers have begun.
         on_update: Called when one begins, on the training thread.
         problem: Why nothing is copied any more; None while all is well.
@@ -192,11 +187,7 @@ class Copier:
     ) -> tuple[bool, bool]:
         """Whether the copy of this save is finished inside `save()`, and whether live bytes are compared with it then.
 
-        Args:
-            step: The step.
-            instant: What is live; None: nothing.
-            nbytes: Of the slice.
-            on_device: Whether live tensors of it are on a device.
+        `instant`: What is live; None: nothing. `on_device`: Whether live tensors of it are on a device.
         """
         trusted = self._proof.saved(instant)
         if instant is None:

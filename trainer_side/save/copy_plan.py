@@ -102,7 +102,6 @@ class SliceSources:
     """A slice, and where its bytes lie at one save.
 
     Attributes:
-        plan: The slice.
         sources: Per entry its storage; None where the bytes are made, or another rank has them.
     """
 
@@ -126,7 +125,6 @@ class Batch:
     Attributes:
         pieces: In the order in which they are copied.
         offsets: Where each goes in the staging area. `addresses`: where each comes from. `sizes`: bytes of each.
-        nbytes: Of all of them.
         read: Addresses of the storages of which nothing is left to be read after this batch.
         frames: Frame → how many of its pieces are here.
     """
@@ -160,11 +158,7 @@ class Route:
 
 
 class Router:
-    """Gives the route for each save. Copy thread.
-
-    Args:
-        plan: The slice.
-    """
+    """Gives the route for each save. Copy thread."""
 
     def __init__(self, plan: SlicePlan) -> None:
         self._pieces = plan.gated

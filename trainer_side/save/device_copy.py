@@ -139,7 +139,6 @@ class Mirror:
 
     Attributes:
         batches: Its sections, in the order of the area.
-        nbytes: Memory that it takes.
         is_whole: Whether it has all that is copied, or only what anything may change.
     """
 
@@ -217,9 +216,7 @@ class DeviceCopy:
     memory there is to take; `bring` and `copy` to the copy thread, `give_back` to either. They never meet: a save waits
     for the copy before. When `bring` or `copy` returns, torch has the memory back.
 
-    Args:
-        stream: The device.
-        room: Says whether there may be a mirror.
+    `room`: Says whether there may be a mirror.
     """
 
     def __init__(self, stream: DeviceStream, room: MirrorRoom) -> None:
@@ -232,11 +229,6 @@ class DeviceCopy:
 
     def mirror(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> Mirror | None:
         """Queue copies on the device, on the current stream, of all or at least of what anything may change.
-
-        Args:
-            now: That.
-            behind: The rest.
-            slice_: What they are of.
 
         Returns:
             None: there is no room.
@@ -277,11 +269,7 @@ class DeviceCopy:
     ) -> Callable[[], None]:
         """Queue copies of `now` into `area` on the current stream: what is queued on it later comes after them.
 
-        Args:
-            now: What is taken now.
-            slice_: What it is of.
-            area: A staging area's memory.
-            behind: What `copy` is going to copy: memory for that is taken now, too.
+        `behind`: What `copy` is going to copy: memory for that is taken now, too.
 
         Returns:
             Waits until they are there. At most one capture is under way.

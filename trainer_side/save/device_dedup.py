@@ -135,12 +135,7 @@ class DeviceDedup:
         self._arrived: StreamEvent | None = None
 
     def versions(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> dict[int, int]:
-        """Of each entry that may be left out, the changes of its tensors that torch has counted.
-
-        Args:
-            tensors: All of the state.
-            tensor_entries: Of each, its entry.
-        """
+        """Of each entry that may be left out, the changes of its tensors that torch has counted."""
         if tensor_entries is not self._tensor_entries:
             self._tensor_entries = tensor_entries
             self._tensors = [place for place, entry in enumerate(tensor_entries) if entry in self._ranges]
@@ -154,9 +149,7 @@ class DeviceDedup:
     def look(self, sources: Sequence[StorageSource | None], versions: Mapping[int, int]) -> frozenset[int]:
         """Queue the hashes on the current stream; returns the entries that need not be copied into the area.
 
-        Args:
-            sources: Per entry its storage.
-            versions: As `versions` gave them; what is not among them is copied.
+        `versions`: As `versions` gave them; what is not among them is copied.
         """
         self._looked, self._hashes = [], None
         spared: set[int] = set()

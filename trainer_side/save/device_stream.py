@@ -33,12 +33,7 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 class DeviceRuntime:
-    """The library. Any thread.
-
-    Args:
-        library: It.
-        prefix: Of all its names.
-    """
+    """The library. Any thread."""
 
     def __init__(self, library: Any, prefix: str) -> None:
         self._library, self._prefix = library, prefix
@@ -96,9 +91,8 @@ class DeviceMemory(NamedTuple):
 
     Attributes:
         free: What nobody holds, as far as torch may take it.
-        total: Of the device.
         reserved: What torch holds for tensors of this process, in use or not, and for copies. `peak`: the most so far.
-        retries: So many times torch had to give memory back to the device before there was enough.
+        retries: The caching allocator's retry count.
         returned: Bytes that torch has given back to the device so far, for whatever reason.
     """
 

@@ -96,12 +96,7 @@ class DeviceRows(NamedTuple):
 
 
 class DeviceSamples:
-    """Gathers the samples of a plan's tensors on one device. Training thread.
-
-    Args:
-        device: It.
-        span: Its memory by address.
-    """
+    """Gathers the samples of a plan's tensors on one device. Training thread."""
 
     def __init__(self, device: torch.device, span: Span) -> None:
         self._device, self._span = device, span
@@ -222,9 +217,7 @@ class Fingerprints:
     def take_now(self, sources: Sequence[StorageSource | None], *, also_gated: bool = False) -> None:
         """Sample what may change as soon as `save()` has returned, and all that is on a device. Training thread.
 
-        Args:
-            sources: Per entry its storage.
-            also_gated: Nothing is held back: all of it may change.
+        `also_gated`: Nothing is held back: all of it may change.
         """
         held_back = [not also_gated and self._gated[entry] for entry in self._watched]
         if accelerator.kind() is not None:

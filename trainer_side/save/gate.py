@@ -99,11 +99,7 @@ class Gate:
             self._waited_seconds = 0.0
 
     def hold(self, storages: Collection[int]) -> None:
-        """Only these are going to be read: what is not among them may be updated at once. Copy thread.
-
-        Args:
-            storages: Addresses.
-        """
+        """Only these are going to be read: what is not among them may be updated at once. Copy thread."""
         with self._changed:
             if self._closed:
                 self._held = set(storages)

@@ -47,8 +47,8 @@ _CLEAN_MAX = 1024
 class HookCoverage:
     """Which optimizers are shown to call their hook before they change parameters. Training thread.
 
-    Until all that is copied behind the gate belongs to such optimizers, `save()` finishes its copy before it returns. An
-    optimizer may escape its hook because its class never calls `Optimizer.__init__`, because other code changes its
+    Until all that is copied behind the gate belongs to such optimizers, `save()` finishes its copy before it returns.
+    An optimizer may escape its hook because its class never calls `Optimizer.__init__`, because other code changes its
     parameters (averages that are swapped in, a search for sharpness), or because a recorded CUDA graph updates them.
 
     Args:
@@ -169,13 +169,7 @@ class _ExpectedCopy(NamedTuple):
 class Quietness:
     """What is known of changes that nobody counts. Training thread, unless a method says otherwise.
 
-    Args:
-        rank: This rank.
-        mode: The setting `copy`.
-        inside_ms_max: The setting `copy_inside_ms_max`.
-        tell: Tells all ranks of a doubt. Any thread.
-        ledger: Counts comparisons.
-        events: Event log.
+    `tell`: Tells all ranks of a doubt. Any thread.
     """
 
     def __init__(
@@ -211,10 +205,8 @@ class Quietness:
     def is_inside(self, nbytes: int, *, on_device: bool) -> bool:
         """Whether a copy of so many bytes is finished inside `save()`, whatever is proven.
 
-        Args:
-            nbytes: Of the slice.
-            on_device: Whether live tensors of it are on a device: however quick their copy is, it comes behind all that
-                is queued there, and `save()` would wait for that.
+        `on_device`: Whether live tensors of it are on a device: however quick their copy is, it comes behind all that
+        is queued there, and `save()` would wait for that.
         """
         with self._guard:
             if self._mode == "inside" or self._distrusted:

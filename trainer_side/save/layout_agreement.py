@@ -100,8 +100,7 @@ class LayoutAgreement:
             _, agreement = self._propose(lambda: self._stage(tree, proposed.sums))
             if agreement.union is None:
                 raise StateError(
-                    "the ranks hold different tensors, and were asked twice what is where; is holdfast the same "
-                    "version on all nodes?"
+                    "the ranks could not agree on a layout; install the same holdfast version on every node"
                 )
         self._before = proposed._replace(sums=())
         self._say_staged(agreement)

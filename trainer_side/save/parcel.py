@@ -38,10 +38,7 @@ _WIDEST_BYTES = 8  # of the widest element; not more, or the first address may b
 class LiveTensors:
     """The tensors of some batches, while they live.
 
-    Args:
-        stream: The device.
-        sources: Per entry its storage.
-        batches: What is going to be viewed.
+    `batches`: What is going to be viewed.
 
     Attributes:
         lasts: Whether the views may be kept for the next save. Where they cannot be made by address (XPU) they may not:
@@ -67,11 +64,7 @@ class LiveTensors:
     def view(self, address: int, piece: CopyPiece, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """Bytes from the first one of a piece on, as elements of a dtype that address and size are multiples of.
 
-        Args:
-            address: Of that byte.
-            piece: The piece.
-            nbytes: How many; the piece may be followed by others of its tensor.
-            dtype: The dtype.
+        `nbytes`: How many; the piece may be followed by others of its tensor.
         """
         if self._all is None:
             assert self._sources is not None
@@ -184,11 +177,7 @@ class Packing:
     ) -> None:
         """The pieces of one parcel, too.
 
-        Args:
-            runs: Its runs.
-            memory: Its memory, bytes; it is there. Later its storage may be emptied and filled again.
-            live: The tensors.
-            sources: Per entry its storage.
+        `memory`: Its memory, bytes; it is there. Later its storage may be emptied and filled again.
         """
         wide = {width: memory.view(dtype) for width, dtype in _WIDTHS.items()}
         for run, first, nbytes in spans(runs):
@@ -212,11 +201,7 @@ class Packing:
 
 
 class Parcel:
-    """The way of one parcel from its memory into an area.
-
-    Args:
-        runs: Its runs.
-    """
+    """The way of one parcel from its memory into an area."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
@@ -256,7 +241,6 @@ class Crossing:
     """A batch on its way to the host.
 
     Attributes:
-        batch: What crosses.
         parcel: How, where it is packed. `memory`: where to.
         event: When it has arrived; None before it is queued.
     """
@@ -270,10 +254,7 @@ class Crossing:
 class LiveBatches:
     """Batches of live tensors, and memory of the device in which each is packed before it crosses.
 
-    Args:
-        of: The batches.
-        slice_: What they are of.
-        slots: So many of them are on their way at once.
+    `slots`: So many of them are on their way at once.
     """
 
     def __init__(self, of: Sequence[Batch], slice_: SliceSources, slots: int) -> None:
@@ -301,9 +282,7 @@ class LiveBatches:
     ) -> bool:
         """Take the memory, if there is any; whether it is there.
 
-        Args:
-            make: Makes a slot.
-            fill: Fills slots that were emptied.
+        `fill`: Fills slots that were emptied.
         """
         if not self.nbytes:
             return False

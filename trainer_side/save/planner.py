@@ -51,7 +51,7 @@ class SavePlan:
         skeleton: The image, with a place for every byte.
         router: The way through what is copied behind the gate.
         watched: Entries of which fingerprints are made; empty where they are not asked for.
-        shared: Those of them that are split.
+        shared: Watched entries that are sharded.
         tear_check: What is looked at to see that a copy is not torn.
         samples: Where fingerprints look on each device.
     """

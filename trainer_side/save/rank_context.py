@@ -17,11 +17,9 @@ class RankContext:
     """Made once by the `Checkpointer`, and handed to all that take part in a save.
 
     Attributes:
-        config: Settings.
         link: Takes steps to the stager, and says who this rank is.
         tiers: The local tiers of this rank, if there are any.
         ledger: Counts what became of the steps.
-        events: Event log.
         fresh_run: Whether the job goes on with its run.
     """
 

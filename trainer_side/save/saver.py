@@ -1,7 +1,7 @@
 """One `save()`, from the call until training may go on.
 
-    save(step), training thread                      copy thread            MPI thread (link)
-    ───────────────────────────────────────          ─────────────          ─────────────────
+    save(step), training thread                      copy thread            link thread
+    ───────────────────────────────────────          ─────────────          ───────────
     collect the state; its plan (planner.py) ─ first time, or new tensors: ► PROPOSE … RESERVED
     room for it (staging_pool.py), or declined
     copy what anything may change
@@ -76,7 +76,7 @@ _device_of = attrgetter("device")
 
 
 class Saver:
-    """Takes the steps of one rank. Training thread.
+    """Takes this rank's checkpoints. Training thread.
 
     Args:
         state: As the script gave it, and as every part of a save reads it.
@@ -111,9 +111,6 @@ class Saver:
 
     def save_late(self, seconds_max: float) -> int:
         """The block ends: save the last step if it found no room, and wait for that.
-
-        Args:
-            seconds_max: How long.
 
         Returns:
             The step, if a save of it was begun; else -1.
@@ -346,7 +343,6 @@ class _Taken(NamedTuple):
 
     Attributes:
         is_live: Whether the rest is copied from live tensors, so that updates must wait for it.
-        instant: What those were like.
         fingerprints: Begun. `after`: where the current stream is then.
         route: The way through what is gated, where some of it is on a device: memory was taken for exactly this one.
     """

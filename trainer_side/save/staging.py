@@ -37,11 +37,7 @@ Move = Callable[
 
 
 class NowBatches:
-    """The batches of what `save()` takes from tensors, kept for all areas of one slice. Training thread.
-
-    Args:
-        plan: The slice.
-    """
+    """The batches of what `save()` takes from tensors, kept for all areas of one slice. Training thread."""
 
     def __init__(self, plan: SlicePlan) -> None:
         self.plan = plan
@@ -321,12 +317,7 @@ class Staging:
         return self._mirror is not None and self._mirror.is_whole
 
     def counted(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> Mapping[int, int]:
-        """The changes that torch has counted, of what is not copied again while it stays as it is: for `copy_now`.
-
-        Args:
-            tensors: All of the state.
-            tensor_entries: Of each, its entry.
-        """
+        """The changes that torch has counted, of what is not copied again while it stays as it is: for `copy_now`."""
         return {} if self._dedup is None else self._dedup.versions(tensors, tensor_entries)
 
     def drop(self) -> None:
@@ -350,11 +341,7 @@ class Staging:
         return Route((), (), frozenset()) if self._took_host else route.on_host()
 
     def fill(self, contents: Mapping[int, bytes | memoryview]) -> None:
-        """Lay down entries whose bytes are made. By `copy_now`, or after it and before `copy_gated` gives frames away.
-
-        Args:
-            contents: As of `copy_now`.
-        """
+        """Lay down entries whose bytes are made: in `copy_now`, or later, before `copy_gated` gives frames away."""
         for piece in self._plan.now:
             content = contents.get(piece.entry)
             if content is not None:

@@ -241,7 +241,7 @@ class StagingPool:
         """Wait until nothing reads a staging area; steps that take too long are given up for the new plan.
 
         Raises:
-            StateError: MPI does not let go of one that was given up.
+            StateError: The transport still holds the memory of a step that was given up.
             HoldfastError: The same, and the stager is lost.
         """
         deadline = time.monotonic() + self._config.full_seconds_max
@@ -266,7 +266,7 @@ class StagingPool:
                     continue
                 raise self._link.problem or StateError(
                     f"rank {self._link.rank}: the tensors changed while the checkpoint of step {before.step} is still "
-                    "being sent; it was given up, and MPI did not let go of it within "
+                    "being sent; it was given up, and the transport still held its memory after "
                     f"{self._config.stager_seconds_max:g} s"
                 )
 
@@ -335,9 +335,7 @@ class StagingPool:
     def wait(self, step: int, seconds_max: float | None = None) -> float:
         """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once.
 
-        Args:
-            step: Whose room it is.
-            seconds_max: Wait whatever `on_full` says, for as long; None: as the settings say.
+        `seconds_max`: Wait whatever `on_full` says, for as long; None: as the settings say.
 
         If all areas are taken, that is until the oldest is staged, or has ended: every rank has sent it then, and the
         stager has room. Also ends when another rank has declined the step.
@@ -457,5 +455,5 @@ class StagingPool:
         if before.state is TransferState.SENT:
             return f"{who} has sent all of it: the stager waits for other ranks"
         if before.settled.is_set():
-            return f"{who} MPI still holds the memory of what was sent to the stager"
+            return f"{who} the transport still holds the memory of what was sent to the stager"
         return f"{who} the stager had room for {sent} of its {before.frames} chunks: the ring is full"

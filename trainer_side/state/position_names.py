@@ -205,12 +205,7 @@ class SavedNames:
         return telling(self._optimizers)
 
     def look(self, tree: Mapping[str, Any], given: Given) -> None:
-        """Make the names again, where an optimizer has other parameters, or has them in another order.
-
-        Args:
-            tree: What was collected.
-            given: What `telling` noted meanwhile.
-        """
+        """Make the names again, where an optimizer has other parameters, or has them in another order."""
         if self._is_writer and (self._parameters is None or self._parameters.have_changed()):
             self._make(tree, given)
 
@@ -375,12 +370,7 @@ def own_positions(
 ) -> dict[str, list[list[Position]]]:
     """The names of what one value of the state has in its optimizers and lists, by path; it stands for its inner one.
 
-    Args:
-        state: The state.
-        tree: What it gave.
-        name: Of the value in it.
-        value: The value.
-        optimizers: Those in it.
+    `name`: Of the value in it.
     """
     with telling(optimizers) as given:
         whole = {**tree, name: value.snapshot()}

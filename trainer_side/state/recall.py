@@ -202,9 +202,7 @@ class _Persistent:
 class Ready:
     """A pickler's view of a tree: its tensors become placeholders, all else is pickled as it is.
 
-    Args:
-        stand_ins: Of each tensor; the same tensor has the same one.
-        protocol: Of the pickle.
+    `stand_ins`: Of each tensor; the same tensor has the same one.
     """
 
     def __init__(self, stand_ins: list[StandIn], protocol: int) -> None:
@@ -334,7 +332,6 @@ class Recall:
     """The recall of one tree. Training thread, except `pickle_snapshot`. It keeps no tensor and no storage alive.
 
     Attributes:
-        last: See `Last`. Any thread.
         holds: False: it recognises nothing any more. Any thread.
         entries: Of each tensor of `RecognisedTree.walked`, the entry of the layout.
     """

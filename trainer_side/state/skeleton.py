@@ -96,11 +96,8 @@ class Skeleton:
 class Deferred:
     """A data.pkl that is not made yet. It is made once, by any thread.
 
-    Args:
-        recall: Recognised the tree. If nothing comes of it, it does not again: the next capture looks at everything.
-        snapshot: The tree as it was.
-        skeleton: The plan.
-        trailer: See `capture`.
+    `recall`: Recognised the tree. If nothing comes of it, it does not again: the next capture looks at everything.
+    `snapshot`: The tree as it was.
     """
 
     def __init__(self, recall: Recall, snapshot: Snapshot, skeleton: Skeleton, trailer: bytes) -> None:
@@ -143,7 +140,6 @@ class Capture(NamedTuple):
         sources: Per entry of the layout the storage to copy; None where `contents` has the bytes, or another rank does.
         contents: Bytes of data.pkl and the serialization id (rank 0), and of this rank's `PerRank` values; by entry.
         deferred: Has those of data.pkl where `contents` lacks them.
-        signature: See `Skeleton.signature`.
         tensors: All of the tree; torch counts in each, or in what it is detached from, the changes in place.
         tensor_entries: Of each, its entry of the layout.
     """
@@ -170,14 +166,7 @@ def plan(
 
     Training thread; moves no tensor bytes, so its cost grows with the number of tensors, not with their size.
 
-    Args:
-        tree: What `collect` gave.
-        classes: What `classify` gave.
-        rank: This rank.
-        ranks: Number of ranks.
-        chunk_bytes: Size of a chunk.
-        agreed: The room for data.pkl and for each `PerRank` value, and how tensors are split.
-        trailer: See `capture`.
+    `agreed`: The room for data.pkl and for each `PerRank` value, and how tensors are split.
 
     Raises:
         Outgrown: On rank 0, data.pkl does not fit its reserve.
@@ -261,12 +250,9 @@ def capture(
 ) -> Capture | None:
     """The cheap step of every save: what is small is made, what is large is pointed to. Training thread.
 
-    Args:
-        tree: What `collect` gave.
-        skeleton: The plan.
-        defer: Whether data.pkl may be left to be made later. It is where the tree is recalled, holds nothing but what a
-            snapshot keeps as it is, and has nothing in it that might make the pickle much longer than the last one.
-        trailer: The last bytes of data.pkl (`position_names.py`); on rank 0.
+    `defer`: Whether data.pkl may be left to be made later. It is where the tree is recalled, holds nothing but what a
+    snapshot keeps as it is, and has nothing in it that might make the pickle much longer than the last one. `trailer`:
+    The last bytes of data.pkl (`position_names.py`); on rank 0.
 
     Returns:
         None if the tensors are not those of the plan any more: make a new one.

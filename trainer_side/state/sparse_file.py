@@ -39,11 +39,7 @@ _DIRECTORY_CRC_OFFSET = 16
 
 
 class Literals:
-    """Runs of known bytes of the image, in order, not overlapping; all between them is holes.
-
-    Args:
-        runs: `(image offset, bytes)`, ascending.
-    """
+    """Runs of known bytes of the image, in order, not overlapping; all between them is holes."""
 
     def __init__(self, runs: list[tuple[int, bytes]]) -> None:
         self.runs = runs
@@ -218,9 +214,7 @@ class ZipParts:
     """The records of the zip and their places.
 
     Attributes:
-        entries: Those of the layout.
         gated: Per entry, whether it is copied behind the gate.
-        pickle_entry: Index of data.pkl.
         serialization_id_entry: Index of the id with which torch tells files apart.
         serialization_id: What torch wrote there when the plan was made.
         storage_entries: Storage number to entry index.

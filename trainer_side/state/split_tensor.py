@@ -85,7 +85,6 @@ class StagePart:
 
     Attributes:
         value: The tensor, DTensor or `Split`; an empty tensor where this rank does not have it.
-        shape: Of the whole.
         is_here: Whether this rank has it.
     """
 
@@ -98,7 +97,6 @@ class Held(NamedTuple):
     """What this rank holds of a tensor.
 
     Attributes:
-        shape: Of the whole.
         region: The part that is here; empty where nothing is.
         local: Its elements: a plain tensor of the region's size.
     """

@@ -73,12 +73,7 @@ def _versions(node: Any) -> dict[str, Any]:
 
 
 class Stages:
-    """Fills the trees of one rank. Training thread.
-
-    Args:
-        union: Of all ranks.
-        rank: This rank.
-    """
+    """Fills the trees of one rank. Training thread."""
 
     def __init__(self, union: StateUnion, rank: int) -> None:
         self._union, self._rank = union, rank

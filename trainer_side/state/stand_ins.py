@@ -48,7 +48,6 @@ class _Row(NamedTuple):
 
     Attributes:
         keys: Of its values; None: they are numbered.
-        types: Of its values.
         dtensors, containers: The places of those in it.
         stand_ins: Key → what comes in the place of a DTensor.
         changed: Key → number of the row of a container in which, at any depth, something is replaced.
@@ -80,9 +79,6 @@ class DTensorPlaces:
     FSDP2 gives a new DTensor for each parameter at each `state_dict()`, and `save()` must know whether each still is
     the part that the plan was made for. Loops that run in C compare them. Keeps only keys and specs of the tree alive.
     Training thread.
-
-    Attributes:
-        paths: Of the DTensors.
     """
 
     def __init__(self, rows: Sequence[_Row], paths: Sequence[str], dtensors: Sequence[Any]) -> None:
@@ -94,9 +90,7 @@ class DTensorPlaces:
     def of(cls, tree: Any, stand_ins: Mapping[str, torch.Tensor]) -> DTensorPlaces | None:
         """The places in a tree that was expanded.
 
-        Args:
-            tree: As it was before.
-            stand_ins: Path → what came in the place of a split tensor.
+        `stand_ins`: Path → what came in the place of a split tensor.
 
         Returns:
             None if something in it is split in another way, or a container is at two places or of an unusual class:
@@ -174,7 +168,7 @@ def _are_different(nodes: Sequence[Any]) -> bool:
 
 
 class _Mark(NamedTuple):
-    """What must be the same at a later save for a region to be the same. Cheap to look at."""
+    """If these fields are unchanged at a later save, so is the rank's region. Cheap to compare."""
 
     mesh: object
     placements: object
@@ -355,9 +349,7 @@ class SplitStandIns:
     ) -> dict[int, StorageSource | None]:
         """Entry of the layout → where what this rank holds of it lies.
 
-        Args:
-            expanded: Of the save.
-            storage_entries: Address of a stand-in's storage → entry.
+        `storage_entries`: Address of a stand-in's storage → entry.
         """
         found: dict[int, StorageSource | None] = {}
         new = tuple.__new__  # as in `again`
@@ -440,9 +432,7 @@ class PerRankStandIns:
     def entries(self, numbers: Mapping[int, int], storage_entries: tuple[int, ...]) -> dict[str, list[int]]:
         """Name → the layout's entry of each rank.
 
-        Args:
-            numbers: Address of a storage → its number, as the survey gave it.
-            storage_entries: Storage number → entry.
+        `numbers`: Address of a storage → its number, as the survey gave it.
         """
         return {
             name: [storage_entries[numbers[tensor.untyped_storage()._cdata]] for tensor in tensors]

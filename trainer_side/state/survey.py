@@ -31,9 +31,6 @@ class StorageSource(NamedTuple):
         entry: Its entry in the layout.
         storage: The storage; kept alive as long as this is.
         start_bytes: Where the used part begins in the storage.
-        nbytes: Its size.
-        data_ptr: Its address, on `device`.
-        device: Where it lies.
     """
 
     entry: int
@@ -80,8 +77,6 @@ class Survey:
     """Result of `survey`.
 
     Attributes:
-        slots: The tensors, in order.
-        parts: The storages, in order.
         numbers: `UntypedStorage._cdata` to the storage's number.
         paths: `id()` of each tensor object to its path.
         signature: Equal for two trees if one plan fits both.
@@ -218,7 +213,6 @@ class _ContainerRow(NamedTuple):
 
     Attributes:
         keys: Of its values; None: they are numbered.
-        types, kinds: Of each value.
         tensors, containers: The places of those in it.
         again: The places of containers in it that were met before.
     """

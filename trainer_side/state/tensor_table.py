@@ -43,9 +43,7 @@ _SMALL_BYTES = 1 << 20  # below it tensors of a device are brought over together
 def checksums(found: Survey, leave_out: Collection[str]) -> tuple[int, ...]:
     """One for each slot, in order. Tied tensors have the same one, and are read once.
 
-    Args:
-        found: The tensors.
-        leave_out: Paths of those that are not read; theirs is 0.
+    `leave_out`: Paths of those that are not read; theirs is 0.
     """
     by_view: dict[tuple[object, ...], int] = {}
     on_devices: dict[torch.device, dict[tuple[object, ...], torch.Tensor]] = {}
@@ -167,14 +165,11 @@ class TensorTable(NamedTuple):
     Attributes:
         rows: `[path, dtype, shape, owner]` of each tensor, in order. Where strides, or a storage shared with another
             tensor, matter, the dtype column says so: replicas are only interchangeable if these agree, too.
-        digest: SHA-256 over the rows.
         pickle_bytes: What data.pkl takes, without slack; 0 on ranks other than 0, whose is not sent.
         per_rank_bytes: What each `PerRank` value takes here, with slack.
         sums: For each row the CRC-32 of all bytes of the tensor; empty where there is nobody to compare with.
-        sum_seconds: What that took.
-        held: For each row that is split, the region that this rank holds. Of a stage, too, for each that can be sent
-            as it lies.
-        stage: See `table`.
+        held: For each row that is split, the region that this rank holds. Of a stage, too, for each that can be sent as
+            it lies.
     """
 
     rows: list[list[Any]]
@@ -199,14 +194,9 @@ def table(
 ) -> TensorTable:
     """What this rank proposes. Training thread; reads every byte of the state once, moves none.
 
-    Args:
-        state: The state.
-        tree: What `collect` gave.
-        rank: This rank.
-        ranks: Number of ranks.
-        names: Of the parameters of each optimizer, where the ranks have different tensors: then a stage is proposed.
-        sums: Those of a table of the same tensors; empty: they are made.
-        beside_bytes: What data.pkl takes beside the pickle.
+    `names`: Of the parameters of each optimizer, where the ranks have different tensors: then a stage is proposed.
+    `sums`: Those of a table of the same tensors; empty: they are made. `beside_bytes`: What data.pkl takes beside the
+    pickle.
 
     Raises:
         StateError: A tensor, or a plain value, is of a kind that cannot be saved; names its path.

@@ -55,9 +55,6 @@ class Arriving:
 
     The copy thread reads it before it pickles the tree. `GradScaler.state_dict()` of torch would wait for all that is
     queued on the device, for the sake of two numbers.
-
-    Args:
-        tensor: Has no dimensions.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -192,9 +189,7 @@ def collect(state: Mapping[str, Any], *, may_arrive: bool = False) -> dict[str, 
 
     The tree holds the live tensors, not copies. Training thread.
 
-    Args:
-        state: The state.
-        may_arrive: Numbers that a device still computes may be `Arriving`: `settle` them before they are looked at.
+    `may_arrive`: Numbers that a device still computes may be `Arriving`: `settle` them before they are looked at.
     """
     tree: dict[str, Any] = {}
     for name, value in state.items():
@@ -295,9 +290,7 @@ def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
     A storage that several tensors share is replicated, or gated, only if all of them are. A DTensor has that
     of its local tensor.
 
-    Args:
-        state: The state from which `collect` made `tree`; its modules and optimizers tell the roles.
-        tree: What `collect` gave.
+    `state`: The state from which `collect` made `tree`; its modules and optimizers tell the roles.
 
     Returns:
         `UntypedStorage._cdata` of each storage to its ownership.

@@ -34,7 +34,7 @@ SAVE_ROOM = PRODUCT[1] / "save"
 PLAYED = (memory_store.__file__, test_checkpointer.__file__)
 FIRST_SAVE_MAX = 44
 LATER_SAVE_MAX = 22
-RESTORE_MAX = 41
+RESTORE_MAX = 25
 FLOORS_MAX = 6
 
 

@@ -22,32 +22,20 @@ from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
 from holdfast.image.regions import Extent
 from trainer_side.ranks.peers import LonePeers, Peers, agree, gather
-from trainer_side.restore.choice import (
-    NEARNESS_OF_RING,
-    STORE,
-    Candidate,
-    FramePiece,
-    FrameSource,
-    Holder,
-    Unit,
-    divide,
-    pieces_of,
-)
+from trainer_side.restore.choice import NEARNESS_OF_RING, STORE, Candidate, Holder
 from trainer_side.restore.device_sections import DeviceSections
 from trainer_side.restore.exchange import check_entries, check_told, tell
-from trainer_side.restore.image_map import ImageEnds, Mapped, ends_of
-from trainer_side.restore.origins import Origin
+from trainer_side.restore.read_plan import FramePiece, FrameSource, Origin, Unit, divide, pieces_of
 from trainer_side.restore.reading import Failure, Means, Reading, read
-from trainer_side.restore.targets import EntryTaker, EntryTarget
-from trainer_side.restore.windows import ChunkWindows
+from trainer_side.restore.structure import ImageEnds, ImageMap, ends_of
+from trainer_side.restore.targets import ChunkWindows, EntryTaker, EntryTarget
 
 
 @dataclass
-class Rounds:
+class SliceReader:
     """One candidate that is read from slices, and from the store where there are none. Training thread; collective.
 
     Attributes:
-        layout: Of its slices.
         origins: What this rank reads from, by number.
         manifest: The store's; None if it does not have this checkpoint.
         ring_is_near: Every rank reads by itself what the ring has: it lies in memory that all of them see.
@@ -115,10 +103,6 @@ class Rounds:
     def read(self, targets: Mapping[int, EntryTaker], crossing: DeviceSections | None = None) -> str | None:
         """Fill every target on every rank.
 
-        Args:
-            targets: As for `reading.read`.
-            crossing: As in `Means`.
-
         Returns:
             Why this candidate is no good, if so; then the targets hold anything.
 
@@ -134,7 +118,7 @@ class Rounds:
 
     def _read(
         self,
-        image: Mapped,
+        image: ImageMap,
         pieces: dict[int, FramePiece],
         targets: Mapping[int, EntryTaker],
         crossing: DeviceSections | None = None,
@@ -177,7 +161,7 @@ class Rounds:
             numbers = {unit: number for number, unit in enumerate(units)}
             done += [unit for unit in shared if numbers[unit] not in failed_units]
             done_near += [unit for unit in near if numbers[unit] not in failed_units]
-            # What this rank has read of them and another rank has not is read anew, perhaps by another one.
+            # Parts that some rank is missing are read again, possibly by another rank.
             for part in windows.parts(
                 [extent for number in failed_units for extent in units[number].extents]
             ):

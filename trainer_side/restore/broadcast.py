@@ -1,4 +1,4 @@
-"""Bytes of split tensors on their way from the rank that read them to all others, each of which keeps its own parts.
+"""Bytes on their way from the rank that read them to all others, each of which keeps its own parts.
 
     reader   reads a unit ─► its own parts, and a window ─┐  share
     others                                    a window ◄──┘ ─► CRC-32, to be compared ─► their own parts
@@ -14,28 +14,25 @@ from __future__ import annotations
 import bisect
 import ctypes
 import itertools
-import threading
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from holdfast.errors import HoldfastError
 from trainer_side.ranks.peers import Peers
-from trainer_side.restore.choice import Unit
 from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow
-from trainer_side.restore.image_map import Mapped
-from trainer_side.restore.targets import EntryTaker, EntryTarget, ReadWindow, Sum
-from trainer_side.restore.windows import ChunkWindows, EntryPart
+from trainer_side.restore.exchange import Exchange
+from trainer_side.restore.read_plan import Unit
+from trainer_side.restore.structure import ImageMap
+from trainer_side.restore.targets import ChunkWindows, EntryPart, EntryTaker, EntryTarget, ReadWindow, Sum
 
 _BATCH = 2  # units that are under way at once
 _AHEAD = _BATCH + 2  # units that this rank has read and not yet given away
-_WAIT_SECONDS = 0.1
 
 
 _Key = tuple[int, int, int, int]
 
 
 def _key(unit: Unit) -> _Key:
-    """Names a unit of one reading, without its extents: there may be thousands."""
+    """Hashable id of a read unit; leaves out its extents, which may be thousands."""
     return unit.reader, unit.number, unit.chunk, unit.frame
 
 
@@ -62,8 +59,8 @@ def _offset(part: EntryPart) -> int:
     return part.offset
 
 
-class Passing:
-    """The windows of one reading. `share`, `is_full` and `settle` are for the training thread.
+class Broadcast(Exchange):
+    """Gives every unit to all ranks: in place where the bytes lie in host memory, through windows otherwise.
 
     Args:
         image: Where everything lies.
@@ -72,21 +69,18 @@ class Passing:
         own: The units that this rank reads, in order.
         crossing: The way to the device that some of the targets are on; None: this rank has none there.
 
-    Attributes:
-        received: CRC-32 of each part that has come from another rank, by its place in the image.
-        error: None: what has come is compared with what was told, when all has come.
+    It finds no error: what has come is compared with what was told, when all has come.
     """
-
-    error: HoldfastError | None = None
 
     def __init__(
         self,
-        image: Mapped,
+        image: ImageMap,
         windows: ChunkWindows,
         targets: Mapping[int, EntryTaker],
         own: Iterable[Unit],
         crossing: DeviceSections | None = None,
     ) -> None:
+        super().__init__(_AHEAD)
         self._windows, self._targets, self._crossing = windows, targets, crossing
         self._chunk_bytes = min(image.chunk_bytes, image.image_bytes)
         self._turns: dict[_Key, int] = {}
@@ -98,31 +92,22 @@ class Passing:
         self._coming: dict[int, ReadWindow] = {}
         self._section: SectionWindow | None = None  # what is coming, where some of it goes to a device
         self._batch: list[Unit] = []
-        self._given = 0  # own units that have arrived everywhere
-        self._changed = threading.Condition()
-        self.received: dict[int, Sum] = {}
 
     def passes(self, part: EntryPart) -> bool:
         """Whether it goes through a window."""
         return not isinstance(self._targets[part.entry], EntryTarget)
 
-    def wait(self, unit: Unit, stopped: threading.Event) -> None:
-        """Wait until there is a window for a unit that this rank reads. Any thread."""
-        turn = self._turns.get(_key(unit))
-        if turn is None:
-            return
-        with self._changed:
-            while turn - self._given >= _AHEAD and not stopped.is_set():
-                self._changed.wait(_WAIT_SECONDS)
+    def _turn(self, unit: Unit) -> int | None:
+        return self._turns.get(_key(unit))
 
     def keep(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
-        """Keep bytes of a unit until they are given away. Any thread."""
+        """As `Exchange`."""
         if self.passes(part):
             window, packed = self._window(unit)
             ctypes.memmove(window.address + packed.place(part.offset), address, view.nbytes)
 
     def share(self, unit: Unit, peers: Peers) -> None:
-        """Begin to give a unit to all other ranks. Each rank in the same order."""
+        """As `Exchange`."""
         peers.share(self._pieces(unit), unit.reader)
 
     def _pieces(self, unit: Unit) -> list[tuple[int, int]]:
@@ -143,11 +128,11 @@ class Passing:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing more may be shared before `Peers.finish` and `settle`. The same on every rank."""
+        """As `Exchange`; the same on every rank."""
         return len(self._batch) >= _BATCH
 
     def settle(self) -> None:
-        """Take what has arrived, after `Peers.finish`."""
+        """As `Exchange`."""
         given = 0
         crossing: list[SectionPart] = []
         for place, unit in enumerate(self._batch):
@@ -168,9 +153,7 @@ class Passing:
             self._crossing.send(self._section, crossing)
             self._section = None  # the other one takes what comes next, while this one crosses
             self._coming.clear()
-        with self._changed:
-            self._given += given
-            self._changed.notify_all()
+        self._left(given)
 
     def _window(self, unit: Unit) -> tuple[ReadWindow, _Packed]:
         turn = self._turns.get(_key(unit))

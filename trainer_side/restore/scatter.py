@@ -1,4 +1,4 @@
-"""Chunks that several ranks have parts of: one of them reads each, and gives every other one its bytes and no more.
+"""Chunks that several ranks need: one rank reads each and sends the others only their bytes.
 
     reader   a chunk ─► its own parts                              each rank says which chunks it needs (a bit each)
                     └─► packed: a parcel for each other rank ──┐   and the regions of which it needs bytes
@@ -14,28 +14,27 @@ on a device is received into a locked window, and crosses from there: all that c
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from holdfast.crc import combine_all
-from holdfast.errors import DamageError, HoldfastError
+from holdfast.errors import DamageError
 from holdfast.image.regions import Comb, Extent, Region
 from trainer_side.ranks.peers import Peers, gather
-from trainer_side.restore.choice import STORE, Unit
+from trainer_side.restore.choice import STORE
 from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow
-from trainer_side.restore.image_map import Mapped
+from trainer_side.restore.exchange import Exchange
+from trainer_side.restore.read_plan import Unit
 from trainer_side.restore.region_targets import RegionTarget, ScatterTarget, copy_runs
-from trainer_side.restore.targets import Sum
-from trainer_side.restore.windows import EntryPart
+from trainer_side.restore.structure import ImageMap
+from trainer_side.restore.targets import EntryPart, Sum
 
 _PACKED = 2  # own chunks whose parcels are under way at once
 _AHEAD = _PACKED + 2  # own chunks that are read and packed, and not yet given away
 _COMING = 16  # parcels that are awaited at once; in host memory they take none of their own
 _COMING_BYTES = 64 << 20  # of what is awaited at once for a device
-_WAIT_SECONDS = 0.1
 _CRC_BYTES = 4
 
 
@@ -56,29 +55,24 @@ class _Parcel(NamedTuple):
     memory: np.ndarray
 
 
-class Parcels:
-    """The parcels of one reading. Made by all ranks together.
+class Scatter(Exchange):
+    """Gives each rank its regions of the chunks that this rank reads, as parcels. Made by all ranks together.
 
-    Training thread, but for `wait` and `keep`.
-
-    Args:
-        image: Where everything lies.
-        targets: What this rank holds, by entry; the same entries on every rank.
-        peers: The ranks.
-        crossing: The way to the device that some of the regions are on; None: this rank has none there.
+    `targets`: What this rank holds, by entry; the same entries on every rank. `crossing`: The way to the device that
+    some of the regions are on; None: this rank has none there.
 
     Attributes:
         units: The chunks that any rank needs, each with its reader: the same on every rank.
-        error: What came was not what was sent, if so.
     """
 
     def __init__(
         self,
-        image: Mapped,
+        image: ImageMap,
         targets: Mapping[int, ScatterTarget],
         peers: Peers,
         crossing: DeviceSections | None = None,
     ) -> None:
+        super().__init__(_AHEAD)
         self._image, self._peers, self._crossing = image, peers, crossing
         self._mine: dict[int, list[RegionTarget]] = {}
         for index in sorted(targets):
@@ -95,25 +89,15 @@ class Parcels:
         self._turns = {chunk: turn for turn, chunk in enumerate(sorted(self._wishes))}
         self._packed: dict[int, list[_Parcel]] = {}
         self._memory: dict[int, np.ndarray] = {}
-        self._given = 0  # own chunks that have left
         self._leaving: list[int] = []
         self._coming: list[tuple[int, list[np.ndarray], np.ndarray]] = []
         self._largest = 0 if crossing is None else max(map(self._crossing_bytes, self._mine), default=0)
         self._section: SectionWindow | None = None  # of what is coming for a device
         self._section_end = 0
         self._parts: list[SectionPart] = []
-        self._changed = threading.Condition()
-        self.received: dict[int, Sum] = {}
-        self.error: HoldfastError | None = None
 
-    def wait(self, unit: Unit, stopped: threading.Event) -> None:
-        """Wait until there is memory to pack a chunk that this rank reads. Any thread."""
-        turn = self._turns.get(unit.chunk)
-        if turn is None:
-            return
-        with self._changed:
-            while turn - self._given >= _AHEAD and not stopped.is_set():
-                self._changed.wait(_WAIT_SECONDS)
+    def _turn(self, unit: Unit) -> int | None:
+        return self._turns.get(unit.chunk)
 
     def keep(self, unit: Unit, part: EntryPart, _address: int, view: memoryview) -> None:
         """Pack what other ranks need of bytes of a chunk. Any thread."""
@@ -124,7 +108,7 @@ class Parcels:
                     copy_runs(wish.comb, part.inside - wish.base, source, parcel.memory[place:], first)
 
     def share(self, unit: Unit, peers: Peers) -> None:
-        """Begin to give away the parcels of a chunk, or to receive this rank's. Each rank in the same order."""
+        """As `Exchange`."""
         if unit.reader == peers.rank:
             for parcel in self._parcels(unit.chunk):
                 end = sum(parcel.sizes)
@@ -143,7 +127,7 @@ class Parcels:
 
     @property
     def is_full(self) -> bool:
-        """Whether this rank shares nothing more before `Peers.finish` and `settle`."""
+        """As `Exchange`; of this rank."""
         has_room = self._section is None or self._section_end + self._largest <= len(self._section.memory)
         return len(self._leaving) >= _PACKED or len(self._coming) >= _COMING or not has_room
 
@@ -163,8 +147,7 @@ class Parcels:
         with self._changed:
             for chunk in self._leaving:
                 self._packed.pop(chunk, None)
-            self._given += len(self._leaving)
-            self._changed.notify_all()
+        self._left(len(self._leaving))
         self._leaving.clear()
 
     def _extent(self, chunk: int) -> Extent:
@@ -295,7 +278,7 @@ def _wish(row: Sequence[Any]) -> NeededRegion:
     return NeededRegion(entry, base, Comb(shape, item_bytes, Region(tuple(start), tuple(size))))
 
 
-def _chunks(image: Mapped, entry: int) -> range:
+def _chunks(image: ImageMap, entry: int) -> range:
     place = image.entries[entry]
     return range(
         place.offset // image.chunk_bytes, (place.offset + max(place.nbytes, 1) - 1) // image.chunk_bytes + 1

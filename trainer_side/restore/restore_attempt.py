@@ -1,9 +1,9 @@
 """One candidate of a restore: read it, and when that went well on every rank, load it.
 
-    open      what the image is; its begin and end        slices: trainer_side/restore/rounds.py     file: structure.py
+    open      what the image is; its begin and end        slices: slice_reader.py     file: structure.py
     parse     the tree
     fit       what of it this rank takes; names and shapes fit?
-    read      all bytes, straight into the tensors        slices: trainer_side/restore/rounds.py     file: reading.py
+    read      all bytes, straight into the tensors        slices: slice_reader.py     file: reading.py
     load      the tree into the objects
 
 Each stage ends with an agreement of all ranks (`trainer_side/ranks/peers.py`).
@@ -27,28 +27,26 @@ from holdfast.image.manifest import Key, Manifest
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.peers import Peers, agree, gather
-from trainer_side.restore.choice import STORE, Candidate, store_units
-from trainer_side.restore.deal import Deal, deal
+from trainer_side.restore.choice import STORE, Candidate
 from trainer_side.restore.device_memory import take_to_device
 from trainer_side.restore.device_sections import DeviceSections, Locked
 from trainer_side.restore.exchange import check_received
-from trainer_side.restore.image_map import Described
-from trainer_side.restore.inventory import Found, Shelf
+from trainer_side.restore.inventory import StoreListing, TierListing
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.loading import check, live_trees, load
 from trainer_side.restore.narrowing import StageNames, is_other, narrow
-from trainer_side.restore.offloaded import offloaded
-from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
-from trainer_side.restore.parcels import Parcels
 from trainer_side.restore.per_rank_values import may_refuse, open_own
+from trainer_side.restore.read_plan import KeptSlice, Origin, ReadPlan, StoredFile, agree_on_plan, store_units
 from trainer_side.restore.reading import Means, Reading, Use, read
-from trainer_side.restore.rounds import Rounds
+from trainer_side.restore.scatter import Scatter
+from trainer_side.restore.slice_reader import SliceReader
 from trainer_side.restore.split_parts import Placed, beside_live, place, split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
-from trainer_side.restore.torch_loading import read_in_place
+from trainer_side.restore.torch_loading import read_in_place, rewrap
 from trainer_side.restore.two_values import Suspects, suspects
-from trainer_side.restore.wrappers import rewrap
+from trainer_side.restore.uncast import offloaded
 from trainer_side.state.optimizer_places import located, optimizers_of
+from trainer_side.state.per_rank import PerRank
 from trainer_side.state.tree import telling, tensor_paths
 
 _log = logging.getLogger("holdfast.restore")
@@ -88,7 +86,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class RestoreJob:
-    """The parts of a restore that are the same for all candidates, and the tiers that `Rounds` found hanging.
+    """The parts of a restore that are the same for all candidates, and the tiers that `SliceReader` found hanging.
 
     `ring_is_near`: every rank reads the stager's ring itself. `locked` makes host memory that a device copies from.
     """
@@ -97,8 +95,8 @@ class RestoreJob:
     store: Store | None
     peers: Peers
     events: EventLog | None
-    found: Found
-    shelf: Shelf
+    found: TierListing
+    shelf: StoreListing
     threads: int
     seconds_max: float
     may_lack: frozenset[str] = frozenset()
@@ -115,15 +113,15 @@ class RestoreJob:
                 self.events.emit(event, {"reason": reason, "instead": instead})
 
 
-class Trial:
+class RestoreAttempt:
     """One candidate. Training thread; every method is collective."""
 
     def __init__(self, job: RestoreJob, candidate: Candidate, seconds: Mapping[str, float]) -> None:
         self._job, self._candidate, self._peers = job, candidate, job.peers
         self._seconds = dict(seconds)
-        self._image: Described
+        self._image: Manifest | Layout
         self._manifest: Manifest | None = None
-        self._rounds: Rounds | None = None
+        self._rounds: SliceReader | None = None
         self._structure: Structure | None = None
         self._live: dict[str, Any] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -131,10 +129,11 @@ class Trial:
         self._reading = Reading()
         self._suspects = Suspects((), candidate.step)
         self._placed = Placed({}, frozenset(), 0)
-        self._deal = Deal()
+        self._plan = ReadPlan()
         self._adopted_bytes = 0
         self._offloaded: frozenset[int] = frozenset()  # tensors of the tree, by id()
         self._in_place: frozenset[str] = frozenset()  # names of the state
+        self._has_own = any(isinstance(value, PerRank) for value in job.state.values())
         self._crossing: DeviceSections | None = None
 
     def read(self) -> str | None:
@@ -169,12 +168,12 @@ class Trial:
                 self._peers,
                 self._offloaded,
             )
-        self._deal = deal(self._structure, self._placed, self._peers)
+        self._plan = agree_on_plan(self._structure, self._placed, self._peers)
         try:
             problem = (
                 self._read_file()
                 if self._rounds is None
-                else self._rounds.read(self._deal.targets, self._crossing)
+                else self._rounds.read(self._plan.targets, self._crossing)
             )
         finally:
             if self._crossing is not None:
@@ -225,7 +224,7 @@ class Trial:
         }
         if self._manifest is not None and job.store is not None:
             origins[STORE] = StoredFile(job.store, self._manifest)
-        self._rounds = Rounds(
+        self._rounds = SliceReader(
             candidate,
             layout,
             origins,
@@ -240,18 +239,18 @@ class Trial:
 
     def _read_file(self) -> str | None:
         """Read it from the store alone. Collective."""
-        job, manifest, whole, own = self._job, self._manifest, self._deal.whole, self._deal.own
+        job, manifest, whole, own = self._job, self._manifest, self._plan.whole, self._plan.own
         assert manifest is not None
         assert job.store is not None
         origins = {STORE: StoredFile(job.store, manifest)}
-        units = store_units(manifest, self._peers.ranks, self._deal.unshared)
+        units = store_units(manifest, self._peers.ranks, self._plan.unshared)
         means = Means(job.threads, job.seconds_max, self._crossing)
         self._reading = read(manifest, units, origins, whole, self._peers, means)
         problem = agree(self._peers, self._reading.error)
         if problem is None and own:
             left = job.seconds_max - self._reading.seconds["read"]
-            parcels = Parcels(manifest, own, self._peers, self._crossing)
-            parts = read(manifest, parcels, origins, own, self._peers, means._replace(seconds_max=left))
+            scatter = Scatter(manifest, own, self._peers, self._crossing)
+            parts = read(manifest, scatter, origins, own, self._peers, means._replace(seconds_max=left))
             self._reading.add(parts)
             problem = agree(self._peers, parts.error)
         self._seconds.update(self._reading.seconds)
@@ -277,13 +276,14 @@ class Trial:
         values: dict[str, Any] = {}
 
         def open_all() -> None:
-            self._deal.settle()
+            self._plan.settle()
             self._suspects.see(tree)
-            open_own(job.state, self._live, tree, names, rank=rank)
+            if self._has_own:
+                open_own(job.state, self._live, tree, names, rank=rank)
 
         def load_all() -> None:
             # From here on only the tree keeps what was read beside: each object's part is free when it is loaded.
-            self._structure, self._deal, self._placed = None, Deal(), Placed({}, frozenset(), 0)
+            self._structure, self._plan, self._placed = None, ReadPlan(), Placed({}, frozenset(), 0)
             in_place, on_host = self._in_place, self._offloaded
             values.update(load(job.state, self._live, tree, in_place=in_place, on_host=on_host))
 
@@ -329,12 +329,11 @@ class Trial:
         for rank, said in enumerate(gather(self._peers, json.dumps(uses).encode())):
             for tier, (nbytes, seconds) in json.loads(said).items():
                 parts.append(f"rank {rank} {nbytes} bytes from {tier} in {seconds:.3g} s")
-        name = self._candidate.name
-        saved_ranks = self._image.ranks if isinstance(self._image, Manifest | Layout) else self._peers.ranks
+        saved_ranks = self._image.ranks
         if self._peers.rank == 0 and saved_ranks != self._peers.ranks:
             _log.warning(
-                "step %d was saved by %d ranks, and this job has %d: the whole state is resumed, but the training that "
-                "follows is not the same to the bit",
+                "step %d was saved by %d ranks, and this job has %d: the whole state is resumed, but the training "
+                "that follows is not bit-identical",
                 self._candidate.step,
                 saved_ranks,
                 self._peers.ranks,
@@ -348,7 +347,11 @@ class Trial:
                 self._candidate.attempt,
                 took,
             )
-            _log.info("restored from %s: %s", name, "; ".join(parts) or "no rank has read a byte")
+            _log.info(
+                "restored from %s: %s",
+                self._candidate.checkpoint,
+                "; ".join(parts) or "no rank has read a byte",
+            )
         if self._job.events is None:
             return
         self._job.events.emit(
@@ -399,7 +402,8 @@ class Trial:
         else:
             file, store = f"slices of {self._candidate.name}", None
         self._structure = Structure(file, self._image, data, store)
-        self._offloaded = offloaded(self._structure)
+        if self._structure.on_host:
+            self._offloaded = offloaded(self._structure)
         with telling(optimizers_of(self._job.state)) as given:
             self._live = live_trees(self._job.state)
         if isinstance(self._structure.tree, dict):
@@ -423,7 +427,8 @@ class Trial:
             left_out = before - structure.entries
             for name in numbered:
                 self._optimizers.pop(name, None)
-        join_by_name(job.state, self._live, structure.tree, structure.names, self._optimizers)
+        if not all(_has_names_only(job.state[name], live) for name, live in self._live.items()):
+            join_by_name(job.state, self._live, structure.tree, structure.names, self._optimizers)
         parts = split_parts(job.state, self._live)
         ranks_now = self._peers.ranks
         check(job.state, self._live, parts, structure.tree, step, ranks=ranks_now, may_lack=job.may_lack)
@@ -431,10 +436,17 @@ class Trial:
             job.state, self._live, structure.tree, self._image, structure.entry_of, step
         )
         # While it is open whether the bytes will be taken, none of them goes into live memory.
-        is_open = bool(self._suspects.groups) or may_refuse(job.state)
+        is_open = bool(self._suspects.groups) or (self._has_own and may_refuse(job.state))
         in_place = {} if is_open else read_in_place(job.state, self._live, structure.tree)
         self._in_place = frozenset(name for name, one in in_place.items() if tensor_paths([one]))
         own = {name: tree for name, tree in self._live.items() if name not in in_place}
         parts = {**beside_live(parts, own, structure.tree), **split_moments(job.state, structure.tree)}
         self._placed = place(structure, parts, job.state, left_out)
         self._adopted_bytes = structure.adopt(in_place) + self._placed.nbytes
+
+
+def _has_names_only(value: Any, live: Any) -> bool:
+    """Whether a value of the state has its tensors by name, and none in a list, nor an optimizer's by number."""
+    if isinstance(value, torch.nn.Module):
+        return all(isinstance(one, torch.Tensor) for one in live.values())
+    return isinstance(value, torch.Tensor)
