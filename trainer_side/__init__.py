@@ -9,9 +9,9 @@ Start with `checkpointer.py`, then follow one save.
 for scripts   checkpointer, state/per_rank, state/rng, ranks/distributed; frameworks/ for others' loops
 data/         samplers and streams that resume at the exact sample
 state/        the user's state as the bytes of one portable file, without a copy of the tensors
-save/         from `save()` to a filled staging area: plan, room, copy thread, the gate that holds optimizers back
+save/         from `save()` to a filled staging area: plan, staging pool, copy thread, the gate for optimizers
 link/         this rank's side of the connection to the stager, and its replacement in a job without a stager
-restore/      from the nearest good checkpoint into live tensors: inventory, choice, reading, exchange, loading
+restore/      from the nearest good checkpoint into live tensors: inventory, choice, read plan, exchange, loading
 tiers/        local tiers in memory, persistent memory, files and the store
 ranks/        MPI, torch.distributed, deadlines
 notice/       preemption notices of this machine, and the step at which all ranks save after one
