@@ -38,7 +38,7 @@ def _train(way: str, out: Path) -> None:
 
     from benchmarks.workload import Workload
     from holdfast import Checkpointer, init_torch_distributed
-    from trainer_side.save.quietness import Quietness
+    from trainer_side.save.hook_coverage import Quietness
 
     torch.set_num_threads(1)
     rank, _ = init_torch_distributed("gloo")

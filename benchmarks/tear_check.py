@@ -19,12 +19,11 @@ import torch
 
 from benchmarks import machine
 from holdfast.wire.state_messages import Agreement
-from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Batch, Router, SlicePlan
-from trainer_side.save.staging import Staging
+from trainer_side.save.staging import CopyEngine, Staging
 from trainer_side.save.tearing import SavedInstant, TearCheck, compare_bytes
-from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import capture, plan
+from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import classify, collect
 
 _LARGE_BYTES = 256 << 20

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         init_torch_distributed,
     )
     from trainer_side.ledger import Stats
-    from trainer_side.restore.candidate import Restored
+    from trainer_side.restore.restore_attempt import Restored
 else:
     from holdfast.lazy import lazy_names
 
@@ -91,7 +91,7 @@ else:
             "init_torch_distributed",
         ),
         "trainer_side.ledger": ("Stats",),
-        "trainer_side.restore.candidate": ("Restored",),
+        "trainer_side.restore.restore_attempt": ("Restored",),
     }
     __getattr__, __dir__ = lazy_names(__name__, _MODULES, submodules=("integrations",))
 

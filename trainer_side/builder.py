@@ -30,17 +30,16 @@ from trainer_side.pace.schedule import Schedule
 from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import Peers
 from trainer_side.ranks.ports import World
-from trainer_side.save.areas import Areas
-from trainer_side.save.beginning import Beginning
 from trainer_side.save.copier import Copier
-from trainer_side.save.copy_engine import CopyEngine
+from trainer_side.save.fresh_run_check import FreshRunCheck
+from trainer_side.save.hook_coverage import Quietness
 from trainer_side.save.left_out import LeftOut
-from trainer_side.save.places import Room
 from trainer_side.save.planner import Planner
-from trainer_side.save.quietness import Quietness
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.saver import Saver
-from trainer_side.state.given_state import GivenState
+from trainer_side.save.staging import CopyEngine
+from trainer_side.save.staging_pool import Areas, StagingPool
+from trainer_side.state.tree import GivenState
 from trainer_side.tiers.tier_set import TierSet
 
 if TYPE_CHECKING:
@@ -70,9 +69,9 @@ class CheckpointerParts:
     tiers: TierSet
     areas: Areas
     engine: CopyEngine
-    beginning: Beginning
+    fresh_run: FreshRunCheck
     left_out: LeftOut
-    room: Room
+    pool: StagingPool
     saver: Saver
     leaving: Leaving
     notices: PreemptionNotices
@@ -135,11 +134,11 @@ def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) 
         optimizers, link, ledger=ledger, events=events, seconds_max=seconds_max, quietness=quietness
     )
     areas, engine = Areas(), CopyEngine(device_bytes_max=config.device_bytes_max)
-    beginning = Beginning(fresh=fresh, seconds_max=config.start_seconds_max)
-    context = RankContext(config, link, tiers, ledger, events, beginning)
+    fresh_run = FreshRunCheck(fresh=fresh, seconds_max=config.start_seconds_max)
+    context = RankContext(config, link, tiers, ledger, events, fresh_run)
     left_out = LeftOut(state, rank=rank, events=events)
-    room = Room(areas, engine, copier, context)
-    saver = Saver(state, Planner(given, left_out, room, context), room, copier, context)
+    pool = StagingPool(areas, context)
+    saver = Saver(state, Planner(given, left_out, pool, engine, context), pool, copier, context)
     leaving = Leaving(
         copier,
         tiers,
@@ -162,9 +161,9 @@ def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) 
         tiers,
         areas,
         engine,
-        beginning,
+        fresh_run,
         left_out,
-        room,
+        pool,
         saver,
         leaving,
         notices,

@@ -1,7 +1,7 @@
 """The `Checkpointer`, the object that a training loop talks to. `builder.py` makes the parts that do its work.
 
     save(step) ─► Saver ──► Planner   chooses what is copied to which place of the image; agrees with the other ranks
-                    ├─────► Room      finds staging areas and slots of local tiers; waits for them, or declines the step
+                    ├─────► StagingPool   finds staging areas and slots of tiers; waits for them, or declines the step
                     ├─────► Copier    runs the copy thread, and the gate that holds optimizers back
                     ├─────► Link      sends the copy to the stager, on a thread of its own
                     └─────► TierSet   writes the copy into local tiers, if there are any
@@ -32,16 +32,15 @@ from trainer_side.opaque import OpaqueContext, opaque_methods
 from trainer_side.pace.schedule import chosen_interval
 from trainer_side.ranks.peers import agree
 from trainer_side.ranks.uncaught import end_by_exit_codes
-from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import RestoreOptions, restore
+from trainer_side.restore.restore_attempt import Restored
 from trainer_side.save.finished_step import FinishedStep
 from trainer_side.save.host_memory import locked_buffer
 from trainer_side.save.saver import no_collections
 from trainer_side.seat import Seat
-from trainer_side.state.given_state import GivenState
-from trainer_side.state.plain_counters import PlainCounters
-from trainer_side.state.seen_batches import SeenBatches
+from trainer_side.state.drill_notes import PlainCounters, SeenBatches
 from trainer_side.state.split_kinds import refuse_split_objects
+from trainer_side.state.tree import GivenState
 from trainer_side.whole_number import shown, step_number
 
 _log = logging.getLogger("holdfast.trainer")
@@ -187,7 +186,7 @@ class Checkpointer:
         self._seat.require("restore()")
         step = None if step is None else step_number(step, "restore()")
         lacking = self._names_in_state(may_lack)
-        self._parts.beginning.restored()
+        self._parts.fresh_run.restored()
         agree(self._parts.peers, self._given.problem())
         store = open_store(self._link.job.store_url)
         options = RestoreOptions(
@@ -367,7 +366,7 @@ class Checkpointer:
         if self._pacer is not None:
             self._pacer.close()
         self._parts.left_out.close()
-        self._parts.room.close()
+        self._parts.pool.close()
         try:
             if error is None:
                 self._leaving.at_the_end()

@@ -17,13 +17,12 @@ import torch
 from benchmarks.gpu.measured import Measured, Sizes
 from benchmarks.gpu.shared import Shared, gb_per_second
 from holdfast.wire.state_messages import Agreement
-from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Router, SlicePlan
-from trainer_side.save.device_lane import empty, lane_of
+from trainer_side.save.device_stream import empty, stream_of
 from trainer_side.save.host_memory import huge_buffer, locked_buffer
-from trainer_side.save.staging import Staging
-from trainer_side.state.proposal import table
+from trainer_side.save.staging import CopyEngine, Staging
 from trainer_side.state.skeleton import capture, plan
+from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import classify, collect
 
 __all__ = ["measure"]
@@ -67,7 +66,7 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:
 
 def _mirror_memory(sizes: Sizes) -> dict[str, float]:
     """Each save with a mirror takes its memory and gives it back: the time of both, without the copy."""
-    lane = lane_of(torch.device("cuda", torch.cuda.current_device()))
+    lane = stream_of(torch.device("cuda", torch.cuda.current_device()))
     taken, given_back = [], []
     for _ in range(_WARM_UP + sizes.rounds):
         begun = time.perf_counter()

@@ -20,7 +20,7 @@ import torch
 from holdfast.errors import DamageError, HoldfastError, StateError
 from tests.fuzz.files import SEED, file_with_pickle, live_state, restore_bytes, torch_pickle
 from tests.support.job import REPOSITORY
-from trainer_side.state.per_rank import decode, encode
+from trainer_side.state.per_rank_blob import decode, encode
 from trainer_side.state.tree import tensor_paths
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer_side.state.arriving import Arriving, settle
-from trainer_side.state.tree import collect
+from trainer_side.state.tree import Arriving, collect, settle
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from holdfast.wire.state_messages import Agreement
-from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Router, SlicePlan
-from trainer_side.save.staging import Staging
-from trainer_side.state.proposal import table
+from trainer_side.save.staging import CopyEngine, Staging
 from trainer_side.state.rng import RngState
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
+from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import classify, collect
 
 pytestmark = [

@@ -15,7 +15,7 @@ import torch
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.store import open_store
 from tests.support.cluster import SMALL, Cluster
-from trainer_side.state.per_rank import decode
+from trainer_side.state.per_rank_blob import decode
 
 pytestmark = [pytest.mark.mpi]
 _JOB = Path(__file__).with_name("jobs") / "split.py"  # not imported: torch's own modules for it warn

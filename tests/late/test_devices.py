@@ -12,7 +12,7 @@ import torch
 
 from holdfast.store.file_system import IN_MEMORY, file_system_of
 from tests.late.control import ILLEGAL_ADDRESS, LateMachine
-from trainer_side.save.device_runtime import device_runtime
+from trainer_side.save.device_stream import device_runtime
 
 pytestmark = pytest.mark.late("lazy")
 MIB = 1 << 20

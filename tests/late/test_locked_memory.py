@@ -16,7 +16,7 @@ from tests.late.control import LateMachine
 from tests.late.whole_saves import DeviceRank
 from tests.unit.trainer_side.tiers.ranks import until
 from trainer_side.save import host_memory
-from trainer_side.save.device_runtime import DeviceRuntime
+from trainer_side.save.device_stream import DeviceRuntime
 
 pytestmark = pytest.mark.late("lazy")
 SLOTS = 3
@@ -91,7 +91,8 @@ def test_all_are_locked_after_the_first_save_and_none_by_a_later_one(
 
 
 def alive(rank: DeviceRank) -> bool:
-    thread = rank.checkpointer._parts.room._ahead._thread
+    ahead = rank.checkpointer._parts.pool._ahead
+    thread = None if ahead is None else ahead._thread
     return thread is not None and thread.is_alive()
 
 
@@ -110,7 +111,7 @@ def test_what_is_under_way_at_the_end_goes_back(
     assert rank.save(0)
     done(rank, 0)
     until(lambda: len(locks.threads) >= 2)
-    before, held = rank.checkpointer._parts.room._ahead, held_bytes(late)
+    before, held = rank.checkpointer._parts.pool._ahead, held_bytes(late)
     if end == "close":
         threading.Timer(0.1, locks.may.set).start()
         rank.checkpointer.close()
@@ -122,7 +123,7 @@ def test_what_is_under_way_at_the_end_goes_back(
         rank.update()
         assert rank.save(1)
         done(rank, 1)
-    until(lambda: before._thread is None or not before._thread.is_alive())
+    until(lambda: before is None or before._thread is None or not before._thread.is_alive())
     if end == "close":
         until(lambda: held_bytes(late) == held)
 

@@ -12,10 +12,9 @@ import torch
 from tests.gpu.test_staging import PLENTY, OnDevice
 from tests.late.control import LateMachine
 from trainer_side.save.copy_plan import SlicePlan
-from trainer_side.save.crossing import LiveBatches
 from trainer_side.save.device_copy import DeviceCopy
-from trainer_side.save.device_lane import AcceleratorLane
-from trainer_side.save.parcel import Parcel
+from trainer_side.save.device_stream import DeviceStream
+from trainer_side.save.parcel import LiveBatches, Parcel
 
 pytestmark = pytest.mark.late("eager")  # each test goes through its own
 POLICIES = ("lazy", "side_lazy", "dice:1", "dice:2", "eager")
@@ -34,7 +33,7 @@ _TAKE_AGAIN = "        with self.beside(None):\n            refill_all"
 # Of which class, and what is planted in the place of what.
 BUGS: dict[str, dict[type, list[tuple[str, str]]]] = {
     "a copy does not wait for what was queued before save()": {
-        AcceleratorLane: [
+        DeviceStream: [
             ("self._stream.wait_event(after)", "pass"),
             ("self._stream.wait_event(self.record())", "pass"),
         ]
@@ -62,14 +61,14 @@ BUGS: dict[str, dict[type, list[tuple[str, str]]]] = {
     "a mirror counts as complete before it is": {
         DeviceCopy: [
             (
-                "                mirror.make(self._lane, slice_)\n",
-                "                self._lane.go_on()\n                mirror.make(self._lane, slice_)\n",
+                "                mirror.make(self._stream, slice_)\n",
+                "                self._stream.go_on()\n                mirror.make(self._stream, slice_)\n",
             ),
-            ("self._lane.go_on()  # whatever", "pass  # whatever"),
+            ("self._stream.go_on()  # whatever", "pass  # whatever"),
         ]
     },
     "a mirror is given to the training before it is read": {
-        AcceleratorLane: [
+        DeviceStream: [
             (_TAKE, "with torch"),
             (_TAKE_AGAIN, _TAKE_AGAIN.replace("with self.beside(None)", "if True")),
         ],

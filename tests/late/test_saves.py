@@ -14,11 +14,10 @@ from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import DeclineCause
 from tests.late.control import LateMachine
 from tests.late.whole_saves import MIRROR, DeviceRank, as_late_as_may_be, counted
-from trainer_side.save import mirror as mirrors
+from trainer_side.save import device_copy as mirrors
 from trainer_side.save.copier import Copier, CopyJob
-from trainer_side.save.device_lane import AcceleratorLane, lane_of
-from trainer_side.save.device_samples import DeviceSamples
-from trainer_side.save.fingerprint import Fingerprints
+from trainer_side.save.device_stream import DeviceStream, stream_of
+from trainer_side.save.fingerprint import DeviceSamples, Fingerprints
 from trainer_side.save.parcel import Packing, Parcel
 from trainer_side.save.staging import Staging
 from trainer_side.state.survey import StoragePart, StorageSource
@@ -69,7 +68,7 @@ def test_where_tensors_cannot_be_viewed_by_address_the_bytes_are_right_too(
 ) -> None:
     """As on XPU."""
     rank = DeviceRank(monkeypatch, device_bytes_max=mirror)
-    monkeypatch.setattr(lane_of(rank.base().device), "span", lambda *_: None)
+    monkeypatch.setattr(stream_of(rank.base().device), "span", lambda *_: None)
     for step in range(4):
         assert rank.save(step)
         rank.update()
@@ -85,7 +84,7 @@ def test_memory_of_tensors_that_training_has_replaced_is_not_kept(
     """Views of live tensors are kept from save to save, and the tensors may be replaced at any time."""
     rank = DeviceRank(monkeypatch, device_bytes_max=mirror, in_flight_max=1)
     if not by_address:
-        monkeypatch.setattr(lane_of(rank.base().device), "span", lambda *_: None)
+        monkeypatch.setattr(stream_of(rank.base().device), "span", lambda *_: None)
     for step in range(4):
         assert rank.save(step)
         rank.update()
@@ -268,9 +267,9 @@ def test_the_copy_thread_does_not_end_a_recording(monkeypatch: pytest.MonkeyPatc
 @MIRROR
 def test_after_an_error_nothing_writes_into_the_area(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes after one parcel that was queued, after two, and so on until a copy needs no more of them."""
-    record, left = AcceleratorLane.record, 0
+    record, left = DeviceStream.record, 0
 
-    def failing(lane: AcceleratorLane) -> Any:
+    def failing(lane: DeviceStream) -> Any:
         nonlocal left
         if threading.current_thread().name == "holdfast-copy":
             left -= 1
@@ -280,7 +279,7 @@ def test_after_an_error_nothing_writes_into_the_area(mirror: str, monkeypatch: p
 
     monkeypatch.setattr(mirrors, "_SECTION_BYTES", 1 << 20)
     rank = DeviceRank(monkeypatch, device_bytes_max=mirror, in_flight_max=1)
-    monkeypatch.setattr(AcceleratorLane, "record", failing)
+    monkeypatch.setattr(DeviceStream, "record", failing)
     for step in range(STEPS_MAX):
         left = step + 1
         assert rank.save(step)
@@ -336,7 +335,7 @@ def test_memory_of_a_mirror_of_a_step_that_is_refused_serves_others_only_behind_
     monkeypatch.setattr(rank.link, "offer", refused)
     assert not rank.checkpointer.save(0)
     assert torch.cuda.memory_allocated() - allocated < 1 << 20, "the factors of hashes alone are kept"
-    lane = lane_of(rank.base().device)
+    lane = stream_of(rank.base().device)
     with late.no_mapping():
         memory = lane.on_device(8 << 20)
     with lane.beside(None):
@@ -388,7 +387,7 @@ def test_the_limit_of_host_memory_counts_all_that_is_locked(
     before, limit = late.pinned_bytes(), 2 * area
     rank = DeviceRank(monkeypatch, device_bytes_max="0", in_flight_max=4, host_bytes_max=limit)
     assert [rank.save(step) for step in range(3)] == [True, True, False]
-    assert rank.checkpointer._saver._room._areas.count_max == 2
+    assert rank.checkpointer._saver._pool._areas.count_max == 2
     assert late.pinned_bytes() - before <= limit + 8 * _WORDS_BYTES, "beside words and hashes"
     rank.checkpointer.close()
 

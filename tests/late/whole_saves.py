@@ -17,7 +17,7 @@ from tests.unit.trainer_side.test_checkpointer import FakeLink
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.save.copier import Copier, CopyJob
-from trainer_side.save.device_lane import _own_stream
+from trainer_side.save.device_stream import _own_stream
 from trainer_side.save.gate import Gate
 
 __all__ = ["MIRROR", "DeviceRank", "as_late_as_may_be", "counted"]

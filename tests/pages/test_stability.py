@@ -27,7 +27,7 @@ FRAMEWORKS = ROOT / "trainer_side" / "frameworks"
 INTERNAL = {"__init__", "missing", "rng_again"}
 GIVEN_BACK = {
     "trainer_side.checkpointer.Stats",
-    "trainer_side.restore.candidate.Restored",
+    "trainer_side.restore.restore_attempt.Restored",
     "holdfast.notices.notice.Notice",
 }
 

@@ -146,7 +146,7 @@ class Instant:
 def start_copier(link: Link, seconds_max: float) -> Copier:
     """The copy thread of the process that runs."""
     from trainer_side.save.copier import Copier  # with torch
-    from trainer_side.save.quietness import Quietness
+    from trainer_side.save.hook_coverage import Quietness
 
     install()  # it was loaded now
     ledger, events = Ledger(), EventLog(None, role="trainer")

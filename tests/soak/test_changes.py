@@ -12,7 +12,7 @@ from holdfast.errors import StateError
 from tests.integration.jobs import changing
 from tests.integration.test_changes import Outcome
 from tests.support import changes
-from trainer_side.state.proposal import table
+from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import collect
 
 pytestmark = [pytest.mark.mpi]

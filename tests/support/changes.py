@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer_side.save.copy_engine import CopyEngine
-from trainer_side.save.hook_proof import HookProof
+from trainer_side.save.hook_coverage import HookCoverage
+from trainer_side.save.staging import CopyEngine
 from trainer_side.save.tearing import SavedInstant
 
 TENSORS, NUMEL = 24, 4096
@@ -579,7 +579,7 @@ def never_compare(put: Callable[[Any, str, Any], None] = setattr) -> None:
 
 def trust_everything(put: Callable[[Any, str, Any], None] = setattr) -> None:
     """No save waits for its copy, whatever is known of the hooks: detection stands alone."""
-    put(HookProof, "saved", lambda *_: True)
+    put(HookCoverage, "saved", lambda *_: True)
 
 
 def see_nothing(put: Callable[[Any, str, Any], None] = setattr) -> None:

@@ -61,7 +61,7 @@ def within(
 _R = TypeVar("_R")
 
 
-class Crew(Generic[_T, _R]):
+class BoundedThreads(Generic[_T, _R]):
     """Runs `work` on each item, in order, in `threads` threads.
 
     Daemon threads, not a pool: the interpreter would wait at its end for a request that hangs.
@@ -99,5 +99,5 @@ class Crew(Generic[_T, _R]):
 
 
 def start(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[Future[_R]]:
-    """The futures of a `Crew` that needs no relief."""
-    return Crew(work, items, threads, name).futures
+    """The futures of a `BoundedThreads` that needs no relief."""
+    return BoundedThreads(work, items, threads, name).futures

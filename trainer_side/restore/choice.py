@@ -15,16 +15,12 @@ Everything here is a function of what all ranks know, so all ranks come to the s
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast.image.checkpoint_id import CheckpointId
-from holdfast.image.layout import Layout
-from holdfast.image.regions import Extent
 from holdfast.image.replicas import drifted_groups, groups_of
-from trainer_side.restore.image_map import Mapped, ends_of
 
 STORE = -1  # in place of the number of a slice: the portable file
 RING = "ring"  # in place of the name of a job: whose slices in the ring are is known by attempt and step
@@ -88,16 +84,6 @@ class StoreCandidate(NamedTuple):
     fault: str
     drift: str = ""
     unopened: bool = False
-
-
-class FrameSource(NamedTuple):
-    """A source of a frame: a slice that a rank has found, or the store (`number` is `STORE`, `rank` is -1)."""
-
-    rank: int
-    number: int
-
-
-_STORE_SOURCE = FrameSource(-1, STORE)
 
 
 @dataclass(frozen=True)
@@ -255,164 +241,3 @@ def _gap(
         who.append(f"so have {len(lacking) - _PLACES_NAMED} more ranks")
     nobody = "each rank of this job has some of it, so they lay on a machine that is not in it"
     return f"{said}. Every rank had sealed it: {'; '.join(who) or nobody}"
-
-
-# -- who reads what --------------------------------------------------------------------------------------------------
-
-
-class FramePiece(NamedTuple):
-    """One frame of one slice: `extents` of the image that lie in one chunk."""
-
-    slice_rank: int
-    frame: int
-    chunk: int
-    extents: tuple[Extent, ...]
-    nbytes: int
-
-
-class Unit(NamedTuple):
-    """Bytes that one rank reads at once, checks by one CRC, and gives to the others.
-
-    Attributes:
-        reader: The rank that reads it. `number`: the slice among what it found, or `STORE`.
-        chunk: Which chunk the extents lie in. `frame`: of the slice, if it is one.
-        extents: What it brings; of a chunk in the store perhaps not all.
-        pieces: Numbers of the pieces that it brings.
-    """
-
-    reader: int
-    number: int
-    chunk: int
-    frame: int
-    extents: tuple[Extent, ...]
-    pieces: tuple[int, ...]
-
-
-def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[int, FramePiece]:
-    """Every frame of every slice by a number, chunks ascending; or only those that reach `within` these extents."""
-    pieces: dict[int, FramePiece] = {}
-    frames = Counter[int]()  # as `frames_of` numbers them
-    count = 0
-    for chunk in range(layout.chunks):
-        for rank in layout.senders(chunk):
-            extents = layout.pieces(chunk, rank)
-            if within is None or any(_overlap(extent, wish) for extent in extents for wish in within):
-                nbytes = sum(extent.nbytes for extent in extents)
-                pieces[count] = FramePiece(rank, frames[rank], chunk, extents, nbytes)
-            frames[rank] += 1
-            count += 1
-    return pieces
-
-
-def _overlap(one: Extent, other: Extent) -> bool:
-    return max(one.offset, other.offset) < min(one.end, other.end)
-
-
-def divide(
-    candidate: Candidate,
-    pieces: Mapping[int, FramePiece],
-    ranks: int,
-    *,
-    chunk_bytes: int,
-    failed: Collection[tuple[int, FrameSource]] = (),
-    broken: Collection[FrameSource] = (),
-) -> tuple[list[Unit], list[int]]:
-    """Give each piece a source and a reader.
-
-    Args:
-        candidate: What is read.
-        pieces: What of it.
-        ranks: How many there are now.
-        chunk_bytes: Of its image.
-        failed: Pieces with the source from which they could not be read.
-        broken: Sources that give nothing any more.
-
-    Returns:
-        The units, chunks ascending; and the pieces that no source is left for.
-    """
-    units: list[Unit] = []
-    lost: list[int] = []
-    loads = [0] * ranks
-    by_chunk: dict[int, list[int]] = {}
-    for number, piece in pieces.items():
-        by_chunk.setdefault(piece.chunk, []).append(number)
-    for chunk, numbers in sorted(by_chunk.items()):
-        chosen: dict[int, FrameSource] = {}
-        for number in numbers:
-            source = _nearest(candidate, number, pieces[number], loads, failed, broken)
-            if source is None:
-                lost.append(number)
-                continue
-            chosen[number] = source
-        if _STORE_SOURCE in chosen.values():
-            # It is read whole for its CRC anyway.
-            fits = [number for number in chosen if (number, _STORE_SOURCE) not in failed]
-            extents = sorted(extent for number in fits for extent in pieces[number].extents)
-            reader = loads.index(min(loads))
-            loads[reader] += chunk_bytes
-            units.append(Unit(reader, STORE, chunk, -1, tuple(extents), tuple(fits)))
-            chosen = {number: source for number, source in chosen.items() if number not in fits}
-        for number, source in chosen.items():
-            piece = pieces[number]
-            loads[source.rank] += piece.nbytes
-            units.append(Unit(source.rank, source.number, chunk, piece.frame, piece.extents, (number,)))
-    return units, lost
-
-
-def _nearest(
-    candidate: Candidate,
-    number: int,
-    piece: FramePiece,
-    loads: Sequence[int],
-    failed: Collection[tuple[int, FrameSource]],
-    broken: Collection[FrameSource],
-) -> FrameSource | None:
-    options = [
-        (holder.nearness, loads[holder.rank], FrameSource(holder.rank, holder.number))
-        for holder in candidate.slices.get(piece.slice_rank, ())
-        if piece.chunk not in holder.absent
-    ]
-    if candidate.stored != STORE:
-        options.append((NEARNESS_OF_STORE, -1, _STORE_SOURCE))
-    left = [option for option in options if option[2] not in broken and (number, option[2]) not in failed]
-    return min(left)[2] if left else None
-
-
-def store_units(image: Mapped, ranks: int, without: Collection[int] = ()) -> list[Unit]:
-    """Of a portable file: each rank reads 1/R, whole chunks that lie side by side.
-
-    Args:
-        image: Where everything lies.
-        ranks: How many share it.
-        without: Entries that are not shared: chunks that have nothing but such bytes, and headers between them,
-            are left out.
-    """
-    chosen: Sequence[int] = range(-(-image.image_bytes // image.chunk_bytes))
-    if without:
-        chosen = _chunks_without(image, without)
-    chunks = len(chosen)
-    units = []
-    for rank in range(ranks):
-        for chunk in chosen[rank * chunks // ranks : (rank + 1) * chunks // ranks]:
-            offset = chunk * image.chunk_bytes
-            extent = Extent(offset, min(image.chunk_bytes, image.image_bytes - offset))
-            units.append(Unit(rank, STORE, chunk, -1, (extent,), ()))
-    return units
-
-
-def _chunks_without(image: Mapped, without: Collection[int]) -> list[int]:
-    head_bytes, tail_offset = ends_of(image)
-    spans = [(0, head_bytes), (tail_offset, image.image_bytes)]
-    spans += [
-        (entry.offset, entry.offset + entry.nbytes)
-        for index, entry in enumerate(image.entries)
-        if index not in without and entry.nbytes
-    ]
-    return sorted(
-        {
-            chunk
-            for begin, end in spans
-            if begin < end
-            for chunk in range(begin // image.chunk_bytes, (end - 1) // image.chunk_bytes + 1)
-        }
-    )

@@ -1,8 +1,8 @@
 """What of a checkpoint goes straight into memory of a device, and the memory for it.
 
 The memory is not that of live tensors, which are loaded from it when all CRCs are right: `load_state_dict` then copies
-on the device, and an optimizer takes its moments as they are. Parts of split tensors are copied by `Deal.settle`; those
-that nobody has yet are read where they stay.
+on the device, and an optimizer takes its moments as they are. Parts of split tensors are copied by `ReadPlan.settle`;
+those that nobody has yet are read where they stay.
 
 Into the device go tensors that loading would bring there anyway, bit for bit: those of modules and bare tensors by
 their live tensors, in their dtype, an optimizer's moments by their parameters, and a rank's parts in the dtype of its
@@ -21,10 +21,10 @@ import torch
 
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.device_sections import DeviceSections, Locked
-from trainer_side.restore.offloaded import elsewhere
 from trainer_side.restore.region_targets import RegionTarget, bytes_in
 from trainer_side.restore.split_parts import Placed
 from trainer_side.restore.structure import Structure, once
+from trainer_side.restore.uncast import elsewhere
 from trainer_side.state.accelerator import module_of
 from trainer_side.state.split_tensor import is_split
 from trainer_side.state.tree import Named, refusal, tensor_paths
@@ -75,7 +75,7 @@ def take_to_device(
         live: What `live_trees` gave for it.
         locked: Makes locked host memory.
         peers: The ranks.
-        on_host: Tensors of the tree that stay there (`offloaded.py`).
+        on_host: Tensors of the tree that stay there (`uncast.offloaded`).
 
     Returns:
         None: this rank has nothing to bring there, or some rank no room.

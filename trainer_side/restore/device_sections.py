@@ -92,9 +92,7 @@ class SectionWindow:
 class DeviceSections:
     """The way of one restore to its device. `window` and `send` belong to any thread, the rest to the training thread.
 
-    Args:
-        device: A CUDA device. Memory that parts go to was taken on its current stream before.
-        locked: Makes the windows.
+    `device`: A CUDA device. Memory that parts go to was taken on its current stream before.
     """
 
     def __init__(self, device: torch.device, locked: Locked) -> None:

@@ -1,4 +1,7 @@
-"""Checks the bytes that came from other ranks, because the exchange may flip a bit, too.
+"""The exchange of bytes among the ranks, and its checks: an exchange may flip a bit, too.
+
+    Broadcast (broadcast.py)    bytes that every rank takes
+    Scatter (scatter.py)        bytes of which each rank takes its own regions
 
     of a portable file    each entry's CRC-32 is in its manifest: compare it with those of its parts, combined
     of slices            nobody knew them before: who read a part tells the others its CRC-32 (`tell`)
@@ -9,17 +12,78 @@ Of what a rank has read itself it has the sums; of what it has received it compu
 from __future__ import annotations
 
 import struct
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from holdfast.crc import combine_all
-from holdfast.errors import DamageError, ProtocolError
+from holdfast.errors import DamageError, HoldfastError, ProtocolError
 from holdfast.image.manifest import Manifest
 from trainer_side.ranks.deadlines import start
 from trainer_side.ranks.peers import Peers, gather
-from trainer_side.restore.choice import Unit
-from trainer_side.restore.image_map import Mapped
-from trainer_side.restore.targets import EntryTaker, EntryTarget, Sum
-from trainer_side.restore.windows import ChunkWindows, EntryPart
+from trainer_side.restore.read_plan import Unit
+from trainer_side.restore.structure import ImageMap
+from trainer_side.restore.targets import ChunkWindows, EntryPart, EntryTaker, EntryTarget, Sum
+
+_WAIT_SECONDS = 0.1
+
+
+class Exchange(ABC):
+    """Gives the units that this rank reads to other ranks, and takes theirs, while further units are read.
+
+    A reader that is ahead waits in `wait` until there is memory for its next unit: a few units are read and not yet
+    given away. `share`, `is_full` and `settle` belong to the training thread; each rank calls them in the same order.
+
+    Args:
+        ahead_max: How many own units may be read and not yet given away.
+
+    Attributes:
+        received: CRC-32 of parts that came from other ranks, by their place in the image.
+        error: What came was not what was sent, if so.
+    """
+
+    def __init__(self, ahead_max: int) -> None:
+        self._ahead_max = ahead_max
+        self._given = 0  # own units that have left
+        self._changed = threading.Condition()
+        self.received: dict[int, Sum] = {}
+        self.error: HoldfastError | None = None
+
+    def wait(self, unit: Unit, stopped: threading.Event) -> None:
+        """Wait until there is memory for a unit that this rank reads. Any thread."""
+        turn = self._turn(unit)
+        if turn is None:
+            return
+        with self._changed:
+            while turn - self._given >= self._ahead_max and not stopped.is_set():
+                self._changed.wait(_WAIT_SECONDS)
+
+    def _left(self, units: int) -> None:
+        """So many own units have arrived everywhere: their memory is used again."""
+        with self._changed:
+            self._given += units
+            self._changed.notify_all()
+
+    @abstractmethod
+    def _turn(self, unit: Unit) -> int | None:
+        """Which of the own units that others need it is; None: nobody else needs it, or it is not this rank's."""
+
+    @abstractmethod
+    def keep(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
+        """Keep bytes of a unit until they are given away. Any thread."""
+
+    @abstractmethod
+    def share(self, unit: Unit, peers: Peers) -> None:
+        """Begin to give a unit away, or to receive it."""
+
+    @property
+    @abstractmethod
+    def is_full(self) -> bool:
+        """Whether nothing more may be shared before `Peers.finish` and `settle`."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Take what has arrived, after `Peers.finish`."""
 
 
 def check_received(
@@ -35,13 +99,8 @@ def check_received(
 
     For when every rank has read its units without an error: else the fault lies there.
 
-    Args:
-        manifest: The file's manifest.
-        units: As given to `read`, chunks ascending.
-        targets: As given to `read`.
-        sums: `Reading.sums` and `Reading.received`: of these parts no byte is looked at again.
-        peers: The ranks.
-        threads: How many compute at once.
+    `units`: As given to `read`, chunks ascending. `sums`: `Reading.sums` and `Reading.received`: of these parts no byte
+    is looked at again. `threads`: How many compute at once.
     """
     windows = ChunkWindows(manifest, targets)
     parts: dict[int, list[EntryPart]] = {}
@@ -68,7 +127,7 @@ def check_received(
 
 
 def tell(
-    image: Mapped,
+    image: ImageMap,
     units: Sequence[Unit],
     entries: Mapping[int, EntryTaker],
     sums: Mapping[int, Sum],
@@ -76,12 +135,7 @@ def tell(
 ) -> dict[int, tuple[EntryPart, Sum]]:
     """The sums of all parts, as the rank that read each one has found them. Collective.
 
-    Args:
-        image: Where everything lies.
-        units: All that were read whole, the same on every rank.
-        entries: As given to `read`.
-        sums: `Reading.sums`: those of this rank.
-        peers: The ranks.
+    `units`: All that were read whole, the same on every rank. `sums`: `Reading.sums`: those of this rank.
 
     Raises:
         ProtocolError: A rank does not tell as many as it has read.
@@ -107,7 +161,7 @@ def tell(
 
 
 def check_told(
-    image: Mapped,
+    image: ImageMap,
     told: Mapping[int, tuple[EntryPart, Sum]],
     targets: Mapping[int, EntryTaker],
     sums: Mapping[int, Sum],
@@ -117,13 +171,8 @@ def check_told(
 ) -> DamageError | None:
     """Compare each part that another rank has read with what that rank has told of it.
 
-    Args:
-        image: Where everything lies.
-        told: What `tell` gave.
-        targets: As given to `read`.
-        sums: `Reading.sums`: these parts were read here.
-        received: `Reading.received`: these were passed on, and have their sum already.
-        threads: How many compute at once.
+    `sums`: `Reading.sums`: these parts were read here. `received`: `Reading.received`: these were passed on, and have
+    their sum already. `threads`: How many compute at once.
     """
     from_others = [(part, said) for offset, (part, said) in sorted(told.items()) if offset not in sums]
 
@@ -142,15 +191,11 @@ def check_told(
 
 
 def check_entries(
-    manifest: Manifest, image: Mapped, told: Mapping[int, tuple[EntryPart, Sum]], tier: str
+    manifest: Manifest, image: ImageMap, told: Mapping[int, tuple[EntryPart, Sum]], tier: str
 ) -> DamageError | None:
     """See that what the tiers gave is what the store has of the same checkpoint: no byte is read for it.
 
-    Args:
-        manifest: The store's.
-        image: The layout of the slices.
-        told: What `tell` gave.
-        tier: Where the bytes come from, for the message.
+    `image`: The layout of the slices. `tier`: Where the bytes come from, for the message.
     """
     expected = {entry.name: entry.crc32 for entry in manifest.entries}
     of_entries: dict[int, list[Sum]] = {}

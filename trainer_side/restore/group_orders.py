@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.errors import StateError
-from trainer_side.state.containers import children
 from trainer_side.state.optimizer_places import at, reachable
+from trainer_side.state.tree import children
 
 # As torch's schedulers, and timm's, name their lists.
 _PER_GROUP = frozenset(
@@ -91,9 +91,7 @@ def reorder_schedulers(
 def see_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
     """Refuse a list of dictionaries of several kinds, such as a SequentialLR has of its schedulers, in another order.
 
-    Args:
-        live: What the objects of the state gave.
-        tree: What was saved.
+    `live`: What the objects of the state gave.
 
     Raises:
         StateError: The same kinds, by their keys, were saved in another order; names the first.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -33,9 +33,12 @@ from trainer_side.restore.choice import (
     RING,
     Candidate,
     Holder,
+    Passed,
     RankPlace,
     SliceKey,
     StoreCandidate,
+    candidates,
+    pass_over,
 )
 from trainer_side.tiers.tier import Keeps, Kept, NamesDamage, Nearness, Tier
 from trainer_side.tiers.tier_inventory import ask_kept
@@ -57,12 +60,11 @@ _NEARNESS = {
 
 
 @dataclass
-class Found:
+class TierListing:
     """The slices that all ranks have found.
 
     Attributes:
         own: Those of this rank; a holder's `number` counts them.
-        holders: Those of all.
         lost: Tiers that could not say what they keep, and what is damaged in others, and why; of all ranks.
         missed: Those of them that may have, or had, slices of a whole checkpoint.
         places: Where each rank is; empty if no rank has a tier.
@@ -99,21 +101,18 @@ class Found:
         return layout
 
 
-def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_MAX) -> Found:
+def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_MAX) -> TierListing:
     """Ask every tier of every rank what it keeps. Collective.
 
     A tier that fails or hangs, and a slice whose layout is not that of its seal, is left out and named: others may have
     it too.
 
-    Args:
-        tiers: Of this rank.
-        peers: The ranks.
-        seconds_max: How long a tier may take to say it.
+    `seconds_max`: How long a tier may take to say it.
 
     Raises:
         PeerLost: A rank is gone.
     """
-    found = Found()
+    found = TierListing()
     lost: list[tuple[str, bool]] = []  # what, and whether a whole checkpoint may be missed
     for tier in tiers:
         try:
@@ -168,7 +167,7 @@ def _row(tier: Keeps, kept: Kept) -> list[object]:
     return [key, seal.rank, *where, sorted(kept.absent), replicas, drift, kept.complete]
 
 
-class Shelf:
+class StoreListing:
     """The checkpoints in the store, as rank 0 finds them: newest first, and as many as are asked for.
 
     Attributes:
@@ -196,7 +195,7 @@ class Shelf:
         step: int | None = None,
         also: Collection[CheckpointId] = (),
         seconds_max: float = _SECONDS_MAX,
-    ) -> tuple[Shelf, HoldfastError | None]:
+    ) -> tuple[StoreListing, HoldfastError | None]:
         """List the store, on rank 0, and read the newest manifest. Collective.
 
         Args:
@@ -243,6 +242,8 @@ class Shelf:
         problem = agree(peers, failed)
         if problem is not None:
             raise DamageError(problem)
+        if mine is not None and peers.ranks == 1:
+            return mine
         said = peers.broadcast(mine.to_bytes() if mine is not None else None)
         return mine or Manifest.from_bytes(said, source="the store (from rank 0)")
 
@@ -356,3 +357,56 @@ def newest_attempt(
                 )
     agree(peers, error)
     return max(newest, int(peers.broadcast(b"%d" % said if peers.rank == 0 else None)))
+
+
+class InTurn:
+    """All checkpoints, newest first, each as a candidate or with the reason why it is none.
+
+    Iterating is collective: every rank takes the same steps. It raises what `StoreListing.more` raises.
+
+    Args:
+        holders: The slices that the ranks have found.
+        shelf: The store's checkpoints.
+        peers: The ranks.
+        set_aside: Checkpoints that are passed over.
+        places: Where each rank is, for people.
+    """
+
+    def __init__(
+        self,
+        holders: Sequence[Holder],
+        shelf: StoreListing,
+        peers: Peers,
+        set_aside: Collection[CheckpointId] = (),
+        places: Sequence[RankPlace] = (),
+    ) -> None:
+        self._places = places
+        self._holders, self._shelf, self._peers, self._set_aside = holders, shelf, peers, set_aside
+
+    def __iter__(self) -> Iterator[Candidate | Passed]:
+        number = 0
+        while True:
+            listed = self.known()
+            while number < len(listed) and self._is_settled(listed[number]):
+                yield listed[number]
+                number += 1
+            if self._shelf.unread is None:
+                return
+            # What is read now comes after all that was given: it is older, and nothing drifted was given yet.
+            self._shelf.more(self._peers)
+
+    def known(self) -> Sequence[Candidate | Passed]:
+        """What is known so far, in order; between them may be others that were not read yet. Not collective."""
+        return pass_over(candidates(self._holders, self._shelf.stored, self._places), self._set_aside)
+
+    def first(self) -> Candidate | None:
+        """The first candidate; whatever is newer is known then. Collective."""
+        return next((one for one in self if isinstance(one, Candidate)), None)
+
+    def _is_settled(self, one: Candidate | Passed) -> bool:
+        """Whether nothing that was not read yet comes before it."""
+        unread = self._shelf.unread
+        if unread is None:
+            return True
+        is_drifted = isinstance(one, Candidate) and bool(one.drift)
+        return not is_drifted and CheckpointId(one.attempt, one.step) > unread

@@ -20,7 +20,7 @@ import torch
 
 from holdfast.errors import StateError
 from trainer_side.restore.group_orders import GroupOrder, reorder_schedulers, see_kinds
-from trainer_side.restore.wrappers import WRAPPERS
+from trainer_side.restore.torch_loading import WRAPPERS
 from trainer_side.state.optimizer_places import at, is_form, sizes
 from trainer_side.state.position_names import Position, Positions, positions, tensor_lists
 from trainer_side.state.tree import tensor_paths
@@ -36,8 +36,6 @@ class _Side(NamedTuple):
     """The parameters of an optimizer in the script, or in the checkpoint.
 
     Attributes:
-        flat: All of them.
-        group_of: The group of each.
         paths: What the whole state has there: paths without wrappers.
         objects: Names at the top of the state.
     """

@@ -9,26 +9,168 @@ Random states come last: whatever another object's `load_state_dict` draws must 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from holdfast.errors import StateError
-from trainer_side.restore.group_lists import same_group_lists
-from trainer_side.restore.in_place import differs, refill
 from trainer_side.restore.mismatch import misfit
-from trainer_side.restore.rollback import rolled_back_on_error
 from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import once
 from trainer_side.restore.torch_loading import is_loaded_by_torch, read_in_place
 from trainer_side.restore.uncast import uncast, uncasting
-from trainer_side.state.inference import writable
 from trainer_side.state.optimizer_places import optimizers_of
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
-from trainer_side.state.tree import refusal, tensor_paths
+from trainer_side.state.split_tensor import local_of, writable
+from trainer_side.state.tree import refusal, tensor_paths, with_inner
+
+
+@contextmanager
+def same_group_lists(optimizer: Optimizer) -> Iterator[None]:
+    """While a state is loaded into `optimizer`, and into those that it wraps. Training thread.
+
+    Optimizers with a `load_state_dict` of their own are left alone: only they know what refers to their groups.
+    """
+    together = with_inner([optimizer])
+    if any(type(one).load_state_dict is not Optimizer.load_state_dict for one in together):
+        yield
+        return
+    before = [(one, one.param_groups, [*one.param_groups]) for one in together]
+    yield
+    kept = {}
+    for one, groups, members in before:
+        loaded = one.param_groups
+        if loaded is groups:
+            continue
+        if id(loaded) not in kept:
+            if len(loaded) != len(members):
+                continue
+            for member, group in zip(members, loaded, strict=True):
+                if member is not group:
+                    fresh = dict(group)
+                    member.clear()
+                    member.update(fresh)
+            groups[:] = members
+            kept[id(loaded)] = groups
+        one.param_groups = kept[id(loaded)]
+
+
+_REFILLED = (dict, list, set, deque)
+
+
+def refill(live: Any, saved: Any) -> bool:
+    """Replace the content of the container `live` by that of `saved`, recursively. Training thread.
+
+    Tensors of equal shape and dtype are copied into those of `live`, which the script may hold elsewhere too.
+
+    A split tensor that was saved is the live one itself, filled already.
+
+    Returns:
+        False if `live` is no container, or not of the kind that was saved; it is then unchanged.
+    """
+    if live is saved:
+        return True
+    if not _alike(live, saved):
+        return False
+    if isinstance(live, dict):
+        content = {key: _merged(live.get(key), value) for key, value in saved.items()}
+        live.clear()
+        live.update(content)
+    elif isinstance(live, list):
+        old = [*live, *[None] * (len(saved) - len(live))]
+        live[:] = [_merged(before, value) for before, value in zip(old, saved, strict=False)]
+    elif isinstance(live, set):
+        live.clear()
+        live.update(saved)
+    else:
+        live.clear()
+        live.extend(saved)
+    return True
+
+
+def differs(live: Any, saved: Any) -> bool:
+    """Whether a plain value of the script is another one than what was saved."""
+    try:
+        return bool(live != saved)
+    except Exception:  # noqa: BLE001 - a tuple with tensors, or a class with an `!=` of its own
+        return True
+
+
+def _alike(live: Any, saved: Any) -> bool:
+    if isinstance(live, dict):
+        return isinstance(saved, Mapping)
+    return any(isinstance(live, kind) and isinstance(saved, kind) for kind in _REFILLED)
+
+
+def _merged(live: Any, saved: Any) -> Any:
+    if live is saved:
+        return live
+    if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if live.shape == saved.shape and live.dtype == saved.dtype:
+            with torch.no_grad():
+                return live.copy_(saved)
+        return saved
+    return live if refill(live, saved) else saved
+
+
+@contextmanager
+def rolled_back_on_error(value: Any, live: Any) -> Iterator[None]:
+    """Give the tensors of `value` their bytes back if the block raises. Training thread.
+
+    Args:
+        value: A module, an optimizer, or any other object with `load_state_dict`.
+        live: What its `state_dict()` gave: of another object these tensors are kept.
+    """
+    held = [local_of(tensor).detach() for tensor in _tensors(value, live)]
+    kept = [(tensor, tensor.to("cpu", copy=True)) for tensor in held if not tensor.is_meta]
+    members = [(of, dict(of)) for of in _members(value)]
+    optimizer = {name: vars(value)[name] for name in _OPTIMIZER} if _is_optimizer(value) else {}
+    try:
+        yield
+    except BaseException:
+        if optimizer:
+            vars(value).update(optimizer)
+        for of, before in members:
+            of.clear()
+            of.update(before)
+        with torch.no_grad():
+            for tensor, copied in kept:
+                tensor.copy_(copied)
+        raise
+
+
+_OPTIMIZER = ("state", "param_groups")
+
+
+def _tensors(value: Any, live: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.nn.Module):
+        own = [*value.parameters(), *value.buffers()]
+        return [tensor for tensor in own if not is_lazy(tensor)]
+    if _is_optimizer(value):
+        live = [*value.state.values()]
+    return [tensor for _, tensor in tensor_paths(live)]
+
+
+def _members(value: Any) -> list[dict[Any, Any]]:
+    """The dictionaries in which the object keeps tensors: it may put others into them."""
+    if isinstance(value, torch.nn.Module):
+        return [of for module in value.modules() for of in (module._parameters, module._buffers)]
+    if _is_optimizer(value):
+        return [
+            of for of in (value.state, *value.state.values(), *value.param_groups) if isinstance(of, dict)
+        ]
+    return []
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, torch.optim.Optimizer)
+
 
 _log = logging.getLogger("holdfast.restore")
 _NAMED = 5  # of many problems of one kind, so many are named
@@ -177,7 +319,7 @@ def load(
         tree: What was saved, with this rank's own values (`open_own`). The memory of each object's part is free as
             soon as the object is loaded.
         in_place: Names whose tensors were read over.
-        on_host: Tensors of the tree that optimizers keep in host memory (`offloaded.py`), by `id()`.
+        on_host: Tensors of the tree that optimizers keep in host memory (`uncast.offloaded`), by `id()`.
 
     Returns:
         The plain values. Lists and dictionaries of the state have got their saved content in place; numbers, texts and
@@ -249,7 +391,11 @@ def _load_object(name: str, value: Any, saved: Any, live: Any, on_host: Collecti
     undone = nullcontext() if by_torch else rolled_back_on_error(value, live)
     lists = same_group_lists(value) if is_optimizer else nullcontext()
     with _refusal_named(name, value), undone:
-        with uncasting(optimizers_of({name: value}), on_host) as done, lists, writable(value):
+        optimizers = optimizers_of({name: value})
+        casts: AbstractContextManager[list[torch.optim.Optimizer]] = nullcontext([])
+        if optimizers:
+            casts = uncasting(optimizers, on_host)
+        with casts as done, lists, writable(value):
             value.load_state_dict(saved)
         if is_optimizer and not done:
             uncast(value, saved, only_casts=True)  # its own loading may cast as torch's does

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from trainer_side.restore.torch_loading import Loading, loading_of, places_of
-from trainer_side.restore.wrappers import other_wrappers
-from trainer_side.state.parameter_names import has_groups
+from trainer_side.restore.torch_loading import Loading, loading_of, other_wrappers, places_of
+from trainer_side.state.optimizer_places import has_groups
 from trainer_side.state.per_rank import PerRank
 
 # Schedulers write these into the groups of the optimizer that they drive.
@@ -31,11 +30,7 @@ _SIZES = 8  # of so many groups each size is said
 def misfit(name: str, value: Any, saved: Any, *, ranks: int) -> str:
     """Why what was saved cannot be loaded into the value, and what to do, where that can be seen; else empty.
 
-    Args:
-        name: Of both in the state.
-        value: The script's.
-        saved: The checkpoint's.
-        ranks: Of this job.
+    `name`: Of both in the state.
     """
     if isinstance(value, PerRank):
         return _other_ranks(name, value, saved, ranks)

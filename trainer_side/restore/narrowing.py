@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from trainer_side.state.parameter_names import has_groups, parameter_names
+from trainer_side.state.optimizer_places import has_groups, parameter_names
 from trainer_side.state.position_names import Position, Positions
 
 # Moments that torch's optimizers make in the shape of the parameter; those of Adafactor are smaller.

@@ -1,6 +1,6 @@
 """This rank's own values: opened, joined by name and judged when all bytes are read, and before any object is loaded.
 
-    tree   {"expert_optimizer": [blob of rank 0, blob of rank 1]}     names behind each value (`per_rank_names.py`)
+    tree   {"expert_optimizer": [blob of rank 0, blob of rank 1]}     names behind each value (`position_names.py`)
     after  {"expert_optimizer": {"state": {…}, "param_groups": […]}}  of this rank, in the order of the script
 
 What a blob has is not known before it is read. So where one may be refused, nothing is read in place.
@@ -17,10 +17,12 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.mismatch import misfit
-from trainer_side.restore.wrappers import rewrap
-from trainer_side.state.optimizer_places import located, optimizers_of, telling
-from trainer_side.state.per_rank import PerRank, beside_of, decode
+from trainer_side.restore.torch_loading import rewrap
+from trainer_side.state.optimizer_places import located, optimizers_of
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.per_rank_blob import beside_of, decode
 from trainer_side.state.position_names import Positions, from_record, opened, tensor_lists
+from trainer_side.state.tree import telling
 
 _log = logging.getLogger("holdfast.restore")
 

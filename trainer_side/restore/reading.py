@@ -9,11 +9,11 @@
    window takes all runs of a unit, and what is in it crosses at once, while the next unit is read into a second one.
 2. The CRC-32 of a unit is that of its parts and of what lies between them, combined: no byte is summed twice.
 3. A unit that is read and checked is shared with the other ranks while the next ones are read: with all of them
-   (`passing.py`), or with those that need bytes of it (`parcels.py`). The turns go round the ranks (first unit of each,
-   second unit of each, …), so each rank makes the same `share` calls in the same order.
+   (`broadcast.py`), or with those that need bytes of it (`scatter.py`). The turns go round the ranks (first unit of
+   each, second unit of each, …), so each rank makes the same `share` calls in the same order.
 4. A rank that meets damage goes on sharing, whatever its memory holds: the order of calls must not break. Its error is
    returned, and the ranks agree afterwards.
-5. What a tier cannot give does not stop the others: `rounds.py` reads it from elsewhere. What the store
+5. What a tier cannot give does not stop the others: `slice_reader.py` reads it from elsewhere. What the store
    cannot give does.
 6. A request to a tier that does not return in time is a device that hangs: all that this rank wants of it is given up,
    and other threads take the place of those that wait there. What these still bring stays in their windows.
@@ -33,16 +33,16 @@ from typing import NamedTuple
 from holdfast.crc import combine_all
 from holdfast.errors import DamageError, HoldfastError, StoreError
 from holdfast.faultpoint import Point, reach
-from trainer_side.ranks.deadlines import Crew
+from trainer_side.ranks.deadlines import BoundedThreads
 from trainer_side.ranks.peers import Peers
-from trainer_side.restore.choice import STORE, Unit
+from trainer_side.restore.broadcast import Broadcast
+from trainer_side.restore.choice import STORE
 from trainer_side.restore.device_sections import SECTION_BYTES, DeviceSections, SectionPart, SectionWindow
-from trainer_side.restore.image_map import Mapped
-from trainer_side.restore.origins import Origin
-from trainer_side.restore.parcels import Parcels
-from trainer_side.restore.passing import Passing
-from trainer_side.restore.targets import EntryTaker, ReadWindow, Sum
-from trainer_side.restore.windows import ChunkWindows, ReadRun
+from trainer_side.restore.exchange import Exchange
+from trainer_side.restore.read_plan import Origin, Unit
+from trainer_side.restore.scatter import Scatter
+from trainer_side.restore.structure import ImageMap
+from trainer_side.restore.targets import ChunkWindows, EntryTaker, ReadRun, ReadWindow, Sum
 
 _log = logging.getLogger("holdfast.restore")
 # Not more broadcasts at a time; waiting for them is also what moves them on, while the readers go on reading.
@@ -71,7 +71,6 @@ class Use:
     """Count of the bytes that were read from one tier, or from the store.
 
     Attributes:
-        nbytes: Read and found whole.
         seconds: From the first request to the end of the last one.
     """
 
@@ -86,11 +85,9 @@ class Reading:
     Attributes:
         error: Why the bytes cannot be used, if so; then the targets hold anything.
         failures: What tiers could not give; these parts of the targets hold anything.
-        bytes_read: By this rank.
         seconds: `read`: until this rank's own units were there; `exchange`: from then until everybody's were.
         sums: CRC-32 and size of each part that this rank has read itself, by its place in the image: they need not be
             computed again. `received`: of parts that came from others, and are not in one piece any more.
-        uses: By tier.
     """
 
     error: HoldfastError | None = None
@@ -138,8 +135,8 @@ def turns(units: Sequence[Unit], ranks: int) -> list[Unit]:
 
 
 def read(
-    image: Mapped,
-    units: Sequence[Unit] | Parcels,
+    image: ImageMap,
+    units: Sequence[Unit] | Scatter,
     origins: Mapping[int, Origin],
     targets: Mapping[int, EntryTaker],
     peers: Peers,
@@ -147,15 +144,10 @@ def read(
 ) -> Reading:
     """Fill, on every rank, what the units have of every target. Collective; training thread.
 
-    Args:
-        image: Where everything lies.
-        units: The same on every rank. Every rank gets all bytes of them; of those of `Parcels`, what it holds.
-        origins: For every number in this rank's own units.
-        targets: Entry index → memory of exactly the entry's size, or the parts of it that this rank keeps; the same
-            entries, with the same kind of target, on each rank; not overlapping. What goes to a device may still be on
-            its way when this returns (`DeviceSections.finish`).
-        peers: The ranks.
-        means: How it is read.
+    `units`: The same on every rank. Every rank gets all bytes of them; of those of `Scatter`, what it holds. `origins`:
+    For every number in this rank's own units. `targets`: Entry index → memory of exactly the entry's size, or the parts
+    of it that this rank keeps; the same entries, with the same kind of target, on each rank; not overlapping. What goes
+    to a device may still be on its way when this returns (`DeviceSections.finish`).
 
     Returns:
         With `error` set to the first problem that another source does not mend: `DamageError` (a CRC of the store does
@@ -165,43 +157,43 @@ def read(
         PeerLost: A rank is gone.
     """
     threads, seconds_max, crossing = means
-    passing: Passing | Parcels | None = units if isinstance(units, Parcels) else None
-    units = units.units if isinstance(units, Parcels) else units
+    exchange: Exchange | None = units if isinstance(units, Scatter) else None
+    units = units.units if isinstance(units, Scatter) else units
     own = [unit for unit in units if unit.reader == peers.rank]
     windows = ChunkWindows(image, targets)
-    if passing is None and peers.ranks > 1:
-        passing = Passing(image, windows, targets, own, crossing)
-    crew = _Crew(image, origins, targets, windows, passing, seconds_max, crossing)
+    if exchange is None and peers.ranks > 1:
+        exchange = Broadcast(image, windows, targets, own, crossing)
+    pool = ReaderPool(image, origins, targets, windows, exchange, seconds_max, crossing)
     what = origins[own[0].number].what if own else ""
     outcome = Reading()
     begun = time.monotonic()
     deadline = begun + seconds_max
-    readings = crew.start(own, threads)
+    readings = pool.start(own, threads)
     own_done, shared = begun, 0
     for unit in turns(units, peers.ranks):
         if unit.reader == peers.rank:
-            _await(unit, readings[unit], deadline, outcome, crew, peers)
+            _await(unit, readings[unit], deadline, outcome, pool, peers)
             own_done = time.monotonic()
-        if passing is not None:
-            passing.share(unit, peers)
+        if exchange is not None:
+            exchange.share(unit, peers)
             shared += 1
-            if shared % _SHARES_IN_FLIGHT == 0 or passing.is_full:
+            if shared % _SHARES_IN_FLIGHT == 0 or exchange.is_full:
                 peers.finish(deadline + seconds_max - time.monotonic())
-                passing.settle()
-    _settle(readings, deadline, outcome, crew, what)
+                exchange.settle()
+    _settle(readings, deadline, outcome, pool, what)
     outcome.seconds["read"] = own_done - begun
-    outcome.bytes_read, outcome.sums, outcome.uses = crew.bytes_read, crew.sums, crew.uses()
-    if passing is not None:
+    outcome.bytes_read, outcome.sums, outcome.uses = pool.bytes_read, pool.sums, pool.uses()
+    if exchange is not None:
         peers.finish(deadline + seconds_max - time.monotonic())
-        passing.settle()
-        outcome.received, outcome.error = passing.received, outcome.error or passing.error
+        exchange.settle()
+        outcome.received, outcome.error = exchange.received, outcome.error or exchange.error
         outcome.seconds["exchange"] = time.monotonic() - own_done
-    crew.let_go()
+    pool.let_go()
     return outcome
 
 
 def _await(
-    unit: Unit, reading: Future[None], deadline: float, outcome: Reading, crew: _Crew, peers: Peers
+    unit: Unit, reading: Future[None], deadline: float, outcome: Reading, pool: ReaderPool, peers: Peers
 ) -> None:
     """Wait for one of this rank's units; the first error that no other source mends stays, and stops the readers."""
     if outcome.error is not None:
@@ -211,7 +203,7 @@ def _await(
         if peers.ranks > 1:
             peers.poll()
         wait([reading], _POLL_SECONDS if peers.ranks > 1 else _LOOK_SECONDS)
-        lost = crew.look(unit)
+        lost = pool.look(unit)
     try:
         if lost is not None:
             raise lost
@@ -221,19 +213,19 @@ def _await(
             outcome.error = error
         else:
             broken = not isinstance(error, DamageError)
-            outcome.failures.append(Failure(unit, error, broken, crew.hangs(unit)))
+            outcome.failures.append(Failure(unit, error, broken, pool.hangs(unit)))
     except TimeoutError:
-        outcome.error = _late(crew.name(unit))
+        outcome.error = _late(pool.name(unit))
     if outcome.error is not None:
-        crew.stop()
+        pool.stop()
 
 
 def _settle(
-    readings: Mapping[Unit, Future[None]], deadline: float, outcome: Reading, crew: _Crew, what: str
+    readings: Mapping[Unit, Future[None]], deadline: float, outcome: Reading, pool: ReaderPool, what: str
 ) -> None:
     """Wait until no reader writes any more: after damage the next candidate is read into the same memory."""
     for unit, reading in readings.items():
-        while not reading.done() and crew.look(unit) is None:
+        while not reading.done() and pool.look(unit) is None:
             if time.monotonic() > deadline:
                 outcome.error = _late(what)
                 return
@@ -253,7 +245,7 @@ class _Request(NamedTuple):
     limit: float
 
 
-class _Crew:
+class ReaderPool:
     """The origins and targets that this rank's readers share. `read` may be called from several threads.
 
     Attributes:
@@ -263,17 +255,17 @@ class _Crew:
 
     def __init__(
         self,
-        image: Mapped,
+        image: ImageMap,
         origins: Mapping[int, Origin],
         targets: Mapping[int, EntryTaker],
         windows: ChunkWindows,
-        passing: Passing | Parcels | None,
+        exchange: Exchange | None,
         seconds_max: float,
         crossing: DeviceSections | None = None,
     ) -> None:
         self._crossing = crossing
         self._origins, self._targets, self._seconds_max = origins, targets, seconds_max
-        self._windows, self._passing = windows, passing
+        self._windows, self._exchange = windows, exchange
         largest = max((origin.request_bytes for origin in origins.values()), default=_PAGE_BYTES)
         self._request_bytes = min(largest, image.chunk_bytes, image.image_bytes)
         sections = max(largest, SECTION_BYTES) // self._request_bytes * self._request_bytes
@@ -291,7 +283,7 @@ class _Crew:
 
     def start(self, own: Sequence[Unit], threads: int) -> dict[Unit, Future[None]]:
         """Begin to read this rank's units, in order."""
-        self._readers = Crew(self.read, own, threads, "read")
+        self._readers = BoundedThreads(self.read, own, threads, "read")
         return dict(zip(own, self._readers.futures, strict=True))
 
     def let_go(self) -> None:
@@ -356,8 +348,8 @@ class _Crew:
         """
         origin = self._origins[unit.number]
         lying = origin.lying(unit)
-        if self._passing is not None:
-            self._passing.wait(unit, self._stopped)
+        if self._exchange is not None:
+            self._exchange.wait(unit, self._stopped)
         begun = time.monotonic()
         parts = self._windows.parts(unit.extents)
         begins = [part.offset for part in parts]
@@ -429,8 +421,8 @@ class _Crew:
             target = self._targets[part.entry]
             target.put(part.inside, address + begin, view[begin:position])
             section.parts += target.parts(part.inside, first + begin, part.nbytes)
-            if self._passing is not None:
-                self._passing.keep(unit, part, address + begin, view[begin:position])
+            if self._exchange is not None:
+                self._exchange.keep(unit, part, address + begin, view[begin:position])
         if position < run.nbytes:
             sums.append(Sum.of(view[position:]))
         return found

@@ -21,7 +21,7 @@ import torch
 from holdfast.errors import StateError
 from holdfast.image.regions import Comb, Region
 from trainer_side.restore.device_sections import SectionPart
-from trainer_side.restore.image_map import Mapped
+from trainer_side.restore.structure import ImageMap
 from trainer_side.state.split_tensor import Held
 
 
@@ -65,7 +65,7 @@ class RegionTarget:
             yield SectionPart(self.device, at, begin + offset - first, run_bytes, runs, stride)
             at += run_bytes * runs
 
-    def chunks(self, image: Mapped) -> Iterable[int]:
+    def chunks(self, image: ImageMap) -> Iterable[int]:
         base, span = image.entries[self.entry].offset + self.base, self.comb.span
         first, last = (base + span.offset) // image.chunk_bytes, (base + span.end - 1) // image.chunk_bytes
         before = 0
@@ -132,11 +132,7 @@ class Claims:
     def target(self, path: str, saved: torch.Tensor, entry: int, held: Held) -> RegionTarget | None:
         """The target of one part; None if it is empty, or is filled by another one.
 
-        Args:
-            path: For messages.
-            saved: The whole tensor as the file describes it; its memory is not touched.
-            entry: Where it lies.
-            held: What this rank has of it.
+        `saved`: The whole tensor as the file describes it; its memory is not touched. `held`: What this rank has of it.
 
         Raises:
             StateError: It does not lie in one piece in the file.

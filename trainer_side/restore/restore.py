@@ -7,12 +7,12 @@
                                    load_state_dict of each object, PerRank and RNG states last
 
 1. Every rank takes the same way: each stage ends with an agreement, and an error of one rank becomes an error of all.
-2. What one tier cannot give is read from another one, of any rank, or from the store (`rounds.py`).
+2. What one tier cannot give is read from another one, of any rank, or from the store (`slice_reader.py`).
    Damage (a CRC, a size, a structure, a file that is gone) beyond that leads to the checkpoint before. All else is
    raised: a store that does not answer or a state of other shapes is not mended by going back in time.
 3. Live tensors that torch alone loads are read into directly (`torch_loading.py`, `Structure.adopt`), so after an error
    they may hold bytes of any checkpoint: after an exception, do not train on with this state.
-4. Of tensors that are split among the ranks each rank fills its own parts (`split_parts.py`, `deal.py`, `passing.py`).
+4. Of tensors that are split among the ranks each rank fills its own parts (`split_parts.py`, `scatter.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers
-from trainer_side.restore.candidate import Restored, RestoreJob, Trial
 from trainer_side.restore.choice import Candidate, Passed
 from trainer_side.restore.device_sections import Locked
-from trainer_side.restore.in_turn import InTurn
-from trainer_side.restore.inventory import Shelf, find
+from trainer_side.restore.inventory import InTurn, StoreListing, find
+from trainer_side.restore.restore_attempt import RestoreAttempt, Restored, RestoreJob
 from trainer_side.restore.ring_slices import Fetch, look
 from trainer_side.tiers.tier import Tier
 
@@ -100,11 +99,14 @@ def restore(
         PeerLost: A rank is gone.
     """
     begun = time.monotonic()
-    held = look(fetch, peers)  # before the store: what becomes durable meanwhile is seen here or there
+    # Before the store: what becomes durable meanwhile is seen here or there.
+    held = None if peers.all_agree(fetch is None) else look(fetch, peers)
     seconds_max, step = options.seconds_max, options.step
-    shelf, silent = Shelf.look(store, peers, step=step, also=held.keys, seconds_max=seconds_max)
-    ring = held.known(shelf.stored, peers)
-    found = find([*tiers, ring], peers, seconds_max=seconds_max * HANGING_SHARE)
+    shelf, silent = StoreListing.look(
+        store, peers, step=step, also=held.keys if held else (), seconds_max=seconds_max
+    )
+    ring = held.known(shelf.stored, peers) if held else None
+    found = find([*tiers, ring] if ring else tiers, peers, seconds_max=seconds_max * HANGING_SHARE)
     job = RestoreJob(
         state,
         store,
@@ -115,7 +117,7 @@ def restore(
         options.threads,
         seconds_max,
         options.may_lack,
-        ring.near_all,
+        ring is not None and ring.near_all,
         locked=options.locked,
     )
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
@@ -144,9 +146,10 @@ def _first_good(job: RestoreJob, listed: InTurn, seconds: dict[str, float]) -> R
             lost = lost or candidate.lost
             damaged = damaged or (candidate.lost and not candidate.unopened)
             continue
-        job.tell(skipped[told:], f"trying {candidate.name} instead")
-        told = len(skipped)
-        trial = Trial(job, candidate, seconds)
+        if told < len(skipped):
+            job.tell(skipped[told:], f"trying {candidate.name} instead")
+            told = len(skipped)
+        trial = RestoreAttempt(job, candidate, seconds)
         problem = trial.read()
         if problem is None:
             if candidate.drift:

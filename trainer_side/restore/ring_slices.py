@@ -8,7 +8,7 @@
 A checkpoint counts if its file beside the ring says that it is staged, and every chunk is there; or if the store has
 published it, and then what the ring lacks comes from the store. No other one: what was never staged is nobody's. A
 stager that does not answer is no reason to fail: the store is read. Where all ranks are on the stager's machine, each
-one reads everything (`rounds.py`): to pass it on would be one more copy.
+one reads everything (`slice_reader.py`): to pass it on would be one more copy.
 """
 
 from __future__ import annotations
@@ -66,10 +66,8 @@ class RingContents:
     def known(self, stored: Sequence[StoreCandidate], peers: Peers) -> RingSlices:
         """Those that were staged: as the ring says, or the store. Collective.
 
-        Args:
-            stored: What the store has of `keys`. It was listed after the look: what ended in between is in one of
-                the two.
-            peers: The ranks.
+        `stored`: What the store has of `keys`. It was listed after the look: what ended in between is in one of the
+        two.
         """
         found: list[_Known] = []
         layouts: dict[str, Layout | None] = {}
@@ -106,13 +104,11 @@ class RingContents:
 
 
 def look(fetch: Fetch | None, peers: Peers) -> RingContents:
-    """Ask the stager what the ring still has. Collective.
+    """Ask the stager what the ring still has. Collective, where any rank has a stager to ask.
 
     Raises:
         PeerLost: A rank is gone. Not for the stager: without it there is nothing in the ring.
     """
-    if peers.all_agree(fetch is None):
-        return RingContents(None, [])
     said = place = b""
     if peers.rank == 0 and fetch is not None:
         try:

@@ -18,10 +18,9 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.region_targets import Claims, ScatterTarget
 from trainer_side.restore.structure import Structure, entry_at, once
-from trainer_side.state.containers import children
 from trainer_side.state.optimizer_places import at
 from trainer_side.state.split_tensor import Held, held, is_dtensor, is_split
-from trainer_side.state.tree import tensor_paths
+from trainer_side.state.tree import children, tensor_paths
 
 
 class SplitPart(NamedTuple):
@@ -61,7 +60,7 @@ def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, 
         live: What `live_trees` gave for it. FSDP2 gathers its parameters back into parts for that.
 
     Raises:
-        StateError: One cannot be restored into as it is; names it.
+        StateError: A sharded tensor cannot be restored in place; the message names it.
     """
     trees = {
         name: live.get(name, value)
@@ -84,10 +83,7 @@ def beside_live(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: An
     Such an object gets the whole tensor where the checkpoint has another shape. A `Split` is filled where it lies: its
     object has asked for that.
 
-    Args:
-        parts: What `split_parts` gave.
-        own: Names to the live trees of those objects.
-        tree: What was saved.
+    `own`: Names to the live trees of those objects.
     """
     paths = {path for path, tensor in tensor_paths(own) if path in parts and is_dtensor(tensor)}
     shapes = {path: tensor.shape for path, tensor in tensor_paths(tree)} if paths else {}

@@ -5,7 +5,7 @@
                           └► rank 0 reads both, broadcasts ► each rank: torch.load under skip_data ► tree
                                                                        storages, in the order of the pickle ► entries
 
-Only head and tail are read for this (of slices in local tiers: by `rounds.py`, checked before they are
+Only head and tail are read for this (of slices in local tiers: by `slice_reader.py`, checked before they are
 parsed); the bytes between are read by `reading.py`, straight to where they belong. That is the tensors of
 the tree, or better, those of the live objects (`Structure.adopt`): then loading them copies nothing.
 """
@@ -17,25 +17,91 @@ import io
 import itertools
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, HoldfastError, StateError
-from holdfast.image.manifest import Manifest
+from holdfast.image.entries import Entry
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import EntryRecord, Manifest
 from holdfast.store.base import Store
 from holdfast.store.ranged import RangedFile
-from trainer_side.restore.image_map import Described, ends_of, is_storage
-from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle
+from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle, unfilled
 from trainer_side.state.position_names import Position, from_record, on_host_in
 from trainer_side.state.split_tensor import is_split
 from trainer_side.state.tree import Named, refusal, tensor_paths
-from trainer_side.state.unfilled import unfilled
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
+
+# A zip reader looks for the end of the directory in this many bytes at the end of the file.
+_TAIL_BYTES = 4096
+_ENDS_BYTES_MAX = 1 << 30  # about three million tensors, as for a layout
+
+
+@dataclass(frozen=True)
+class _End:
+    name: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ImageEnds:
+    """The begin and the end of an image as its two entries: all that is needed to make the tree.
+
+    Raises:
+        DamageError: They are larger than any state makes them.
+    """
+
+    image_bytes: int
+    chunk_bytes: int
+    head_bytes: int
+    tail_offset: int
+
+    def __post_init__(self) -> None:
+        if self.nbytes > _ENDS_BYTES_MAX:
+            raise DamageError(
+                f"an image of {self.image_bytes} bytes has {self.nbytes} bytes outside its tensors, expected at most "
+                f"{_ENDS_BYTES_MAX}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Of both."""
+        return self.head_bytes + self.image_bytes - self.tail_offset
+
+    @property
+    def entries(self) -> Sequence[_End]:
+        """The head and the tail."""
+        tail_bytes = self.image_bytes - self.tail_offset
+        return (_End("head", 0, self.head_bytes), _End("tail", self.tail_offset, tail_bytes))
+
+
+# Says where each entry of an image lies: the manifest of a portable file, with every CRC-32; the layout of slices in
+# local tiers, whose entries have no CRC-32 yet; or the ends of an image alone.
+ImageMap = Manifest | Layout | ImageEnds
+
+
+def is_storage(name: str) -> bool:
+    """Whether the entry of this name holds the bytes of tensors."""
+    folder, _, key = name.rpartition("/")
+    return folder.endswith("/data") and key.isascii() and key.isdecimal()
+
+
+def ends_of(image: ImageMap) -> tuple[int, int]:
+    """Where the head ends and the tail begins: all tensors lie between them."""
+    storages = [entry for entry in image.entries if is_storage(entry.name) and entry.nbytes]
+    if not storages:
+        return image.image_bytes, image.image_bytes
+    head_bytes = min(entry.offset for entry in storages)
+    tail_offset = min(max(entry.offset + entry.nbytes for entry in storages), image.image_bytes - _TAIL_BYTES)
+    return head_bytes, max(head_bytes, tail_offset)
 
 
 # What a zip file begins with. Anything else torch takes for one of its older formats, which are not ours.
@@ -109,7 +175,6 @@ class Structure:
 
     Attributes:
         tree: With tensors in memory that nobody has touched.
-        storages: By entry.
         names: Of what the tree has by number only.
         on_host: Paths of state of optimizers that lay in host memory, and its parameter did not.
 
@@ -118,7 +183,7 @@ class Structure:
         StateError: It is whole, but holds what `torch.load(weights_only=True)` does not allow.
     """
 
-    def __init__(self, file: str, image: Described, data: bytes, store: Store | None = None) -> None:
+    def __init__(self, file: str, image: Manifest | Layout, data: bytes, store: Store | None = None) -> None:
         self._what = file if store is None else f"{store.url}/{file}"
         self._image = image
         created: list[torch.UntypedStorage] = []
@@ -234,10 +299,11 @@ class Structure:
 
     def _numbered(self) -> list[int]:
         """The entries of storages that hold something, in the order of their numbers."""
+        entries: Sequence[Entry | EntryRecord] = self._image.entries
         numbered = sorted(
             (int(entry.name.rpartition("/")[2]), index)
-            for index, entry in enumerate(self._image.entries)
-            if is_storage(entry) and entry.nbytes
+            for index, entry in enumerate(entries)
+            if is_storage(entry.name) and entry.nbytes
         )
         return [index for _, index in numbered]
 
@@ -280,7 +346,7 @@ class _StructureFile(RangedFile):
         failure: What the store raised: torch's reader makes other errors of it.
     """
 
-    def __init__(self, file: str, image: Described, data: bytes, store: Store | None) -> None:
+    def __init__(self, file: str, image: Manifest | Layout, data: bytes, store: Store | None) -> None:
         super().__init__(cast(Store, _Nowhere(file)) if store is None else store, file, image.image_bytes)
         self._data = memoryview(data)
         self._head_bytes, self._tail_offset = ends_of(image)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from trainer_side.restore.image_map import Described
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import Manifest
 from trainer_side.restore.structure import entry_at, once
 from trainer_side.state.optimizer_places import reachable
 from trainer_side.state.split_tensor import local_of
@@ -67,7 +68,7 @@ def suspects(
     state: Mapping[str, Any],
     live: Mapping[str, Any],
     tree: Any,
-    image: Described,
+    image: Manifest | Layout,
     entry_of: Mapping[int, int],
     step: int,
 ) -> Suspects:
@@ -188,7 +189,7 @@ def _shares_alike(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor])
 
 
 def _sum(
-    one: _LiveView, saved: torch.Tensor, image: Described, entry_of: Mapping[int, int]
+    one: _LiveView, saved: torch.Tensor, image: Manifest | Layout, entry_of: Mapping[int, int]
 ) -> tuple[Any, ...] | None:
     """What says whether two whole tensors of the file have the same bytes; None if nothing does."""
     entry = entry_at(saved, entry_of)

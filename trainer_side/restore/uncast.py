@@ -2,7 +2,7 @@
 
 saved    {"master": float32, "moment": {"codes": int8, "scales": [float32]}}      of a bfloat16 parameter
 loaded   all of them bfloat16, at any depth
-after    as saved, on the device to which the optimizer has taken them, or on that of `offloaded.py`
+after    as saved, on the device to which the optimizer has taken them, or on where `elsewhere` says that they belong
 """
 
 from __future__ import annotations
@@ -15,8 +15,43 @@ from typing import Any
 
 import torch
 
-from trainer_side.restore.offloaded import elsewhere
-from trainer_side.state.containers import children, with_changes
+from trainer_side.restore.structure import Structure
+from trainer_side.state.optimizer_places import is_form
+from trainer_side.state.tree import children, tensor_paths, with_changes
+
+_HOST = "cpu"
+Elsewhere = Mapping[int, Mapping[str, torch.device]]
+"""Number of a parameter in what was saved → path within its state → the device, where it is not the parameter's."""
+
+
+def offloaded(structure: Structure) -> frozenset[int]:
+    """`id()` of the tensors of the tree that lay in host memory while their parameter lay on a device."""
+    return frozenset(id(tensor) for path, tensor in structure.tensors if path in structure.on_host)
+
+
+def elsewhere(optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]) -> Elsewhere:
+    """What of the saved state does not go to the device of its parameter.
+
+    `optimizer`: With the state that it has now.
+    """
+    if not is_form(saved):
+        return {}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    if len(parameters) != len(numbers):
+        return {}
+    found: dict[int, Mapping[str, torch.device]] = {}
+    for parameter, number in zip(parameters, numbers, strict=True):
+        live = {path: one.device for path, one in tensor_paths(optimizer.state.get(parameter)) if one.dim()}
+        places = {}
+        for path, one in tensor_paths(saved["state"].get(number)):
+            device = live.get(path, torch.device(_HOST) if id(one) in on_host else parameter.device)
+            if one.dim() and device != parameter.device:
+                places[path] = device
+        if places:
+            found[number] = places
+    return found
+
 
 _SPOILT = "<generator object"  # torch makes a new text from the letters of a text, and gets this
 
@@ -36,9 +71,7 @@ def uncasting(
 ) -> Iterator[list[torch.optim.Optimizer]]:
     """Within it, what these optimizers load comes out of torch's own loading as it was saved. Training thread.
 
-    Args:
-        optimizers: They.
-        on_host: Saved tensors that they keep in host memory (`offloaded.py`), by `id()`.
+    `on_host`: Saved tensors that they keep in host memory (`uncast.offloaded`), by `id()`.
 
     The repair precedes hooks that run after the loading, and all that a class does with what torch has loaded.
 
@@ -85,10 +118,7 @@ class _Repair:
 def uncast(optimizer: torch.optim.Optimizer, saved: Any, *, only_casts: bool = False) -> None:
     """Give the state of each parameter its dtypes back. Training thread, after `load_state_dict`.
 
-    Args:
-        optimizer: That has loaded it.
-        saved: As it was saved.
-        only_casts: Leave alone what is not the saved value in another dtype: the optimizer's own code has decided it.
+    `only_casts`: Leave alone what is not the saved value in another dtype: the optimizer's own code has decided it.
     """
     if not (isinstance(saved, Mapping) and isinstance(saved.get("param_groups"), list)):
         return  # it has saved in a way of its own

@@ -30,14 +30,13 @@ from trainer_side.background_thread import BackgroundThread, ThreadDied
 from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
 from trainer_side.save.copy_plan import Batch, Route, Router
-from trainer_side.save.device_lane import enter_thread
+from trainer_side.save.device_dedup import Outdated
+from trainer_side.save.device_stream import enter_thread
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.gate import Gate
-from trainer_side.save.hook_proof import HookProof
-from trainer_side.save.quietness import Quietness
+from trainer_side.save.hook_coverage import HookCoverage, Quietness
 from trainer_side.save.staging import Staging
 from trainer_side.save.tearing import SavedInstant
-from trainer_side.save.unchanged import Outdated
 from trainer_side.state import accelerator
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Capture, Outgrown
@@ -53,10 +52,7 @@ class CopyJob:
     """One copy.
 
     Attributes:
-        transfer: Whose bytes they are.
-        staging: Where they go.
         router: Knows the way through what is behind the gate.
-        taken: What it copies.
         after: Recorded on the training's stream at `save()`, if tensors are on a device.
         fingerprints: Of the replicas; None where they are not asked for.
         keeping: In local tiers; None without any.
@@ -66,7 +62,6 @@ class CopyJob:
         whole: Set when all that is live was copied.
         inside: Whether `save()` returns only when that is so. `compares`: whether the live bytes are compared with the
             copy afterwards.
-        device: That tensors are on.
         route: The way that memory of the device was taken for at `save()`; None: the way is found by the copy thread.
     """
 
@@ -111,7 +106,6 @@ class Copier:
         quietness: What is known of changes that nobody counts.
 
     Attributes:
-        gate: The gate.
         updates: How many steps of optimizers have begun.
         on_update: Called when one begins, on the training thread.
         problem: Why nothing is copied any more; None while all is well.
@@ -131,7 +125,7 @@ class Copier:
         self._link, self._ledger, self._events, self._seconds_max = link, ledger, events, seconds_max
         gated = with_inner(optimizers)
         self.gate = Gate(gated, seconds_max=seconds_max, on_late=self._abandon, on_hook=self._hooked)
-        self._proof, self._quietness = HookProof(gated), quietness
+        self._proof, self._quietness = HookCoverage(gated), quietness
         self.update_streams: list[Any] = []
         self.updates = 0
         self.on_update: Callable[[], None] = lambda: None
@@ -193,11 +187,7 @@ class Copier:
     ) -> tuple[bool, bool]:
         """Whether the copy of this save is finished inside `save()`, and whether live bytes are compared with it then.
 
-        Args:
-            step: The step.
-            instant: What is live; None: nothing.
-            nbytes: Of the slice.
-            on_device: Whether live tensors of it are on a device.
+        `instant`: What is live; None: nothing. `on_device`: Whether live tensors of it are on a device.
         """
         trusted = self._proof.saved(instant)
         if instant is None:

@@ -15,7 +15,7 @@ Pieces are never joined: between two entries of an image lies a zip header.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -32,7 +32,6 @@ _BATCH_PIECES_MAX = 256
 DEVICE_BATCH_BYTES_MAX = 16 << 20
 _DEVICE_BATCH_PIECES_MAX = 4096
 _BATCHES_MIN = 8  # a small state goes layer by layer, too
-_SPARED_SETS_MAX = 8  # each area may leave out other tensors
 _place = attrgetter("data_ptr", "start_bytes")  # of a source: what is gated lies in a tensor
 
 
@@ -103,7 +102,6 @@ class SliceSources:
     """A slice, and where its bytes lie at one save.
 
     Attributes:
-        plan: The slice.
         sources: Per entry its storage; None where the bytes are made, or another rank has them.
     """
 
@@ -127,7 +125,6 @@ class Batch:
     Attributes:
         pieces: In the order in which they are copied.
         offsets: Where each goes in the staging area. `addresses`: where each comes from. `sizes`: bytes of each.
-        nbytes: Of all of them.
         read: Addresses of the storages of which nothing is left to be read after this batch.
         frames: Frame → how many of its pieces are here.
     """
@@ -161,11 +158,7 @@ class Route:
 
 
 class Router:
-    """Gives the route for each save. Copy thread.
-
-    Args:
-        plan: The slice.
-    """
+    """Gives the route for each save. Copy thread."""
 
     def __init__(self, plan: SlicePlan) -> None:
         self._pieces = plan.gated
@@ -198,53 +191,6 @@ class Router:
             self._places, self._order = places, order
         assert self._route is not None
         return self._route
-
-
-class NowBatches:
-    """The batches of what `save()` takes from tensors, kept for all areas of one slice. Training thread.
-
-    Args:
-        plan: The slice.
-    """
-
-    def __init__(self, plan: SlicePlan) -> None:
-        self.plan = plan
-        self._entries = sorted({piece.entry for piece in plan.now})
-        # All that a batch depends on, beside the plan. It holds addresses, never memory.
-        self._places: list[tuple[int, int, Any] | None] = []
-        self._found: dict[frozenset[int], tuple[tuple[Batch, ...], tuple[Batch, ...]]] = {}
-
-    def of(
-        self, sources: Sequence[StorageSource | None], contents: Collection[int], spared: frozenset[int]
-    ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
-        """In host memory, and on a device; the same objects as long as nothing has moved.
-
-        Args:
-            sources: Per entry its storage.
-            contents: Entries whose bytes are made.
-            spared: Entries that are not copied.
-        """
-        places = [
-            None
-            if source is None or entry in contents
-            else (source.data_ptr, source.start_bytes, source.device)
-            for entry, source in zip(self._entries, map(sources.__getitem__, self._entries), strict=True)
-        ]
-        if places != self._places:
-            self._places = places
-            self._found.clear()
-        if spared not in self._found:
-            if len(self._found) == _SPARED_SETS_MAX:
-                self._found.clear()
-            host: list[CopyPiece] = []
-            device: list[CopyPiece] = []
-            place_of = dict(zip(self._entries, places, strict=True))
-            for piece in self.plan.now:
-                place = place_of[piece.entry]
-                if place is not None and piece.entry not in spared:
-                    (host if place[2].type == "cpu" else device).append(piece)
-            self._found[spared] = batches(host, sources), batches(device, sources)
-        return self._found[spared]
 
 
 def batches(

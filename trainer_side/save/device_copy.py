@@ -20,17 +20,192 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 
 import torch
 
-from trainer_side.save.copy_plan import Batch, SliceSources
-from trainer_side.save.crossing import Crossing, LiveBatches
-from trainer_side.save.device_lane import DeviceLane, empty, refill_all
-from trainer_side.save.mirror import Mirror
-from trainer_side.save.mirror_room import MirrorRoom
+from trainer_side.save.copy_plan import Batch, CopyPiece, SliceSources, batches
+from trainer_side.save.device_stream import DeviceMemory, DeviceStream, empty, refill_all
+from trainer_side.save.parcel import (
+    Crossing,
+    LiveBatches,
+    LiveTensors,
+    Packing,
+    Parcel,
+    packed_bytes,
+    runs_of,
+)
 from trainer_side.state.accelerator import StreamEvent
 
 _log = logging.getLogger("holdfast.trainer")
+_SPARE_SHARE = 10  # a tenth of the device's memory is left alone
+
+
+class MirrorRoom:
+    """The room for mirrors on one device. Training thread.
+
+    Args:
+        limit_bytes: Most bytes of a mirror, from the first save on; None: what is measured.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._training_bytes = 0  # that torch held for training at most
+        self._peak_bytes = self._returned_bytes = self._retries = 0  # at the save before
+        self._lent_bytes = 0  # since then
+        self._is_crowded = False  # torch had to give memory back while that copy was under way
+        self._spare_bytes = self._free_bytes = 0  # at this save
+        self._saves = 0
+        self._is_short = False
+        self._said: bool | None = None
+
+    def has(self, nbytes: int, memory: DeviceMemory | None) -> bool:
+        """Whether a mirror of `nbytes` may be made at this save."""
+        if memory is not None:
+            self._measure(memory)
+        if self._limit_bytes is not None:
+            room = self._limit_bytes if memory is None else min(self._limit_bytes, self._free_bytes)
+            return self._say(nbytes <= room, nbytes, room)
+        if self._saves < 2:
+            return False
+        return self._say(nbytes <= self._spare_bytes, nbytes, self._spare_bytes)
+
+    def has_in_part(self, nbytes: int) -> bool:
+        """Whether there may be a mirror of a part, where there is none of all; after `has`."""
+        return (self._limit_bytes is None or nbytes <= self._limit_bytes) and self.has_beside(nbytes)
+
+    def has_beside(self, nbytes: int) -> bool:
+        """Whether so much may be taken where there is no mirror of all, whatever the limit is; it counts as taken."""
+        fits = nbytes <= self._spare_bytes
+        if fits:
+            self.lent(nbytes)
+            self._spare_bytes -= nbytes
+        return fits
+
+    def lent(self, nbytes: int) -> None:
+        """So much is taken for this copy."""
+        self._lent_bytes += nbytes
+
+    def over(self, memory: DeviceMemory | None) -> None:
+        """The copy has ended, and has given back what it took. Copy thread; the next save comes after it."""
+        self._is_crowded = memory is not None and memory.retries > self._retries
+
+    def refused(self) -> None:
+        """The device had no memory for it after all."""
+        self._is_short = self._limit_bytes is None
+        self._spare_bytes = 0
+        self._say(False, 0, 0)
+
+    def _measure(self, memory: DeviceMemory) -> None:
+        self._saves += 1
+        # Where torch has given nothing back, it holds what was lent: that is not training's.
+        kept_bytes = self._lent_bytes if memory.returned == self._returned_bytes else 0
+        if memory.peak != self._peak_bytes:
+            self._training_bytes = max(self._training_bytes, memory.peak - kept_bytes)
+        self._is_short = self._is_short or self._is_crowded
+        self._peak_bytes, self._returned_bytes = memory.peak, memory.returned
+        self._retries, self._lent_bytes, self._is_crowded = memory.retries, 0, False
+        self._free_bytes = memory.free + kept_bytes
+        spare = memory.total // _SPARE_SHARE
+        room = max(0, memory.free + memory.reserved - self._training_bytes - spare)
+        self._spare_bytes = 0 if self._is_short or self._saves == 1 else min(room, self._free_bytes)
+
+    def _say(self, fits: bool, nbytes: int, room: int) -> bool:
+        """Once, and again when it is otherwise."""
+        if fits is not self._said:
+            self._said = fits
+            if fits:
+                _log.info(
+                    "checkpoints are copied on the device first, %d bytes: updates wait for nothing", nbytes
+                )
+            else:
+                _log.info(
+                    "no room on the device for a copy of %d bytes, there are %d to spare: updates wait for the copy to "
+                    "the host",
+                    nbytes,
+                    room,
+                )
+        return fits
+
+
+# Fewer sections cost less; with more, what follows on a copy begins earlier.
+_SECTION_BYTES = 32 << 20
+_SECTIONS_MAX = 64
+_by_offset = attrgetter("offset")
+
+
+class Mirror:
+    """A copy on the device of one save. Its memory is given back as it is brought to the host.
+
+    Attributes:
+        batches: Its sections, in the order of the area.
+        is_whole: Whether it has all that is copied, or only what anything may change.
+    """
+
+    def __init__(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> None:
+        self.made_of = now, behind
+        self.is_whole = True
+        self.batches = _sections([*now, *behind], slice_)
+        runs = [runs_of(batch.pieces, slice_) for batch in self.batches]
+        self._runs, self._parcels = runs, [*map(Parcel, runs)]
+        self._sizes = [*map(packed_bytes, runs)]
+        self.nbytes = sum(self._sizes)
+        self._memory: list[torch.Tensor] = []
+        self._packing: Packing | None = None
+
+    def make(self, stream: DeviceStream, slice_: SliceSources) -> None:
+        """Queue the copy, on the current stream.
+
+        Raises:
+            OutOfMemoryError: There is no memory for it after all.
+        """
+        if len(self._memory) == len(self._sizes):
+            stream.fill(self._memory)
+        else:
+            self._memory = []
+            for nbytes in self._sizes:
+                self._memory.append(stream.on_device(nbytes))
+        if self._packing is not None:
+            self._packing.queue()
+            return
+        with torch.inference_mode(mode=False):  # what is made in it could not be written outside of it
+            live = LiveTensors(stream, slice_.sources, self.batches)
+            packing = Packing()
+            for runs, memory in zip(self._runs, self._memory, strict=True):
+                packing.add(runs, memory, live, slice_.sources)
+        self._packing = packing if live.lasts else None
+        packing.queue()
+
+    def sections(self) -> Iterator[Crossing]:
+        """In order."""
+        yield from map(Crossing, self.batches, self._parcels, self._memory)
+
+    def drop(self) -> None:
+        """Give back what has not been given back."""
+        for memory in self._memory:
+            empty(memory)
+
+
+def _sections(of: Sequence[Batch], slice_: SliceSources) -> list[Batch]:
+    """All pieces in the order of the area, cut where a section is large enough."""
+    pieces = sorted((piece for batch in of for piece in batch.pieces), key=_by_offset)
+    least = max(_SECTION_BYTES, -(-sum(batch.nbytes for batch in of) // _SECTIONS_MAX))
+    groups: list[list[CopyPiece]] = [[]]
+    nbytes = 0
+    for piece in pieces:
+        if nbytes >= least:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(piece)
+        nbytes += piece.nbytes
+    return [
+        batch
+        for group in groups
+        for batch in batches(
+            group, slice_.sources, pieces_max=len(group), bytes_max=sum(one.nbytes for one in group)
+        )
+    ]
+
 
 _AHEAD = 4  # so many parcels are queued: the device is never idle between two
 _KEPT_MAX = 8  # of what is ready to be queued again; each area may leave out other tensors
@@ -41,13 +216,11 @@ class DeviceCopy:
     memory there is to take; `bring` and `copy` to the copy thread, `give_back` to either. They never meet: a save waits
     for the copy before. When `bring` or `copy` returns, torch has the memory back.
 
-    Args:
-        lane: The device.
-        room: Says whether there may be a mirror.
+    `room`: Says whether there may be a mirror.
     """
 
-    def __init__(self, lane: DeviceLane, room: MirrorRoom) -> None:
-        self._lane, self._room = lane, room
+    def __init__(self, stream: DeviceStream, room: MirrorRoom) -> None:
+        self._stream, self._room = stream, room
         self._mirrors: deque[Mirror] = deque(maxlen=_KEPT_MAX)
         self._captured: deque[LiveBatches] = deque(maxlen=_KEPT_MAX)
         self._behind: LiveBatches | None = None
@@ -57,16 +230,11 @@ class DeviceCopy:
     def mirror(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> Mirror | None:
         """Queue copies on the device, on the current stream, of all or at least of what anything may change.
 
-        Args:
-            now: That.
-            behind: The rest.
-            slice_: What they are of.
-
         Returns:
             None: there is no room.
         """
         mirror = self._mirror(now, behind, slice_)
-        is_whole = self._room.has(mirror.nbytes, self._lane.memory())
+        is_whole = self._room.has(mirror.nbytes, self._stream.memory())
         if not is_whole:
             if not now:
                 return None
@@ -76,9 +244,9 @@ class DeviceCopy:
         mirror.is_whole = is_whole
         try:
             try:
-                mirror.make(self._lane, slice_)
+                mirror.make(self._stream, slice_)
             finally:
-                self._lane.go_on()  # whatever becomes of it, nobody has its memory before
+                self._stream.go_on()  # whatever becomes of it, nobody has its memory before
         except torch.OutOfMemoryError as error:
             mirror.drop()
             self._room.refused()
@@ -101,11 +269,7 @@ class DeviceCopy:
     ) -> Callable[[], None]:
         """Queue copies of `now` into `area` on the current stream: what is queued on it later comes after them.
 
-        Args:
-            now: What is taken now.
-            slice_: What it is of.
-            area: A staging area's memory.
-            behind: What `copy` is going to copy: memory for that is taken now, too.
+        `behind`: What `copy` is going to copy: memory for that is taken now, too.
 
         Returns:
             Waits until they are there. At most one capture is under way.
@@ -113,18 +277,18 @@ class DeviceCopy:
         if behind:
             live = self._live_behind(behind, slice_)
             if live.nbytes and self._room.has_beside(live.nbytes):
-                live.take(self._lane.on_device, self._lane.fill)
+                live.take(self._stream.on_device, self._stream.fill)
         live = self._live_now(now, slice_)
         # One slot is enough: the current stream packs a batch when the one before has crossed.
-        live.take(self._lane.on_current_stream, refill_all)
+        live.take(self._stream.on_current_stream, refill_all)
         crossings: list[Crossing] = []
         try:
             with self._drained_on_error(crossings, area):
                 for number in range(len(now)):
                     crossing = live.crossing(number)
                     self._begin(crossing, crossings, area)
-                    live.queue(number, crossing, area, self._lane, slice_.sources)
-                event = self._lane.record()
+                    live.queue(number, crossing, area, self._stream, slice_.sources)
+                event = self._stream.record()
         finally:
             live.give_back()
 
@@ -158,11 +322,11 @@ class DeviceCopy:
             arrived(crossing.batch)
 
         try:
-            with self._lane.beside(None):
+            with self._stream.beside(None):
                 self._cross(mirror.sections(), queue, area, cancelled, lambda _: None, landed)
         finally:
             mirror.drop()
-            self._room.over(self._lane.memory())
+            self._room.over(self._stream.memory())
 
     def copy(
         self,
@@ -178,15 +342,15 @@ class DeviceCopy:
         live = self._live_behind(behind, slice_)
 
         def queue(number: int, crossing: Crossing) -> None:
-            live.queue(number, crossing, area, self._lane, slice_.sources)
+            live.queue(number, crossing, area, self._stream, slice_.sources)
 
         try:
-            with self._lane.beside(after):
+            with self._stream.beside(after):
                 work = map(live.crossing, range(len(behind)))
                 self._cross(work, queue, area, cancelled, read, lambda crossing: arrived(crossing.batch))
         finally:
             self.give_back()
-            self._room.over(self._lane.memory())
+            self._room.over(self._stream.memory())
 
     def give_back(self) -> None:
         """No copy is under way: what was taken of the device for one goes back."""
@@ -222,7 +386,7 @@ class DeviceCopy:
                     land()  # and so the slot of the same number is free
                 self._begin(crossing, pending, area)
                 queue(number, crossing)
-                crossing.event = self._lane.record()
+                crossing.event = self._stream.record()
             while pending:  # also of a cancelled copy: when this returns, nothing live is read
                 land()
 
@@ -241,7 +405,7 @@ class DeviceCopy:
             yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # a device that has failed writes nothing
-                self._lane.record().synchronize()
+                self._stream.record().synchronize()
             for crossing in pending:
                 if crossing.parcel is not None:
                     crossing.parcel.put_back(area)

@@ -45,7 +45,7 @@ class Gate:
 
     Args:
         optimizers: Those whose parameters and state are copied behind the gate, and the ones that they wrap. Whether
-            their hooks are called is another question (hook_proof.py); one without hooks has none.
+            their hooks are called is another question (hook_coverage.py); one without hooks has none.
         seconds_max: How long an update is held back.
         on_late: Called when that has passed, before the update: what was copied must not be used any more.
         on_hook: Called first, with the optimizer, when a hook is.
@@ -99,11 +99,7 @@ class Gate:
             self._waited_seconds = 0.0
 
     def hold(self, storages: Collection[int]) -> None:
-        """Only these are going to be read: what is not among them may be updated at once. Copy thread.
-
-        Args:
-            storages: Addresses.
-        """
+        """Only these are going to be read: what is not among them may be updated at once. Copy thread."""
         with self._changed:
             if self._closed:
                 self._held = set(storages)

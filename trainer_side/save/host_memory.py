@@ -11,13 +11,16 @@ import ctypes
 import logging
 import mmap
 import os
+import threading
 import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 
 from holdfast.store.file_system import file_system_of
-from trainer_side.save.device_runtime import DeviceRuntime, device_runtime
+from trainer_side.save.device_stream import DeviceRuntime, device_runtime, enter_thread
 from trainer_side.state.accelerator import module_of, own_device
 from trainer_side.tiers.first_touch import populate
 
@@ -147,3 +150,66 @@ def _file_at(address: int) -> Path | None:
             if begin <= address < end:
                 return Path(path[0]) if path and inode != "0" and path[0].startswith("/") else None
     return None
+
+
+Make = Callable[[], torch.Tensor]
+
+
+class MemoryAhead:
+    """See the module. Training thread.
+
+    Args:
+        makes: Key → how the memory is made, in the order of their use; called in any thread.
+    """
+
+    def __init__(self, makes: Mapping[int, Make]) -> None:
+        self._lock = threading.Lock()
+        self._unbegun = dict(makes)
+        self._begun: dict[int, Future[torch.Tensor]] = {}
+        self._thread: threading.Thread | None = None
+        if makes:
+            self._thread = threading.Thread(target=self._run, name="holdfast-memory", daemon=True)
+            self._thread.start()
+
+    def take(self, key: int) -> torch.Tensor | None:
+        """The memory of this key, once; waits for it if the thread is at it. None: there is no such key.
+
+        Raises:
+            Exception: What making it raised.
+        """
+        with self._lock:
+            make, begun = self._unbegun.pop(key, None), self._begun.pop(key, None)
+        if make is not None:
+            return make()
+        return None if begun is None else begun.result()
+
+    def stop(self) -> None:
+        """Begin nothing more, and give back what was made and not taken."""
+        with self._lock:
+            self._unbegun.clear()
+            self._begun.clear()
+
+    def close(self, seconds_max: float) -> None:
+        """`stop`, and wait for the piece that is under way, at most so long."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(seconds_max)
+
+    def _run(self) -> None:
+        if (device := own_device()) is not None:
+            enter_thread(device)  # and so no graph that training records is ended by a lock
+        while (made := self._next()) is not None:
+            make, future = made
+            try:
+                future.set_result(make())
+            except BaseException as error:  # noqa: BLE001 - raised by whoever takes it
+                future.set_exception(error)
+            del made, make, future  # nobody else may want it
+
+    def _next(self) -> tuple[Make, Future[torch.Tensor]] | None:
+        with self._lock:
+            if not self._unbegun:
+                return None
+            key = next(iter(self._unbegun))
+            self._begun[key] = Future()
+            return self._unbegun.pop(key), self._begun[key]

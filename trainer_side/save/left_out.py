@@ -9,8 +9,9 @@ Nothing here refuses a save: each finding may be meant. Rank 0 logs each once, b
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -18,11 +19,87 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.telemetry.events import EventLog
 from trainer_side.save.optimizer_steps import OptimizerSteps
-from trainer_side.save.restored_tensors import RestoredTensors
-from trainer_side.state.containers import children
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.tree import tensor_paths, with_inner
+from trainer_side.state.tree import children, tensor_paths, with_inner
+
+_SAMPLE_BYTES = 64  # at the begin and at the end of a tensor
+
+
+class _Filled(NamedTuple):
+    tensor: weakref.ref[torch.Tensor]
+    sample: bytes
+
+
+class RestoredTensors:
+    """The parameters of the state's modules as `restore()` left them. Training thread.
+
+    Args:
+        state: Names mapped to objects, as the checkpoints have them.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+        self._filled: dict[str, _Filled] = {}
+
+    def remember(self) -> None:
+        """`restore()` has just come to its end."""
+        self._filled = {
+            path: _Filled(weakref.ref(tensor), _sample(tensor)) for path, tensor in _parameters(self._state)
+        }
+
+    def strays(self) -> list[str]:
+        """One sentence for each parameter that was filled, and that the state does not have any more.
+
+        To be called before the first step after `remember`: a parameter that was made again from the restored one is
+        known by its bytes. Those on a device are not read, and neither are parameters that became DTensors.
+        """
+        now = dict(_parameters(self._state))
+        path_of = {id(tensor): path for path, tensor in reversed([*now.items()])}
+        said = []
+        for path, filled in self._filled.items():
+            tensor, current = filled.tensor(), now.get(path)
+            if current is not None and current is tensor:
+                continue
+            if tensor is not None and id(tensor) in path_of:
+                continue  # it has another name now: a wrapper, a parametrization
+            if current is None:
+                said.append(f"{path} is no longer part of the state")
+            elif local_of(current) is not current or (filled.sample and _sample(current) == filled.sample):
+                continue
+            elif path_of[id(current)] != path or self._was_filled(current):
+                said.append(f"{path} is now the same tensor as {self._first_path(current, path_of)}")
+            else:
+                said.append(f"{path} is another tensor now, with the script's own values")
+        self._filled.clear()
+        return said
+
+    def _was_filled(self, tensor: torch.Tensor) -> bool:
+        return any(filled.tensor() is tensor for filled in self._filled.values())
+
+    def _first_path(self, tensor: torch.Tensor, path_of: Mapping[int, str]) -> str:
+        filled = (path for path, one in self._filled.items() if one.tensor() is tensor)
+        return next(filled, path_of[id(tensor)])
+
+
+def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            for path, parameter in value.named_parameters(remove_duplicate=False):
+                yield f"{name}/{path}", parameter
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Some bytes of a tensor in host memory; none of others, which would have to be waited for."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or local_of(tensor) is not tensor:
+        return b""
+    if not tensor.is_contiguous() or not tensor.numel() or tensor.is_quantized:
+        return b""
+    count = -(-_SAMPLE_BYTES // tensor.itemsize)
+    flat = tensor.detach().view(-1)
+    ends = torch.cat([flat[:count], flat[-count:]])
+    return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + ends.view(torch.uint8).numpy().tobytes()
+
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -33,12 +110,15 @@ _T = TypeVar("_T")
 
 
 class LeftOut:
-    """See the module. Training thread.
+    """Looks at the state of one rank for values that no checkpoint has. Training thread.
 
     Args:
         state: Names mapped to objects, as the checkpoints have them.
-        rank: This rank.
-        events: Event log.
+        rank: Rank 0 logs.
+        events: Each rank writes its findings there.
+
+    Attributes:
+        looks_left: How many more saves of this layout are to call `look`: it costs time.
     """
 
     def __init__(self, state: Mapping[str, Any], *, rank: int, events: EventLog) -> None:
@@ -46,7 +126,7 @@ class LeftOut:
         self._restored = RestoredTensors(state)
         self._steps = OptimizerSteps(self._look_at_restored)
         self._said: set[str] = set()
-        self._looks_left = 0
+        self.looks_left = 0
         self._unused_gradients = 0
         self._steps.watch()
 
@@ -56,19 +136,17 @@ class LeftOut:
         self._say(_frozen_with_moments(self._state))
 
     def look(self, tree: Mapping[str, Any], *, new_layout: bool = False) -> None:
-        """A save has collected `tree`. Costs nothing after the second save of a layout."""
+        """A save has collected `tree`. Not after the second save of a layout: see `looks_left`."""
         if new_layout:
-            self._looks_left = _LOOKS
+            self.looks_left = _LOOKS
             self._steps.watch()
-        if not self._looks_left:
-            return
-        self._looks_left -= 1
+        self.looks_left -= 1
         self._look_at_restored()
         try:
             self._say(self._findings(tree))
         except Exception:  # noqa: BLE001 - attributes of any object may raise; no checkpoint may fail for a warning
             _log.debug("the state could not be compared with what is trained", exc_info=True)
-        if not self._looks_left:
+        if not self.looks_left:
             self._steps.unwatch()
 
     def close(self) -> None:

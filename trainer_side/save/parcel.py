@@ -16,18 +16,66 @@ Views of the parcel's memory and of the live tensors are made once, and hold as 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from trainer_side.save.copy_plan import CopyPiece, SliceSources
-from trainer_side.save.live_tensors import LiveTensors
+from trainer_side.save.copy_plan import Batch, CopyPiece, SliceSources
+from trainer_side.save.device_stream import DeviceStream, empty
+from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.survey import StorageSource
+
+_WIDEST_BYTES = 8  # of the widest element; not more, or the first address may be nobody's
+
+
+class LiveTensors:
+    """The tensors of some batches, while they live.
+
+    `batches`: What is going to be viewed.
+
+    Attributes:
+        lasts: Whether the views may be kept for the next save. Where they cannot be made by address (XPU) they may not:
+            they would keep tensors alive that training has replaced.
+    """
+
+    def __init__(
+        self, stream: DeviceStream, sources: Sequence[StorageSource | None], batches: Iterable[Batch]
+    ) -> None:
+        begins: list[int] = []
+        ends: list[int] = []
+        for batch in batches:
+            begins += batch.addresses
+            ends += map(int.__add__, batch.addresses, batch.sizes)
+        self._begin = min(begins) // _WIDEST_BYTES * _WIDEST_BYTES
+        nbytes = -(-(max(ends) - self._begin) // _WIDEST_BYTES) * _WIDEST_BYTES
+        # All memory from the first to the last of them, with whatever lies between.
+        self._all = stream.span(self._begin, nbytes)
+        self.lasts = self._all is not None
+        self._sources = None if self.lasts else sources
+        self._wide: dict[torch.dtype, torch.Tensor] = {}
+
+    def view(self, address: int, piece: CopyPiece, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Bytes from the first one of a piece on, as elements of a dtype that address and size are multiples of.
+
+        `nbytes`: How many; the piece may be followed by others of its tensor.
+        """
+        if self._all is None:
+            assert self._sources is not None
+            source = self._sources[piece.entry]
+            assert source is not None, "what is on a device lies in a tensor"
+            return source.bytes()[piece.entry_offset : piece.entry_offset + nbytes].view(dtype)
+        if dtype not in self._wide:
+            self._wide[dtype] = self._all.view(dtype)
+        width, at = dtype.itemsize, address - self._begin
+        return self._wide[dtype][at // width : (at + nbytes) // width]
+
 
 _HOLE_BYTES_MAX = (
     64 << 10
@@ -129,11 +177,7 @@ class Packing:
     ) -> None:
         """The pieces of one parcel, too.
 
-        Args:
-            runs: Its runs.
-            memory: Its memory, bytes; it is there. Later its storage may be emptied and filled again.
-            live: The tensors.
-            sources: Per entry its storage.
+        `memory`: Its memory, bytes; it is there. Later its storage may be emptied and filled again.
         """
         wide = {width: memory.view(dtype) for width, dtype in _WIDTHS.items()}
         for run, first, nbytes in spans(runs):
@@ -157,11 +201,7 @@ class Packing:
 
 
 class Parcel:
-    """The way of one parcel from its memory into an area.
-
-    Args:
-        runs: Its runs.
-    """
+    """The way of one parcel from its memory into an area."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
@@ -194,3 +234,113 @@ class Parcel:
 
 def _move(to: Iterable[int], of: Iterable[int], sizes: Collection[int]) -> None:
     deque(map(ctypes.memmove, to, of, sizes), maxlen=0)
+
+
+@dataclass
+class Crossing:
+    """A batch on its way to the host.
+
+    Attributes:
+        parcel: How, where it is packed. `memory`: where to.
+        event: When it has arrived; None before it is queued.
+    """
+
+    batch: Batch
+    parcel: Parcel | None
+    memory: torch.Tensor | None
+    event: StreamEvent | None = None
+
+
+class LiveBatches:
+    """Batches of live tensors, and memory of the device in which each is packed before it crosses.
+
+    `slots`: So many of them are on their way at once.
+    """
+
+    def __init__(self, of: Sequence[Batch], slice_: SliceSources, slots: int) -> None:
+        self.batches, self._count = of, slots
+        self._runs = [runs_of(batch.pieces, slice_) for batch in of]
+        joined = [[*spans(runs)] for runs in self._runs]
+        self._pieces = [[(piece, nbytes) for _, piece, nbytes in one] for one in joined]
+        self._parcels = [
+            Parcel(runs) if len(one) > 1 else None for runs, one in zip(self._runs, joined, strict=True)
+        ]
+        sizes = [0] * slots
+        for number, (runs, parcel) in enumerate(zip(self._runs, self._parcels, strict=True)):
+            if parcel is not None:
+                sizes[number % slots] = max(sizes[number % slots], packed_bytes(runs))
+        self._sizes = sizes
+        self.nbytes = sum(sizes)
+        self.slots: list[torch.Tensor] = []
+        self.is_there = False
+        self._live: LiveTensors | None = None
+        self._packings: dict[int, Packing] = {}
+        self._views: dict[int, list[tuple[CopyPiece, int, torch.Tensor]]] = {}
+
+    def take(
+        self, make: Callable[[int], torch.Tensor], fill: Callable[[Sequence[torch.Tensor]], None]
+    ) -> bool:
+        """Take the memory, if there is any; whether it is there.
+
+        `fill`: Fills slots that were emptied.
+        """
+        if not self.nbytes:
+            return False
+        with contextlib.suppress(torch.OutOfMemoryError):
+            if not self.slots:
+                self.slots = [make(max(1, nbytes)) for nbytes in self._sizes]
+            else:
+                fill(self.slots)
+            self.is_there = True
+        if not self.is_there:
+            self.give_back()
+        return self.is_there
+
+    def give_back(self) -> None:
+        """No batch is queued any more until the next save."""
+        self.is_there = False
+        for memory in self.slots:
+            empty(memory)
+        if self._live is not None and not self._live.lasts:
+            self._live = None
+            self._packings.clear()
+            self._views.clear()
+
+    def crossing(self, number: int) -> Crossing:
+        """The way of one batch."""
+        parcel = self._parcels[number] if self.is_there else None
+        memory = None if parcel is None else self.slots[number % self._count]
+        return Crossing(self.batches[number], parcel, memory)
+
+    def queue(
+        self,
+        number: int,
+        crossing: Crossing,
+        area: torch.Tensor,
+        stream: DeviceStream,
+        sources: Sequence[StorageSource | None],
+    ) -> None:
+        """Queue one batch on the current stream."""
+        with torch.inference_mode(mode=False):  # views that are made in it could not be written outside of it
+            if self._live is None:
+                self._live = LiveTensors(stream, sources, self.batches)
+            if crossing.parcel is None or crossing.memory is None:
+                for piece, nbytes, view in self._views_of(number, self._live, sources):
+                    area[piece.offset : piece.offset + nbytes].copy_(view, non_blocking=True)
+                return
+            packing = self._packings.get(number)
+            if packing is None:
+                packing = self._packings[number] = Packing()
+                packing.add(self._runs[number], crossing.memory, self._live, sources)
+            packing.queue()
+            crossing.parcel.send(crossing.memory, area)
+
+    def _views_of(
+        self, number: int, live: LiveTensors, sources: Sequence[StorageSource | None]
+    ) -> list[tuple[CopyPiece, int, torch.Tensor]]:
+        if number not in self._views:
+            self._views[number] = [
+                (piece, nbytes, live.view(address_of(piece, sources), piece, nbytes, torch.uint8))
+                for piece, nbytes in self._pieces[number]
+            ]
+        return self._views[number]

@@ -10,6 +10,8 @@ With a new plan come new areas.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,20 +24,19 @@ from holdfast.image.entries import REPLICATED
 from holdfast.image.replicas import watched
 from holdfast.telemetry.causes import Reason
 from holdfast.wire.state_messages import Agreement
-from trainer_side.save.agreeing import RanksAgreeing
-from trainer_side.save.areas import areas_max
 from trainer_side.save.copy_plan import Router, SlicePlan
-from trainer_side.save.device_samples import DeviceSamples
+from trainer_side.save.fingerprint import DeviceSamples
+from trainer_side.save.layout_agreement import LayoutAgreement
 from trainer_side.save.left_out import LeftOut
-from trainer_side.save.places import Room
 from trainer_side.save.rank_context import RankContext
+from trainer_side.save.staging import CopyEngine, Staging
+from trainer_side.save.staging_pool import StagingPool, areas_max
 from trainer_side.save.tearing import TearCheck
-from trainer_side.state.arriving import settle
-from trainer_side.state.given_state import GivenState
-from trainer_side.state.per_rank_names import PerRankNames
-from trainer_side.state.position_names import SavedNames
+from trainer_side.state import accelerator
+from trainer_side.state.position_names import PerRankNames, SavedNames
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
-from trainer_side.state.tree import classify, collect
+from trainer_side.state.tree import GivenState, classify, collect, settle
+from trainer_side.tiers.tier import SliceWriter
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class SavePlan:
         skeleton: The image, with a place for every byte.
         router: The way through what is copied behind the gate.
         watched: Entries of which fingerprints are made; empty where they are not asked for.
-        shared: Those of them that are split.
+        shared: Watched entries that are sharded.
         tear_check: What is looked at to see that a copy is not torn.
         samples: Where fingerprints look on each device.
     """
@@ -65,7 +66,8 @@ class Planner:
     Args:
         given: The state as the script gave it.
         left_out: Names what the script trains and no checkpoint has.
-        room: Is cleared before a new plan, and furnished for it.
+        pool: Is cleared before a new plan, and furnished for it.
+        engine: Copies into the areas of each plan.
         context: Limits of areas; who this rank is. The council of its tiers agrees with the other ranks; with local
             tiers these agree among themselves, the same way before and after the stager is lost.
     """
@@ -74,15 +76,16 @@ class Planner:
         self,
         given: GivenState,
         left_out: LeftOut,
-        room: Room,
+        pool: StagingPool,
+        engine: CopyEngine,
         context: RankContext,
     ) -> None:
-        self._given, self._left_out, self._room = given, left_out, room
+        self._given, self._left_out, self._pool, self._engine = given, left_out, pool, engine
         self._state = given.held
         self._link, self._tiers = context.link, context.tiers
         self._config, self._events = context.config, context.events
         self._plan: SavePlan | None = None
-        self._agreeing = RanksAgreeing(given, context)
+        self._agreeing = LayoutAgreement(given, context)
         self._agreed = Agreement(0, {})
         self._names = SavedNames(self._state, is_writer=context.link.job.rank == 0)
         self._own_names = PerRankNames(self._state)
@@ -103,7 +106,7 @@ class Planner:
         """
         # The first time all ranks wait for each other.
         if self._plan is None:
-            self._agreeing.begin()
+            self._agreeing.check_fresh_run()
         with self._names.telling() as told:
             if self._plan is None:
                 collected = self._agreeing.collect()
@@ -113,12 +116,13 @@ class Planner:
         if self._plan is not None:
             self._names.look(collected, told)
             self._own_names.look(collected)
-        tree = self._agreeing.named(collected, self._agreed)
+        tree = collected if self._agreed.union is None else self._agreeing.named(collected, self._agreed)
         self._widen(tree)
         if self._plan is not None:
             taken = capture(tree, self._plan.skeleton, defer=True, trailer=self._trailer)
             if taken is not None:
-                self._left_out.look(collected)
+                if self._left_out.looks_left:
+                    self._left_out.look(collected)
                 self._tiers.council.fits(step)
                 return self._plan, taken
         # First save, or other tensors than before. All ranks come here at the same step, so they may wait for
@@ -176,7 +180,7 @@ class Planner:
 
     def _renew(self, tree: Any) -> SavePlan:
         """Make a plan within the room that was agreed on, and the areas for it."""
-        self._room.clear()
+        self._pool.clear()
         begun = time.monotonic()
         rank, ranks = self._link.job.rank, self._link.job.ranks
         skeleton = plan(
@@ -196,7 +200,17 @@ class Planner:
             in_flight_max=self._config.in_flight_max,
             host_bytes_max=self._config.host_bytes_max,
         )
-        self._room.furnish(skeleton, slice_plan, count_max)
+        pinned = accelerator.kind() is not None
+
+        def make(slot: SliceWriter | None, memory: torch.Tensor | None) -> Staging:
+            area = functools.partial(
+                Staging, skeleton, slice_plan, self._engine, pinned=pinned, memory=memory
+            )
+            if slot is None or slot.memory is None:
+                return area()
+            return area(slot=slot.memory, move=slot.copy or ctypes.memmove)
+
+        self._pool.furnish(make, layout, slice_plan.area_bytes, count_max, pinned=pinned)
         self._events.emit(
             "plan",
             {

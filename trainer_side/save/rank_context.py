@@ -8,7 +8,7 @@ from holdfast.config import TrainerConfig
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
-from trainer_side.save.beginning import Beginning
+from trainer_side.save.fresh_run_check import FreshRunCheck
 from trainer_side.tiers.tier_set import TierSet
 
 
@@ -17,12 +17,10 @@ class RankContext:
     """Made once by the `Checkpointer`, and handed to all that take part in a save.
 
     Attributes:
-        config: Settings.
         link: Takes steps to the stager, and says who this rank is.
         tiers: The local tiers of this rank, if there are any.
         ledger: Counts what became of the steps.
-        events: Event log.
-        beginning: Whether the job goes on with its run.
+        fresh_run: Whether the job goes on with its run.
     """
 
     config: TrainerConfig
@@ -30,4 +28,4 @@ class RankContext:
     tiers: TierSet
     ledger: Ledger
     events: EventLog
-    beginning: Beginning
+    fresh_run: FreshRunCheck

@@ -3,7 +3,7 @@
     save(step), training thread                      copy thread            link thread
     ───────────────────────────────────────          ─────────────          ─────────────────
     collect the state; its plan (planner.py) ─ first time, or new tensors: ► PROPOSE … RESERVED
-    room for it (places.py), or declined
+    room for it (staging_pool.py), or declined
     copy what anything may change
     close the gate, offer ────────────────────────────────────────────────► OFFER … credits
     return                                           data.pkl, if it was left to it; then
@@ -11,7 +11,7 @@
                                                                        └──► local tiers (tiers/tier_set.py)
     next optimizer.step(): waits for the gate ◄───── open the gate
     (where it is not shown that all updates wait for it, and nothing else changes it, return waits for that:
-    hook_proof.py, quietness.py)
+    hook_coverage.py)
 
 No collective operation. A step that cannot be taken (all staging areas are still being sent) is declined by this rank,
 the stager tells the others, and training goes on. It is declined when training does go on: at the next `step()`,
@@ -40,13 +40,13 @@ from trainer_side.link.stager_message import StagerMessage
 from trainer_side.opaque import only_shapes
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.copy_plan import Route
-from trainer_side.save.device_lane import in_order_with, lane_of
+from trainer_side.save.device_stream import in_order_with, stream_of
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.finished_step import FinishedStep
-from trainer_side.save.places import NoRoom, Room, StepPlace
 from trainer_side.save.planner import Planner, SavePlan
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.staging import Staging
+from trainer_side.save.staging_pool import PoolFull, Reservation, StagingPool
 from trainer_side.save.tearing import SavedInstant
 from trainer_side.state import accelerator
 from trainer_side.state.accelerator import StreamEvent
@@ -78,12 +78,12 @@ _device_of = attrgetter("device")
 
 
 class Saver:
-    """Takes the steps of one rank. Training thread.
+    """Takes this rank's checkpoints. Training thread.
 
     Args:
         state: As the script gave it, and as every part of a save reads it.
         planner: Knows what of it is copied, and where to.
-        room: Has areas and slots.
+        pool: Has areas and slots.
         copier: Copies behind the gate.
         context: Takes the steps to the stager and into local tiers, and counts them.
     """
@@ -92,29 +92,27 @@ class Saver:
         self,
         state: MutableMapping[str, Any],
         planner: Planner,
-        room: Room,
+        pool: StagingPool,
         copier: Copier,
         context: RankContext,
     ) -> None:
-        self._planner, self._room, self._copier = planner, room, copier
+        self._planner, self._pool, self._copier = planner, pool, copier
         self._link, self._tiers = context.link, context.tiers
         self._ledger, self._events = context.ledger, context.events
         self._warned = ""
         self._late = FinishedStep(state, lambda: copier.updates)
-        self._late_reason: Reason | None = None  # why the step that was noted there last is not taken yet
+        self._late_step = -1  # the step that was noted there last
+        self._late_reason: Reason | None = None  # why it is not taken yet
         copier.on_update = self.decline_late
 
     def decline_late(self) -> None:
         """Training goes on past a step that found no room, so it is declined."""
         reason, self._late_reason = self._late_reason, None
         if reason is not None:
-            self._decline(self._late.step, reason)
+            self._decline(self._late_step, reason)
 
     def save_late(self, seconds_max: float) -> int:
         """The block ends: save the last step if it found no room, and wait for that.
-
-        Args:
-            seconds_max: How long.
 
         Returns:
             The step, if a save of it was begun; else -1.
@@ -122,7 +120,7 @@ class Saver:
         Raises:
             StateError: As `Checkpointer.save`.
         """
-        step = self._late.step
+        step = self._late_step
         if self._late_reason is None:
             return -1
         if why := self._late.why_not():
@@ -163,18 +161,18 @@ class Saver:
             if needed and self._link.job.rank == 0:
                 self._tiers.council.make_room(needed)
             return self._decline(step, DeclineCause.OUTGROWN.because(outgrown), needed_pickle_bytes=needed)
-        except NoRoom as no_room:
+        except PoolFull as no_room:
             return self._decline(step, no_room.reason)
         record = SaveRecord(saved_at_unix=saved_at_unix)
         try:
             # The training thread is here, so what was taken stays as it is meanwhile.
-            wait_seconds = self._room.wait(step, wait_seconds_max)
+            wait_seconds = self._pool.wait(step, wait_seconds_max)
             answer = self._link.answer(step)
             if answer is not None and not self._tiers.takes_steps:
                 self._link.tell(StagerMessage.fits(step))
                 return self._decline(step, answer, tell=False)  # all were told the same
-            place = self._room.take(step, record)
-        except NoRoom as no_room:
+            place = self._reserve(step, record)
+        except PoolFull as no_room:
             return self._no_room(step, no_room.reason, is_late=wait_seconds_max is not None)
         record.wait_seconds = wait_seconds
         try:
@@ -192,8 +190,20 @@ class Saver:
             self._copier.finish_what_would_tear(job)
         return job is not None
 
+    def _reserve(self, step: int, record: SaveRecord) -> Reservation:
+        """An area for this step, and slots of the tiers as far as there are any.
+
+        Raises:
+            PoolFull: All areas are taken, or the copy thread is stuck.
+        """
+        place = self._pool.take(step, record)
+        if stuck := self._copier.wait():
+            self._pool.give_back(place, stuck)
+            raise PoolFull(stuck)
+        return place
+
     def _come_to(self, step: int) -> None:
-        if step != self._late.step:
+        if step != self._late_step:
             self.decline_late()
         self._late_reason = None
 
@@ -203,7 +213,7 @@ class Saver:
             return self._decline(step, reason)
         self._link.tell(StagerMessage.fits(step))
         self._late.note(step)
-        self._late_reason = reason
+        self._late_step, self._late_reason = step, reason
         return False
 
     def _begin(
@@ -211,7 +221,7 @@ class Saver:
         step: int,
         plan: SavePlan,
         taken: Capture,
-        place: StepPlace,
+        place: Reservation,
         answer: Reason | None,
         record: SaveRecord,
         begun: float,
@@ -240,7 +250,8 @@ class Saver:
             self._decline(step, transfer.reason or nowhere, tell=False)
             return None
         record.save_seconds = time.monotonic() - begun
-        self._room.send(place, transfer)
+        area.tell(_nobody if place.keeping is None else place.keeping.nudge)
+        self._pool.send(place, transfer)
         job = CopyJob(
             transfer,
             area,
@@ -278,19 +289,19 @@ class Saver:
         if plan.watched:
             fingerprints = Fingerprints(plan.watched, plan.skeleton.gated, step, plan.shared, plan.samples)
             fingerprints.take_now(sources, also_gated=not is_live)
-        after = None if device is None else lane_of(device).record()
+        after = None if device is None else stream_of(device).record()
         return _Taken(is_live, instant, fingerprints, after, route)
 
-    def _undo(self, step: int, place: StepPlace, error: BaseException) -> None:
+    def _undo(self, step: int, place: Reservation, error: BaseException) -> None:
         """An exception has ended the save: a copy that has begun goes on, anything else is given up."""
         if self._copier.reopen_if_idle():
             failed = DeclineCause.COPY_FAILED.because(f"save() was ended by {type(error).__name__}")
             self._give_back(place, failed)
             self._link.decline(step, failed)
 
-    def _give_back(self, place: StepPlace, reason: Reason) -> None:
+    def _give_back(self, place: Reservation, reason: Reason) -> None:
         place.area.drop()
-        self._room.give_back(place, reason)
+        self._pool.give_back(place, reason)
 
     def _refusal(self) -> Reason | None:
         """Why no save can begin now."""
@@ -323,12 +334,15 @@ class Saver:
         return False
 
 
+def _nobody() -> None:
+    """No tier waits for frames."""
+
+
 class _Taken(NamedTuple):
     """A save, after what must be taken at once.
 
     Attributes:
         is_live: Whether the rest is copied from live tensors, so that updates must wait for it.
-        instant: What those were like.
         fingerprints: Begun. `after`: where the current stream is then.
         route: The way through what is gated, where some of it is on a device: memory was taken for exactly this one.
     """

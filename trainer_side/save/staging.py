@@ -7,26 +7,186 @@
 
 Allocated and touched once per layout: the first touch of fresh pages costs far more than the copy itself. Literals are
 laid down once, too. Each frame begins on a page, and is padded with zeros to the next one: so O_DIRECT takes it. Where
-each piece goes is in `trainer_side/save/copy_plan.py`; how it gets there in `trainer_side/save/copy_engine.py`.
+each piece goes is in copy_plan.py; bytes on a device are copied by device_copy.py.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from holdfast.faultpoint import Point, reach
 from holdfast.image.slices import frames_of
-from trainer_side.save.copy_engine import CopyEngine, Move
-from trainer_side.save.copy_plan import Batch, Route, SlicePlan, SliceSources
+from trainer_side.save.copy_plan import Batch, CopyPiece, Route, SlicePlan, SliceSources, batches
+from trainer_side.save.device_copy import DeviceCopy, Mirror, MirrorRoom
+from trainer_side.save.device_dedup import DeviceDedup, Steadiness
+from trainer_side.save.device_stream import stream_of
 from trainer_side.save.host_memory import huge_buffer, in_slot, locked_buffer
-from trainer_side.save.mirror import Mirror
-from trainer_side.save.unchanged import Unchanged
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Skeleton
 from trainer_side.state.survey import StorageSource
+
+_SPARED_SETS_MAX = 8  # each area may leave out other tensors
+Move = Callable[
+    [int, int, int], object
+]  # (to address, from address, bytes), as ctypes.memmove; without the GIL
+
+
+class NowBatches:
+    """The batches of what `save()` takes from tensors, kept for all areas of one slice. Training thread."""
+
+    def __init__(self, plan: SlicePlan) -> None:
+        self.plan = plan
+        self._entries = sorted({piece.entry for piece in plan.now})
+        # All that a batch depends on, beside the plan. It holds addresses, never memory.
+        self._places: list[tuple[int, int, Any] | None] = []
+        self._found: dict[frozenset[int], tuple[tuple[Batch, ...], tuple[Batch, ...]]] = {}
+
+    def of(
+        self, sources: Sequence[StorageSource | None], contents: Collection[int], spared: frozenset[int]
+    ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
+        """In host memory, and on a device; the same objects as long as nothing has moved.
+
+        Args:
+            sources: Per entry its storage.
+            contents: Entries whose bytes are made.
+            spared: Entries that are not copied.
+        """
+        places = [
+            None
+            if source is None or entry in contents
+            else (source.data_ptr, source.start_bytes, source.device)
+            for entry, source in zip(self._entries, map(sources.__getitem__, self._entries), strict=True)
+        ]
+        if places != self._places:
+            self._places = places
+            self._found.clear()
+        if spared not in self._found:
+            if len(self._found) == _SPARED_SETS_MAX:
+                self._found.clear()
+            host: list[CopyPiece] = []
+            device: list[CopyPiece] = []
+            place_of = dict(zip(self._entries, places, strict=True))
+            for piece in self.plan.now:
+                place = place_of[piece.entry]
+                if place is not None and piece.entry not in spared:
+                    (host if place[2].type == "cpu" else device).append(piece)
+            self._found[spared] = batches(host, sources), batches(device, sources)
+        return self._found[spared]
+
+
+class CopyEngine:
+    """Does the copies of one rank, into any of its areas. `mirror` and `capture` belong to the training thread, `copy`
+    and `bring` to the copy thread; `save()` waits for the copy before, so they never meet.
+
+    Args:
+        device_bytes_max: Device memory that a mirror may take; 0: none is made; None: what is to spare.
+
+    Attributes:
+        seen: What its areas know of tensors that do not change.
+    """
+
+    def __init__(self, *, device_bytes_max: int | None = None) -> None:
+        self.seen: dict[tuple[str, int, int], Steadiness] = {}
+        self._device_bytes_max = device_bytes_max
+        self._on_device: DeviceCopy | None = None
+        self._now: NowBatches | None = None
+
+    def now_batches(self, plan: SlicePlan) -> NowBatches:
+        """What `save()` takes of a slice; the areas of the slice share it."""
+        if self._now is None or self._now.plan is not plan:
+            self._now = NowBatches(plan)
+        return self._now
+
+    @staticmethod
+    def copy_host(batch: Batch, area: torch.Tensor, move: Move = ctypes.memmove) -> None:
+        """Copy one batch of tensors in host memory. Any thread."""
+        # memmove, not Tensor.copy_: it gives the GIL back and does not call up torch's thread pool. And `map`, so that
+        # many small pieces cost little more than their bytes.
+        places = map(area.data_ptr().__add__, batch.offsets)
+        deque(map(move, places, batch.addresses, batch.sizes), maxlen=0)
+
+    def mirror(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> Mirror | None:
+        """Take batches on a device in the order of the current stream; see `DeviceCopy.mirror`. None: no room there."""
+        return self._device(slice_).mirror(now, behind, slice_) if now or behind else None
+
+    def capture(
+        self,
+        batches: Sequence[Batch],
+        slice_: SliceSources,
+        area: torch.Tensor,
+        *,
+        behind: Sequence[Batch] = (),
+    ) -> Callable[[], None] | None:
+        """The same straight into `area`, where there is no mirror; see `DeviceCopy.capture`. None: there is nothing."""
+        if not batches and not behind:
+            return None
+        return self._device(slice_).capture(batches, slice_, area, behind=behind)
+
+    def bring(
+        self,
+        mirror: Mirror,
+        area: torch.Tensor,
+        cancelled: Callable[[], bool],
+        arrived: Callable[[Batch], None],
+    ) -> None:
+        """Copy all of a mirror into `area`; arguments as of `copy`."""
+        assert self._on_device is not None, "it has made the mirror"
+        self._on_device.bring(mirror, area, cancelled, arrived)
+
+    def copy(
+        self,
+        route: Route,
+        slice_: SliceSources,
+        area: torch.Tensor,
+        after: StreamEvent | None,
+        cancelled: Callable[[], bool],
+        read: Callable[[Batch], None],
+        arrived: Callable[[Batch], None],
+        *,
+        move: Move = ctypes.memmove,
+    ) -> None:
+        """Copy all batches of `route` into `area`. When it returns nothing live is read any more.
+
+        Args:
+            route: The host's batches are copied by memmove, those of a device by `DeviceCopy`.
+            slice_: Where the bytes lie.
+            area: A staging area's memory.
+            after: Recorded on the compute stream when the state was right.
+            cancelled: Asked between batches; when it says True the rest is left out.
+            read: Told each batch of which nothing is read from live tensors any more.
+            arrived: Told each batch whose bytes are in the area; on a device much later than `read`.
+            move: Copies what is in host memory.
+        """
+        # The host's first: they are counters of a step and the like, if there is a device at all.
+        for batch in route.host:
+            if cancelled():
+                return
+            self.copy_host(batch, area, move)
+            read(batch)
+            arrived(batch)
+        if route.device:
+            self._device(slice_).copy(route.device, slice_, area, after, cancelled, read, arrived)
+
+    def give_back(self) -> None:
+        """No copy is under way, and none follows on the last `capture`: its memory on a device goes back."""
+        if self._on_device is not None:
+            self._on_device.give_back()
+
+    def _device(self, slice_: SliceSources) -> DeviceCopy:
+        if self._on_device is None:
+            device = next(
+                source.device
+                for source in slice_.sources
+                if source is not None and source.device.type != "cpu"
+            )
+            self._on_device = DeviceCopy(stream_of(device), MirrorRoom(self._device_bytes_max))
+        return self._on_device
+
 
 # Counters of steps and the like beside tensors on a device: so few bytes are copied in `save()`, without any gate.
 _HOST_BYTES_AT_ONCE = 1 << 20
@@ -75,7 +235,8 @@ class Staging:
         for piece in plan.gated:
             self._copies_at_first[piece.frame] += 1
         self._now_batches = engine.now_batches(plan)
-        self._unchanged = Unchanged(plan.now, skeleton.layout, engine.seen)
+        # Only bytes that would cross from a device are worth a comparison.
+        self._dedup = DeviceDedup(plan.now, skeleton.layout, engine.seen) if pinned else None
         self._landing: Callable[[], None] | None = None
         self._mirror: Mirror | None = None
         self._took_host = False  # beside the mirror, all that is in host memory
@@ -132,7 +293,9 @@ class Staging:
         self._took_host = False
         self._mirror = self._landing = None
         self.fill(contents)
-        spared = self._unchanged.look(sources, versions or {})
+        spared: frozenset[int] = frozenset()
+        if self._dedup is not None:
+            spared = self._dedup.look(sources, versions or {})
         host, device = self._now_batches.of(sources, contents, spared)
         slice_ = SliceSources(self._plan, sources)
         for batch in host:
@@ -154,13 +317,8 @@ class Staging:
         return self._mirror is not None and self._mirror.is_whole
 
     def counted(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> Mapping[int, int]:
-        """The changes that torch has counted, of what is not copied again while it stays as it is: for `copy_now`.
-
-        Args:
-            tensors: All of the state.
-            tensor_entries: Of each, its entry.
-        """
-        return self._unchanged.versions(tensors, tensor_entries)
+        """The changes that torch has counted, of what is not copied again while it stays as it is: for `copy_now`."""
+        return {} if self._dedup is None else self._dedup.versions(tensors, tensor_entries)
 
     def drop(self) -> None:
         """No `copy_gated` follows on `copy_now`, or it has failed. Waits for what is on its way into the area, which is
@@ -169,7 +327,8 @@ class Staging:
         if self._mirror is not None:
             self._mirror.drop()
             self._mirror = None
-        self._unchanged.forget()
+        if self._dedup is not None:
+            self._dedup.forget()
         if self._landing is not None:
             self._landing()
             self._landing = None
@@ -182,11 +341,7 @@ class Staging:
         return Route((), (), frozenset()) if self._took_host else route.on_host()
 
     def fill(self, contents: Mapping[int, bytes | memoryview]) -> None:
-        """Lay down entries whose bytes are made. By `copy_now`, or after it and before `copy_gated` gives frames away.
-
-        Args:
-            contents: As of `copy_now`.
-        """
+        """Lay down entries whose bytes are made: in `copy_now`, or later, before `copy_gated` gives frames away."""
         for piece in self._plan.now:
             content = contents.get(piece.entry)
             if content is not None:
@@ -277,7 +432,8 @@ class Staging:
         if self._landing is not None:
             self._landing()
             self._landing = None
-        self._unchanged.settle()
+        if self._dedup is not None:
+            self._dedup.settle()
         if self._plan.gated:
             for frame in range(len(self._copies_left)):
                 self._copies_left[frame] -= 1

@@ -162,7 +162,6 @@ class BatchLook(NamedTuple):
     """The checks of one batch.
 
     Attributes:
-        batch: The batch.
         places: Its pieces, by their place in `TearCheck.pieces`.
         tensors: Those that lie in them, by their place in a `SavedInstant`.
     """
@@ -275,11 +274,7 @@ class SavedInstant:
 class DeviceWords:
     """Words of some tensors on a device, on their way to the host, in the order of the current stream.
 
-    Args:
-        places: Which pieces.
-        check: Has them.
-        sources: Of each piece its storage.
-        within: Of each piece, where the words begin in it.
+    `sources`: Of each piece its storage. `within`: Of each piece, where the words begin in it.
     """
 
     def __init__(

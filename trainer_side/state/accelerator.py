@@ -1,7 +1,7 @@
 """The accelerator of this process, as far as torch tells of it: CUDA, ROCm (which torch calls CUDA as well) or XPU.
 
 Floors: `torch.accelerator` and `torch.xpu` came with torch 2.6. What a kind of device cannot do is asked for by name
-(`memory_of`, `device_runtime.py`), never guessed from its kind.
+(`DeviceStream.memory`, `device_runtime`), never guessed from its kind.
 """
 
 from __future__ import annotations

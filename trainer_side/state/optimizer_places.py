@@ -8,16 +8,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
-from trainer_side.state.containers import children
+from holdfast.errors import StateError
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.tree import tensor_paths
+from trainer_side.state.tree import Given, children, tensor_paths
 
 _DEPTH_MAX = 6
 _OBJECTS_MAX = 20_000  # a data set may be a list of millions
@@ -38,9 +37,6 @@ _NEVER = (
 # The parts of these that hold tensors, and nothing that steps them.
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "defaults"})
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
-
-Given = list[tuple[Any, torch.optim.Optimizer]]
-"""The `param_groups` that optimizers have given, each with its optimizer."""
 
 
 def optimizers_of(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
@@ -77,26 +73,6 @@ def _below(value: Any) -> Iterable[tuple[Any, Any]]:
     elif isinstance(value, torch.nn.Module):
         skipped = _OF_MODULES
     return [(name, one) for name, one in attributes.items() if name not in skipped]
-
-
-@contextmanager
-def telling(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Given]:
-    """Within it, what the `state_dict()` of each optimizer gives is noted. Training thread."""
-    given: Given = []
-
-    def note(optimizer: torch.optim.Optimizer, said: Mapping[str, Any]) -> None:
-        given.append((said.get("param_groups"), optimizer))
-
-    hooks = [
-        optimizer.register_state_dict_post_hook(note)
-        for optimizer in optimizers
-        if hasattr(optimizer, "_optimizer_state_dict_post_hooks")  # not where `__init__` was left out
-    ]
-    try:
-        yield given
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def located(
@@ -190,3 +166,103 @@ def on_host(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimi
                     one for one, tensor in tensor_paths(state) if tensor.dim() and tensor.device.type == "cpu"
                 ]
     return found
+
+
+_LISTED = ("params", "param_names")
+
+
+def parameter_names(state: Mapping[str, Any]) -> dict[str, list[list[list[str]]]]:
+    """Of each optimizer, per group, the names of each parameter: the first is the one that stands for it.
+
+    Raises:
+        StateError: A parameter is in no module of the state, or two of one optimizer have the same name.
+    """
+    names: dict[int, list[str]] = {}
+    for value in state.values():
+        if isinstance(value, torch.nn.Module):
+            for name, parameter in value.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), []).append(name)
+    found: dict[str, list[list[list[str]]]] = {}
+    for at, value in state.items():
+        if not isinstance(value, torch.optim.Optimizer):
+            continue
+        firsts: set[str] = set()
+        found[at] = []
+        for number, group in enumerate(value.param_groups):
+            found[at].append([])
+            for place, parameter in enumerate(group["params"]):
+                own = names.get(id(parameter))
+                if own is None:
+                    raise StateError(
+                        f"{at}: parameter {place} of group {number}, of shape {list(parameter.shape)}, is in no module "
+                        "of the state; the ranks have different parameters, so their names are needed: hand over the "
+                        "module, too"
+                    )
+                if own[0] in firsts:
+                    raise StateError(
+                        f"{at}: two of its parameters are named {own[0]} in modules of the state; the ranks have "
+                        "different parameters, so each needs a name of its own: hand over one module in which both are"
+                    )
+                firsts.add(own[0])
+                found[at][-1].append(own)
+    return found
+
+
+def first_names(names: Mapping[str, Sequence[Sequence[Sequence[str]]]]) -> dict[str, list[list[str]]]:
+    return {at: [[own[0] for own in group] for group in groups] for at, groups in names.items()}
+
+
+def by_name(
+    tree: Mapping[str, Any],
+    names: Mapping[str, Sequence[Sequence[str]]],
+    united: Mapping[str, Sequence[Sequence[str]]],
+) -> dict[str, Any]:
+    """The tree with optimizers keyed by name; tensors keep their order. One that has other parameters stays as it is.
+
+    Args:
+        tree: What `collect` gave.
+        names: Of this rank's parameters, by optimizer and group.
+        united: Those of all ranks, which the groups then list.
+    """
+    return {at: _named(value, names[at], united[at]) if at in names else value for at, value in tree.items()}
+
+
+def has_groups(saved: Any) -> bool:
+    """Whether what was saved has the form of an optimizer's state."""
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    return (
+        isinstance(groups, list)
+        and isinstance(saved.get("state"), dict)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    )
+
+
+def settings(tree: Mapping[str, Any], at: str) -> list[str]:
+    """What else each group of an optimizer says, as a text; tensors are compared as such, objects not at all."""
+    return [
+        repr(sorted((str(key), one) for key, one in group.items() if _is_setting(key, one)))
+        for group in tree[at]["param_groups"]
+    ]
+
+
+def _is_setting(key: Any, value: Any) -> bool:
+    return key not in _LISTED and (value is None or isinstance(value, bool | int | float | str | tuple))
+
+
+def _named(saved: Any, names: Sequence[Sequence[str]], united: Sequence[Sequence[str]]) -> Any:
+    groups = saved.get("param_groups") if isinstance(saved, dict) else None
+    if not isinstance(groups, list) or [len(group["params"]) for group in groups] != list(map(len, names)):
+        return saved
+    name_of = {
+        number: name
+        for group, own in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], own, strict=True)
+    }
+    return {
+        **saved,
+        "state": {name_of.get(key, key): of for key, of in children(saved["state"])},
+        "param_groups": [
+            {**{key: value for key, value in group.items() if key not in _LISTED}, "params": list(all_names)}
+            for group, all_names in zip(groups, united, strict=True)
+        ],
+    }

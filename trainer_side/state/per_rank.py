@@ -1,33 +1,14 @@
-"""`PerRank`: values that differ from rank to rank, such as random number generators. A checkpoint has every rank's own.
-
-    rank r: PerRank(value) ─► torch.save bytes ─► length │ bytes │ names (`per_rank_names.py`) │ zeros up to the reserve
-    file:   state["rng"] = [rank 0's blob, rank 1's blob, …]            one uint8 tensor each, all of one size
-
-The ranks agree on one size for all blobs, so that the layout of the image does not depend on the values. On disk a blob
-is an ordinary tensor: plain `torch.load` reads it, and `decode` turns it back into the value.
-"""
+"""`PerRank`: a value that differs from rank to rank, such as random number generators; a checkpoint has each rank's."""
 
 from __future__ import annotations
 
-import io
-import pickle
-import struct
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from holdfast.errors import DamageError, StateError
-from trainer_side.state.inference import writable
-from trainer_side.state.pickle_bounds import refuse_costly_pickle, refuse_packed
-from trainer_side.state.readable_pickler import ReadablePickler
-from trainer_side.state.unfilled import unfilled
+from holdfast.errors import StateError
+from trainer_side.state.split_tensor import writable
 from trainer_side.whole_number import shown
-
-_PICKLE = SimpleNamespace(Pickler=ReadablePickler, __name__="pickle")
-_LENGTH = struct.Struct("<Q")
-_UNIT_BYTES = 4096
-_SLACK_BYTES = 1024
 
 
 class PerRank:
@@ -71,76 +52,3 @@ class PerRank:
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
-
-
-def reserve_bytes(used_bytes: int) -> int:
-    """Bytes to reserve for a blob that now takes `used_bytes`: a quarter more, and 1 KiB, in whole pages."""
-    return ((used_bytes * 5 // 4 + _SLACK_BYTES) // _UNIT_BYTES + 1) * _UNIT_BYTES
-
-
-def encode(value: Any, *, name: str, beside: bytes = b"") -> bytes:
-    """The blob of `value`, without padding.
-
-    Args:
-        value: The result of `PerRank.snapshot`.
-        name: Name of the value in the state, for messages.
-        beside: `PerRank.names`; does not end with a zero.
-
-    Raises:
-        StateError: `torch.save` cannot save the value.
-    """
-    out = io.BytesIO()
-    out.write(bytes(_LENGTH.size))
-    try:
-        torch.save(value, out, pickle_module=_PICKLE)
-    except (pickle.PicklingError, RuntimeError, AttributeError, TypeError, NotImplementedError) as error:
-        raise StateError(
-            f"{name}: this PerRank value cannot be saved: {error}; use tensors, numbers, strings, lists and dicts"
-        ) from error
-    blob = out.getvalue()
-    return _LENGTH.pack(len(blob) - _LENGTH.size) + blob[_LENGTH.size :] + beside
-
-
-def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "PerRank value") -> Any:
-    """Read the value back from a blob, padded or not; its tensors are on the CPU. No code in the blob is ever run.
-
-    Args:
-        blob: A 1-D uint8 tensor on the CPU, or its bytes.
-        name: Name of the value in the checkpoint, for messages.
-
-    Raises:
-        DamageError: The bytes are not a blob that `encode` has written.
-    """
-    raw = _raw(blob)
-    if raw.itemsize != 1 or raw.ndim != 1 or raw.nbytes < _LENGTH.size:
-        raise DamageError(
-            f"{name}: expected a PerRank blob of at least {_LENGTH.size} bytes, got {raw.nbytes} bytes; "
-            "take the checkpoint before this one"
-        )
-    (length,) = _LENGTH.unpack_from(raw)
-    if not 0 < length <= raw.nbytes - _LENGTH.size:
-        raise DamageError(
-            f"{name}: the PerRank blob says that it holds {length} bytes, but it has {raw.nbytes - _LENGTH.size}; "
-            "take the checkpoint before this one"
-        )
-    file = io.BytesIO(raw[_LENGTH.size : _LENGTH.size + length])
-    try:
-        refuse_packed(file, name)
-        refuse_costly_pickle(file, name)
-        with unfilled():
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle may make the unpickler raise anything
-        raise DamageError(
-            f"{name}: the PerRank blob cannot be read ({error}); take the checkpoint before this one"
-        ) from error
-
-
-def beside_of(blob: torch.Tensor | bytes | bytearray | memoryview) -> bytes:
-    """What `encode` has put beside the value; nothing in a blob of an earlier version. `decode` has read it before."""
-    raw = _raw(blob)
-    (length,) = _LENGTH.unpack_from(raw)
-    return bytes(raw[_LENGTH.size + length :]).rstrip(b"\0")
-
-
-def _raw(blob: torch.Tensor | bytes | bytearray | memoryview) -> memoryview:
-    return memoryview(cast(Any, blob.contiguous().numpy()) if isinstance(blob, torch.Tensor) else blob)

@@ -13,9 +13,12 @@ from __future__ import annotations
 import os
 import struct
 import zipfile
-from typing import IO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
 
 import torch
+import torch.utils.deterministic
 
 from holdfast.errors import DamageError, StateError
 from holdfast.parse_cost import InputTooLarge
@@ -44,9 +47,7 @@ NOT_READABLE = (
 def refuse_costly_pickle(file: IO[bytes], what: str) -> None:
     """Look at the pickle of a file in torch's zip format, by torch's own reader of it. Leaves the file at its begin.
 
-    Args:
-        file: The file.
-        what: Its name, for the message.
+    `what`: Its name, for the message.
 
     Raises:
         StateError: A tuple in it is nested deeper than 1000 levels.
@@ -98,6 +99,18 @@ def refuse_packed(file: IO[bytes], what: str) -> None:
 def _refuse_unpacked(what: str, file_bytes: int, stated_bytes: int) -> None:
     if stated_bytes > file_bytes:
         raise DamageError(
-            f"{what}: has {file_bytes} bytes, its entries say {stated_bytes}; torch.save packs nothing, and no bytes "
-            "are of two entries, so find out who wrote it"
+            f"{what}: has {file_bytes} bytes, its entries say {stated_bytes}: entries overlap or are compressed, "
+            "which torch.save never does; this is not its file"
         )
+
+
+@contextmanager
+def unfilled() -> Iterator[None]:
+    """In this context new tensors have no values yet, whatever the script has chosen. One thread at a time."""
+    settings: Any = torch.utils.deterministic  # a module with a property, which its stubs do not have
+    before = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = before

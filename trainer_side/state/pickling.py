@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import pickletools
 import re
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import IO, Any, cast
 
+import numpy as np
 import torch
 from torch._tensor import _rebuild_from_type_v2
 from torch._utils import (
@@ -28,12 +29,127 @@ from torch._utils import (
 )
 
 from holdfast.errors import StateError
-from trainer_side.state.containers import children
-from trainer_side.state.empty_bytes import with_readable_empty_bytes
-from trainer_side.state.numpy_scalars import MetNumpyScalar, is_scalar, with_python_scalars
-from trainer_side.state.readable_pickler import ReadablePickler
 from trainer_side.state.sparse_file import SparseFile
 from trainer_side.state.survey import Survey
+from trainer_side.state.tree import children, with_changes
+
+_PYTHON = (bool, int, float, complex, str, bytes)
+
+
+class MetNumpyScalar(pickle.PicklingError):
+    """Ends a pickle: the tree has to be pickled `with_python_scalars`."""
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether it is a NumPy scalar of which Python has an equal value."""
+    # Of dates and durations `item()` may drop the unit.
+    if not isinstance(value, np.generic) or isinstance(value, np.datetime64 | np.timedelta64 | np.void):
+        return False
+    return type(value.item()) in _PYTHON
+
+
+def with_python_scalars(tree: Any) -> Any:
+    """The same tree with Python's values; containers without any are the same objects, and what is shared stays so."""
+    done: dict[int, Any] = {}
+
+    def of(value: Any) -> Any:
+        if isinstance(value, np.generic):
+            return value.item() if is_scalar(value) else value
+        if not isinstance(value, dict | list | tuple):
+            return value
+        if id(value) not in done:
+            done[id(value)] = value  # of one that holds itself
+            done[id(value)] = _changed(value, {key: of(one) for key, one in children(value)}, of)
+        return done[id(value)]
+
+    return of(tree)
+
+
+def _changed(node: Any, values: dict[Any, Any], of: Any) -> Any:
+    if isinstance(node, dict) and any(isinstance(key, np.generic) for key in node):
+        pairs = [(of(key), value) for key, value in values.items()]
+        if type(node) is dict:
+            return dict(pairs)
+        other = with_changes(node, {})
+        other.clear()
+        for key, value in pairs:
+            other[key] = value
+        return other
+    changed = {key: values[key] for key, value in children(node) if values[key] is not value}
+    return with_changes(node, changed) if changed else node
+
+
+_BYTES_TYPE = frozenset({"__builtin__ bytes", "builtins bytes"})
+_MARK = b"\nbytes\n"
+_ENCODE = b"c_codecs\nencode\n"
+_NOTHING_AS_LATIN1 = b"X\0\0\0\0X\x06\0\0\0latin1\x86"  # two texts, and the tuple of both
+_GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
+_PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
+
+
+def with_readable_empty_bytes(pickled: bytes) -> bytes:
+    """The same pickle, of protocol 2, with each `b""` written as other bytes are. Any other pickle is left as it is."""
+    if _MARK not in pickled:
+        return pickled
+    ops: list[tuple[str, Any, int]] = [
+        (op.name, argument, position or 0) for op, argument, position in pickletools.genops(pickled)
+    ]
+    uses: list[int] = []  # which of `ops` push the type
+    memo: set[Any] = set()
+    for index, (name, argument, _) in enumerate(ops):
+        if name == "GLOBAL" and argument in _BYTES_TYPE:
+            uses.append(index)
+            if ops[index + 1][0] in _PUTS:
+                memo.add(ops[index + 1][1])
+        elif name in _GETS and argument in memo:
+            uses.append(index)
+    pieces, done = [], 0
+    for index in uses:
+        called = index + 2 if ops[index + 1][0] in _PUTS else index + 1
+        if [name for name, _, _ in ops[called : called + 2]] != ["EMPTY_TUPLE", "REDUCE"]:
+            return pickled  # the type itself is a value: torch refuses it, and names it
+        begin, after = ops[index][2], ops[index + 1][2]
+        is_global = ops[index][0] == "GLOBAL"
+        pieces += [pickled[done:begin], _ENCODE if is_global else pickled[begin:after]]
+        pieces += [pickled[after : ops[called][2]], _NOTHING_AS_LATIN1]
+        done = ops[called + 1][2]
+    return b"".join([*pieces, pickled[done:]])
+
+
+class ReadablePickler(pickle.Pickler):
+    """As `pickle.Pickler`, for `torch.save(..., pickle_module=...)`."""
+
+    def __init__(self, file: io.BytesIO, protocol: int | None = None) -> None:
+        super().__init__(file, protocol)
+        self._out = file
+        self._meets_scalars = True
+
+    def reducer_override(self, value: Any) -> Any:
+        if self._meets_scalars and is_scalar(value):
+            raise MetNumpyScalar
+        return NotImplemented
+
+    def dump(self, value: Any) -> None:
+        try:
+            super().dump(value)
+        except MetNumpyScalar:
+            # One that is still met lies where the tree cannot be changed, and is left for torch to refuse.
+            self._meets_scalars = False
+            self.clear_memo()
+            self._empty()
+            super().dump(with_python_scalars(value))
+        finished = self.finished(with_readable_empty_bytes(self._out.getvalue()))
+        self._empty()
+        self._out.write(finished)
+
+    def finished(self, pickled: bytes) -> bytes:
+        """What is written in place of `pickled`."""
+        return pickled
+
+    def _empty(self) -> None:
+        self._out.seek(0)
+        self._out.truncate()
+
 
 # What saving or loading a value that torch does not take may raise, from pickle, torch, or the value's own code.
 REFUSED = (
@@ -68,6 +184,8 @@ class Pickling:
     Attributes:
         kinds: Classes of the values met, other than tensors and what every pickle may hold. Whether torch.load takes a
             pickle back depends on them alone.
+        reduced: How each tensor was pickled, by `id()`; the tensor is kept with it, else another object could come by
+            the same one. `persistent_ids`: what torch wrote for each storage.
     """
 
     def __init__(self, found: Survey) -> None:
@@ -75,9 +193,8 @@ class Pickling:
         self._found = found
         self._path = "the state"
         self._stand_ins: dict[int, tuple[torch.UntypedStorage, torch.dtype, str]] = {}
-        # By id(); what has the id is kept with it, else another object could come by the same one.
-        self._reduced: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
-        self._persistent_ids: dict[int, tuple[Any, Any]] = {}
+        self.reduced: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
+        self.persistent_ids: dict[int, tuple[Any, Any]] = {}
 
     def save(self, value: Any, file: SparseFile, finish: Callable[[bytes], bytes]) -> None:
         """Write the zip of `value`; `finish` gives the bytes of data.pkl from the pickle."""
@@ -101,41 +218,18 @@ class Pickling:
             self.save(value, SparseFile(), stop)
         return taken[0]
 
-    def ready(self, tensors: Sequence[torch.Tensor]) -> Ready | None:
-        """What it takes to pickle tensors like these again; None if one was pickled in a way that is not kept."""
-        kept: dict[int, tuple[Any, ...] | None] = {}
-        for tensor in tensors:
-            if id(tensor) not in kept:
-                kept[id(tensor)] = self._kept(tensor)
-        if None in kept.values():
-            return None
-        stand_ins = {key: StandIn(cast(tuple[Any, ...], reduction)) for key, reduction in kept.items()}
-        return Ready([stand_ins[id(tensor)] for tensor in tensors], torch.serialization.DEFAULT_PROTOCOL)
-
-    def _kept(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
-        """How `tensor` was pickled, without what belongs to this one tensor."""
-        function, (on, *rest) = self._reduced.get(id(tensor), (tensor, (None, (None,))))[1]
-        # The hooks, which torch leaves out, are an empty dict; asking that for its reduction takes time.
-        rest = [_Reduced((OrderedDict, ())) if type(one) is OrderedDict and not one else one for one in rest]
-        if function is _rebuild_parameter:
-            inner = self._kept(on)
-            return None if inner is None else (function, (_Reduced(inner), *rest))
-        if function in (_rebuild_tensor_v2, _rebuild_tensor_v3) and id(on) in self._persistent_ids:
-            return function, (_Persistent(self._persistent_ids[id(on)][1]), *rest)
-        return None
-
     def reduce(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """How pickle is to write `tensor`: as torch would, on the stand-in of its storage."""
         reduction = self._reduction(tensor)
-        self._reduced[id(tensor)] = (tensor, reduction)
+        self.reduced[id(tensor)] = (tensor, reduction)
         return reduction
 
     def note_persistent_ids(self, persistent_id: Callable[[Any], Any]) -> None:
         """Keep what torch wrote for each storage."""
-        for _, reduction in self._reduced.values():
+        for _, reduction in self.reduced.values():
             typed = reduction[1][0]
             if isinstance(typed, torch.storage.TypedStorage):
-                self._persistent_ids[id(typed)] = (typed, persistent_id(typed))
+                self.persistent_ids[id(typed)] = (typed, persistent_id(typed))
 
     def _reduction(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         self._path = self._found.paths.get(id(tensor), self._path)
@@ -189,131 +283,25 @@ def _pickler(jobs: list[Pickling], finish: Callable[[bytes], bytes]) -> type[pic
             if isinstance(value, torch.Tensor):
                 return job.reduce(value)
             super().reducer_override(value)
-            job.kinds.add(_kind(value))
+            job.kinds.add(kind_of(value))
             return NotImplemented
 
         def finished(self, pickled: bytes) -> bytes:
             (job,) = jobs
-            job.kinds.update(_builtins_in(pickled))
+            job.kinds.update(builtins_in(pickled))
             job.note_persistent_ids(self.persistent_id)
             return finish(pickled)
 
     return Pickler
 
 
-def _kind(value: Any) -> Any:
+def kind_of(value: Any) -> Any:
     return value if isinstance(value, type | FunctionType | BuiltinFunctionType) else type(value)
 
 
-def _builtins_in(pickled: bytes) -> list[bytes]:
+def builtins_in(pickled: bytes) -> list[bytes]:
     """Python pickles its own plain classes without asking; but weights_only refuses frozenset()."""
     return _BUILTINS.findall(pickled) if b"builtin" in pickled else []
-
-
-class _Reduced:
-    """Is pickled as told."""
-
-    __slots__ = ("reduction",)
-
-    def __init__(self, reduction: tuple[Any, ...]) -> None:
-        self.reduction = reduction
-
-
-class StandIn(_Reduced):
-    """The placeholder of a tensor in a tree that is pickled without it."""
-
-    __slots__ = ()
-
-
-class _Persistent:
-    """Stands for a storage."""
-
-    __slots__ = ("persistent_id",)
-
-    def __init__(self, persistent_id: Any) -> None:
-        self.persistent_id = persistent_id
-
-
-class Ready:
-    """A pickler's view of a tree: its tensors become placeholders, all else is pickled as it is.
-
-    Args:
-        stand_ins: Of each tensor; the same tensor has the same one.
-        protocol: Of the pickle.
-    """
-
-    def __init__(self, stand_ins: list[StandIn], protocol: int) -> None:
-        self._stand_ins, self._protocol = stand_ins, protocol
-
-    def stand_ins(self, tensors: Sequence[torch.Tensor]) -> dict[int, StandIn]:
-        """By id(): what stands for each of these, which are like those that this was made of, in the same order."""
-        return dict(zip(map(id, tensors), self._stand_ins, strict=True))
-
-    def pickle(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
-        """The pickle of `value`, and the classes in it (see `Pickling.kinds`), except those of tensors. Any thread.
-
-        Args:
-            value: A tree, with tensors or with what stands for them.
-            stand_ins: Of those that are in it.
-
-        Raises:
-            One of `REFUSED`: `Pickling.head` would raise, too, and say why.
-        """
-        try:
-            out, kinds = self._dumped(value, stand_ins)
-        except MetNumpyScalar:
-            out, kinds = self._dumped(with_python_scalars(value), stand_ins)
-        pickled = with_readable_empty_bytes(out)
-        kinds.update(_builtins_in(pickled))
-        return pickled, kinds
-
-    def _dumped(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
-        out = io.BytesIO()
-        pickler = _ReadyPickler(out, self._protocol, stand_ins)
-        try:
-            pickler.dump(value)
-        finally:
-            pickler.forget()
-        return out.getvalue(), pickler.kinds
-
-
-# Asked for the persistent id of everything that is pickled, which is Python code for each number and string if it is
-# written in Python, this says None in no time.
-_never_persistent = cast(Callable[[Any], Any], deque[Any](maxlen=0).append)
-
-
-class _ReadyPickler(pickle.Pickler):
-    def __init__(self, out: io.BytesIO, protocol: int, stand_ins: Mapping[int, StandIn]) -> None:
-        super().__init__(out, protocol)
-        self.kinds: set[Any] = set()
-        self._stand_ins = stand_ins
-        self._ask = self._persistent_id
-        self.persistent_id = _never_persistent  # type: ignore[method-assign]
-
-    def forget(self) -> None:
-        """No longer refer to itself: what was pickled would live until the garbage is collected."""
-        self.persistent_id = _never_persistent  # type: ignore[method-assign]
-        del self._ask
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is _Reduced:
-            return value.reduction
-        stand_in = value if type(value) is StandIn else self._stand_ins.get(id(value))
-        if stand_in is not None:
-            self.persistent_id = self._ask  # type: ignore[method-assign]
-            return stand_in.reduction
-        if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
-            raise pickle.PicklingError("a tensor that the survey has not found")
-        if is_scalar(value):
-            raise MetNumpyScalar
-        self.kinds.add(_kind(value))
-        return NotImplemented
-
-    def _persistent_id(self, value: Any) -> Any:
-        if type(value) is not _Persistent:
-            return None
-        self.persistent_id = _never_persistent  # type: ignore[method-assign]
-        return value.persistent_id
 
 
 def load_structure(file: SparseFile) -> Any:

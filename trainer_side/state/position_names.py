@@ -26,20 +26,17 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import DamageError, StateError
-from trainer_side.state.containers import children
 from trainer_side.state.optimizer_places import (
-    Given,
     is_form,
     located,
     on_host,
     optimizers_of,
     reachable,
-    telling,
     with_paths,
 )
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.tree import tensor_paths, view_of
+from trainer_side.state.tree import Given, children, telling, tensor_paths, view_of
 
 _MAGIC = b"HFNAMES1"
 _END = struct.Struct(f"<I{len(_MAGIC)}s")
@@ -208,12 +205,7 @@ class SavedNames:
         return telling(self._optimizers)
 
     def look(self, tree: Mapping[str, Any], given: Given) -> None:
-        """Make the names again, where an optimizer has other parameters, or has them in another order.
-
-        Args:
-            tree: What was collected.
-            given: What `telling` noted meanwhile.
-        """
+        """Make the names again, where an optimizer has other parameters, or has them in another order."""
         if self._is_writer and (self._parameters is None or self._parameters.have_changed()):
             self._make(tree, given)
 
@@ -332,3 +324,56 @@ def _position(row: Any) -> Position:
     if not isinstance(row, list) or not row or not all(isinstance(name, str) for name in row):
         raise ValueError(f"{row!r:.80} is no name")
     return Position(tuple(row))
+
+
+class PerRankNames:
+    """Keeps `PerRank.names` up to date for all values of this rank's state. Training thread.
+
+    Args:
+        state: As the script gave it.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+        self._known: dict[str, tuple[Parameters, bytes]] = {}
+
+    def look(self, tree: Mapping[str, Any], *, is_new: bool = False) -> None:
+        """Make the names of those values again whose optimizers have other parameters, or another order of them.
+
+        Args:
+            tree: What was collected of the state.
+            is_new: The tensors of the state are others, so all names are made again.
+        """
+        for name, value in self._state.items():
+            if not isinstance(value, PerRank):
+                continue
+            known = self._known.get(name)
+            if is_new or known is None or known[0].have_changed():
+                known = self._known[name] = self._made(name, value, tree)
+            value.names = known[1]
+
+    def _made(self, name: str, value: PerRank, tree: Mapping[str, Any]) -> tuple[Parameters, bytes]:
+        optimizers = optimizers_of({name: value.value})
+        try:
+            found = own_positions(self._state, tree, name, value, optimizers)
+        except Exception:  # noqa: BLE001 - the script's own code; the save that follows says what is wrong with it
+            found = {}
+        return Parameters(optimizers), to_trailer(found)
+
+
+def own_positions(
+    state: Mapping[str, Any],
+    tree: Mapping[str, Any],
+    name: str,
+    value: PerRank,
+    optimizers: list[torch.optim.Optimizer],
+) -> dict[str, list[list[Position]]]:
+    """The names of what one value of the state has in its optimizers and lists, by path; it stands for its inner one.
+
+    `name`: Of the value in it.
+    """
+    with telling(optimizers) as given:
+        whole = {**tree, name: value.snapshot()}
+    here = opened(state)
+    found = positions(here, whole, located({name: whole[name]}, {name: here[name]}, given))
+    return {path: groups for path, groups in found.items() if path == name or path.startswith(f"{name}/")}

@@ -13,18 +13,295 @@ that it was made of must give the same bytes as torch gave.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+import io
+import pickle
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import repeat
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch._utils import _rebuild_parameter, _rebuild_tensor_v2, _rebuild_tensor_v3
 
-from trainer_side.state.arriving import settle
-from trainer_side.state.outline import Outline, TensorFacts, Walked
-from trainer_side.state.pickling import REFUSED, Pickling, Ready, StandIn
-from trainer_side.state.snapshot import Constants, Snapshot, snapshot
-from trainer_side.state.survey import StorageSource, Survey
+from trainer_side.state.pickling import (
+    REFUSED,
+    MetNumpyScalar,
+    Pickling,
+    builtins_in,
+    is_scalar,
+    kind_of,
+    with_python_scalars,
+    with_readable_empty_bytes,
+)
+from trainer_side.state.survey import Outline, StorageSource, Survey, TensorFacts, Walked
+from trainer_side.state.tree import Arriving, settle
+
+_KEPT = frozenset(
+    {bool, int, float, type(None), Arriving}
+)  # and str: all that is pickled without naming a class
+
+
+class Snapshot(NamedTuple):
+    """A copy of a tree's containers, for a pickle that is made later and must say what is in the tree now.
+
+    Tensors are replaced by what stands for them in the pickle (`pickling.StandIn`), so a copy keeps none alive.
+    Containers that hold only tensors, all the way down, are the same at every save: they are copied once.
+
+    Attributes:
+        tree: The copy. What was one container in it is one here.
+        text_length: Of all its strings together; keys do not count.
+    """
+
+    tree: Any
+    text_length: int
+
+
+class _UnknownError(ValueError):
+    """A value of another class."""
+
+
+def snapshot(tree: Any, known: Mapping[int, Any]) -> Snapshot | None:
+    """Copy the containers of `tree`; None if it holds anything of a class that is not known, or itself.
+
+    Args:
+        tree: A dict, OrderedDict, Counter, list or tuple.
+        known: By id(): what takes the place of a tensor, or of a container.
+    """
+    copying = _Copying(known)
+    try:
+        return Snapshot(copying.of(tree), copying.text_length)
+    except (_UnknownError, RecursionError):
+        return None
+
+
+class _Copying:
+    def __init__(self, known: Mapping[int, Any]) -> None:
+        self.text_length = 0
+        self._copies = {**known}  # by id(): all of it lives in the tree meanwhile
+
+    def of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _KEPT:
+            return value
+        if kind is str:
+            self.text_length += len(value)
+            return value
+        if (copied := self._copies.get(id(value))) is not None:
+            return copied
+        # A comprehension asks for itself what most values are: a call for each would take several times as long.
+        if kind is dict:
+            copied = {key: one if type(one) in _KEPT else self.of(one) for key, one in value.items()}
+        elif kind is OrderedDict:
+            copied = OrderedDict((key, self.of(one)) for key, one in value.items())
+            if attributes := vars(value):  # the versions of modules, in the state of one; pickled with it
+                vars(copied).update(self.of(attributes))
+        elif kind is Counter:  # of a scheduler's milestones; attributes are not pickled with it
+            copied = Counter({key: self.of(one) for key, one in value.items()})
+        elif kind is list or kind is tuple:
+            copied = kind([one if type(one) in _KEPT else self.of(one) for one in value])
+        else:
+            raise _UnknownError
+        self._copies[id(value)] = copied
+        return copied
+
+
+class _Constant(NamedTuple):
+    """A container with tensors alone.
+
+    Attributes:
+        place: Among the containers of a tree.
+        copied: What is in its place in every snapshot.
+        attributes: Those that it must have for that; None: it is of a class that has none.
+    """
+
+    place: int
+    copied: Any
+    attributes: dict[str, Any] | None
+
+
+class Constants:
+    """The containers with tensors alone in trees of one outline, and their copies. Keeps nothing of a tree but keys.
+
+    Args:
+        containers: Of one such tree, those above before those below, without any that holds itself.
+        known: By id(): what takes the place of each of its tensors.
+
+    Raises:
+        ValueError: One of them has attributes of a class that is not known.
+    """
+
+    def __init__(self, containers: Sequence[Any], known: Mapping[int, Any]) -> None:
+        constant: set[int] = set()
+        # Those without attributes, in one place only: to know the one above is to know it. Of one that is in several
+        # places, it is another tree's business which ones these are.
+        inner: set[int] = set()
+        times = Counter(id(value) for node in containers for value in _values(node) or ())
+        for node in reversed(containers):
+            values = _values(node)
+            if values is not None and all(id(value) in known or id(value) in inner for value in values):
+                constant.add(id(node))
+                if times[id(node)] == 1 and not _attributes(node):
+                    inner.add(id(node))
+        below = {
+            id(value) for node in containers if id(node) in constant for value in _values(node) or ()
+        } & inner
+        self._constants = [
+            _Constant(place, _Copying(known).of(node), _Copying(known).of(_attributes(node)))
+            for place, node in enumerate(containers)
+            if id(node) in constant and id(node) not in below
+        ]
+
+    def known(self, containers: Sequence[Any]) -> dict[int, Any]:
+        """For `snapshot`: what takes the place of some of these containers.
+
+        Args:
+            containers: Of another tree of the outline, in the same order.
+        """
+        return {
+            id(containers[place]): copied
+            for place, copied, attributes in self._constants
+            if _attributes(containers[place]) == attributes
+        }
+
+
+def _values(node: Any) -> Sequence[Any] | None:
+    if type(node) is dict or type(node) is OrderedDict or type(node) is Counter:
+        return [*node.values()]
+    return node if type(node) is list or type(node) is tuple else None
+
+
+def _attributes(node: Any) -> dict[str, Any] | None:
+    return vars(node) if type(node) is OrderedDict else None
+
+
+class _Reduced:
+    """Is pickled as told."""
+
+    __slots__ = ("reduction",)
+
+    def __init__(self, reduction: tuple[Any, ...]) -> None:
+        self.reduction = reduction
+
+
+class StandIn(_Reduced):
+    """The placeholder of a tensor in a tree that is pickled without it."""
+
+    __slots__ = ()
+
+
+class _Persistent:
+    """Stands for a storage."""
+
+    __slots__ = ("persistent_id",)
+
+    def __init__(self, persistent_id: Any) -> None:
+        self.persistent_id = persistent_id
+
+
+class Ready:
+    """A pickler's view of a tree: its tensors become placeholders, all else is pickled as it is.
+
+    `stand_ins`: Of each tensor; the same tensor has the same one.
+    """
+
+    def __init__(self, stand_ins: list[StandIn], protocol: int) -> None:
+        self._stand_ins, self._protocol = stand_ins, protocol
+
+    @classmethod
+    def of(cls, job: Pickling, tensors: Sequence[torch.Tensor]) -> Ready | None:
+        """What it takes to pickle tensors like these again; None if one was pickled in a way that is not kept."""
+        kept: dict[int, tuple[Any, ...] | None] = {}
+        for tensor in tensors:
+            if id(tensor) not in kept:
+                kept[id(tensor)] = _kept(job, tensor)
+        if None in kept.values():
+            return None
+        stand_ins = {key: StandIn(cast(tuple[Any, ...], reduction)) for key, reduction in kept.items()}
+        return cls([stand_ins[id(tensor)] for tensor in tensors], torch.serialization.DEFAULT_PROTOCOL)
+
+    def stand_ins(self, tensors: Sequence[torch.Tensor]) -> dict[int, StandIn]:
+        """By id(): what stands for each of these, which are like those that this was made of, in the same order."""
+        return dict(zip(map(id, tensors), self._stand_ins, strict=True))
+
+    def pickle(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
+        """The pickle of `value`, and the classes in it (see `Pickling.kinds`), except those of tensors. Any thread.
+
+        Args:
+            value: A tree, with tensors or with what stands for them.
+            stand_ins: Of those that are in it.
+
+        Raises:
+            One of `REFUSED`: `Pickling.head` would raise, too, and say why.
+        """
+        try:
+            out, kinds = self._dumped(value, stand_ins)
+        except MetNumpyScalar:
+            out, kinds = self._dumped(with_python_scalars(value), stand_ins)
+        pickled = with_readable_empty_bytes(out)
+        kinds.update(builtins_in(pickled))
+        return pickled, kinds
+
+    def _dumped(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
+        out = io.BytesIO()
+        pickler = _ReadyPickler(out, self._protocol, stand_ins)
+        try:
+            pickler.dump(value)
+        finally:
+            pickler.forget()
+        return out.getvalue(), pickler.kinds
+
+
+def _kept(job: Pickling, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """How `tensor` was pickled, without what belongs to this one tensor."""
+    function, (on, *rest) = job.reduced.get(id(tensor), (tensor, (None, (None,))))[1]
+    # The hooks, which torch leaves out, are an empty dict; asking that for its reduction takes time.
+    rest = [_Reduced((OrderedDict, ())) if type(one) is OrderedDict and not one else one for one in rest]
+    if function is _rebuild_parameter:
+        inner = _kept(job, on)
+        return None if inner is None else (function, (_Reduced(inner), *rest))
+    if function in (_rebuild_tensor_v2, _rebuild_tensor_v3) and id(on) in job.persistent_ids:
+        return function, (_Persistent(job.persistent_ids[id(on)][1]), *rest)
+    return None
+
+
+# Asked for the persistent id of everything that is pickled, which is Python code for each number and string if it is
+# written in Python, this says None in no time.
+_never_persistent = cast(Callable[[Any], Any], deque[Any](maxlen=0).append)
+
+
+class _ReadyPickler(pickle.Pickler):
+    def __init__(self, out: io.BytesIO, protocol: int, stand_ins: Mapping[int, StandIn]) -> None:
+        super().__init__(out, protocol)
+        self.kinds: set[Any] = set()
+        self._stand_ins = stand_ins
+        self._ask = self._persistent_id
+        self.persistent_id = _never_persistent  # type: ignore[method-assign]
+
+    def forget(self) -> None:
+        """No longer refer to itself: what was pickled would live until the garbage is collected."""
+        self.persistent_id = _never_persistent  # type: ignore[method-assign]
+        del self._ask
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is _Reduced:
+            return value.reduction
+        stand_in = value if type(value) is StandIn else self._stand_ins.get(id(value))
+        if stand_in is not None:
+            self.persistent_id = self._ask  # type: ignore[method-assign]
+            return stand_in.reduction
+        if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
+            raise pickle.PicklingError("a tensor that the survey has not found")
+        if is_scalar(value):
+            raise MetNumpyScalar
+        self.kinds.add(kind_of(value))
+        return NotImplemented
+
+    def _persistent_id(self, value: Any) -> Any:
+        if type(value) is not _Persistent:
+            return None
+        self.persistent_id = _never_persistent  # type: ignore[method-assign]
+        return value.persistent_id
 
 
 class RecognisedTree(NamedTuple):
@@ -55,7 +332,6 @@ class Recall:
     """The recall of one tree. Training thread, except `pickle_snapshot`. It keeps no tensor and no storage alive.
 
     Attributes:
-        last: See `Last`. Any thread.
         holds: False: it recognises nothing any more. Any thread.
         entries: Of each tensor of `RecognisedTree.walked`, the entry of the layout.
     """
@@ -124,7 +400,7 @@ class Recall:
         facts = TensorFacts.of([*map(tensors.__getitem__, asked)])
         if facts is None:
             return None
-        ready = None if pickled is None else pickled[0].ready(tensors)
+        ready = None if pickled is None else Ready.of(pickled[0], tensors)
         recall = cls(outline, facts, [*places.values()], ready, tuple(entries), tuple(asked))
         return recall if pickled is None or recall._proves(tree, walked, *pickled) else None
 

@@ -27,19 +27,16 @@ from holdfast.errors import StateError
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Extent
 from holdfast.wire.state_messages import Agreement
-from trainer_side.state.arriving import settle
-from trainer_side.state.per_rank import PerRank, encode
-from trainer_side.state.per_rank_places import Blobs
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.per_rank_blob import encode
 from trainer_side.state.pickling import REFUSED, Pickling, blame, load_structure
 from trainer_side.state.position_names import laid
-from trainer_side.state.recall import Last, Recall
-from trainer_side.state.shards import Expanded, Shards
-from trainer_side.state.snapshot import Snapshot
-from trainer_side.state.sparse_file import Literals, SparseFile
+from trainer_side.state.recall import Last, Recall, Snapshot
+from trainer_side.state.sparse_file import Literals, SparseFile, ZipParts
 from trainer_side.state.stages import Stages
+from trainer_side.state.stand_ins import Expanded, PerRankStandIns, SplitStandIns
 from trainer_side.state.survey import StorageSource, Survey, survey
-from trainer_side.state.tree import Ownership, tensor_paths
-from trainer_side.state.zip_parts import ZipParts
+from trainer_side.state.tree import Ownership, settle, tensor_paths
 
 
 class Outgrown(StateError):
@@ -78,9 +75,9 @@ class Skeleton:
     rank: int
     signature: tuple[Any, ...]
     zip_parts: ZipParts
-    _blobs: Blobs
+    _blobs: PerRankStandIns
     _stages: Stages | None
-    _shards: Shards
+    _shards: SplitStandIns | None  # None: nothing is split
     _shard_entries: Mapping[int, int]  # address of a stand-in's storage → entry
     _blob_entries: Mapping[str, list[int]]
     _accepted: set[Any]  # classes of values of which weights_only is known to read the pickle
@@ -99,11 +96,8 @@ class Skeleton:
 class Deferred:
     """A data.pkl that is not made yet. It is made once, by any thread.
 
-    Args:
-        recall: Recognised the tree. If nothing comes of it, it does not again: the next capture looks at everything.
-        snapshot: The tree as it was.
-        skeleton: The plan.
-        trailer: See `capture`.
+    `recall`: Recognised the tree. If nothing comes of it, it does not again: the next capture looks at everything.
+    `snapshot`: The tree as it was.
     """
 
     def __init__(self, recall: Recall, snapshot: Snapshot, skeleton: Skeleton, trailer: bytes) -> None:
@@ -146,7 +140,6 @@ class Capture(NamedTuple):
         sources: Per entry of the layout the storage to copy; None where `contents` has the bytes, or another rank does.
         contents: Bytes of data.pkl and the serialization id (rank 0), and of this rank's `PerRank` values; by entry.
         deferred: Has those of data.pkl where `contents` lacks them.
-        signature: See `Skeleton.signature`.
         tensors: All of the tree; torch counts in each, or in what it is detached from, the changes in place.
         tensor_entries: Of each, its entry of the layout.
     """
@@ -173,14 +166,7 @@ def plan(
 
     Training thread; moves no tensor bytes, so its cost grows with the number of tensors, not with their size.
 
-    Args:
-        tree: What `collect` gave.
-        classes: What `classify` gave.
-        rank: This rank.
-        ranks: Number of ranks.
-        chunk_bytes: Size of a chunk.
-        agreed: The room for data.pkl and for each `PerRank` value, and how tensors are split.
-        trailer: See `capture`.
+    `agreed`: The room for data.pkl and for each `PerRank` value, and how tensors are split.
 
     Raises:
         Outgrown: On rank 0, data.pkl does not fit its reserve.
@@ -193,8 +179,8 @@ def plan(
         raise StateError(
             f"this rank has the PerRank values {marked}, the ranks agreed on {sorted(per_rank_reserve_bytes)}"
         )
-    blobs = Blobs.of(ranks, per_rank_reserve_bytes)
-    shards = Shards()
+    blobs = PerRankStandIns.of(ranks, per_rank_reserve_bytes)
+    shards = SplitStandIns()
     stages = None if agreed.union is None else Stages(agreed.union, rank)
     united = blobs.expand(tree) if stages is None else stages.fill(blobs.expand(tree))
     if united is None:
@@ -251,7 +237,7 @@ def plan(
         zip_parts=parts,
         _blobs=blobs,
         _stages=stages,
-        _shards=shards,
+        _shards=shards or None,
         _shard_entries=shard_entries,
         _blob_entries=blob_entries,
         _accepted=job.kinds,
@@ -264,12 +250,9 @@ def capture(
 ) -> Capture | None:
     """The cheap step of every save: what is small is made, what is large is pointed to. Training thread.
 
-    Args:
-        tree: What `collect` gave.
-        skeleton: The plan.
-        defer: Whether data.pkl may be left to be made later. It is where the tree is recalled, holds nothing but what a
-            snapshot keeps as it is, and has nothing in it that might make the pickle much longer than the last one.
-        trailer: The last bytes of data.pkl (`position_names.py`); on rank 0.
+    `defer`: Whether data.pkl may be left to be made later. It is where the tree is recalled, holds nothing but what a
+    snapshot keeps as it is, and has nothing in it that might make the pickle much longer than the last one. `trailer`:
+    The last bytes of data.pkl (`position_names.py`); on rank 0.
 
     Returns:
         None if the tensors are not those of the plan any more: make a new one.
@@ -283,10 +266,13 @@ def capture(
     if per_rank.keys() != blobs.by_name.keys():
         return None
     shards, stages = skeleton._shards, skeleton._stages
-    united = blobs.expand(tree) if stages is None else stages.fill(blobs.expand(tree))
-    if united is None:
-        return None
-    expanded = shards.again(united) if shards else Expanded(united, {})
+    united = blobs.expand(tree) if per_rank else tree
+    if stages is not None:
+        filled = stages.fill(united)
+        if filled is None:
+            return None
+        united = filled
+    expanded = Expanded(united, {}) if shards is None else shards.again(united)
     if expanded is None:
         return None
     full = expanded.tree
@@ -294,7 +280,7 @@ def capture(
     if found is None:
         return None
     sources, data_pkl, tensors, tensor_entries = found
-    if shards:
+    if shards is not None:
         tensors = shards.live(expanded, tensors)
         for entry, source in shards.sources(expanded, skeleton._shard_entries).items():
             sources[entry] = source
@@ -306,14 +292,21 @@ def capture(
         contents[parts.pickle_entry] = data_pkl
     if data_pkl is not None:
         contents[parts.serialization_id_entry] = parts.serialization_id
+    contents.update(_own_blobs(per_rank, skeleton))
+    return Capture(sources, contents, deferred, skeleton.signature, tensors, tensor_entries)
+
+
+def _own_blobs(per_rank: Mapping[str, PerRank], skeleton: Skeleton) -> dict[int, bytes]:
+    """This rank's `PerRank` values, by entry."""
+    blobs: dict[int, bytes] = {}
     for name, entries in skeleton._blob_entries.items():
         entry = entries[skeleton.rank]
         reserve = skeleton.layout.entries[entry].nbytes
         blob = encode(per_rank[name].snapshot(), name=name, beside=per_rank[name].names)
         if len(blob) > reserve:
             raise Outgrown(name, len(blob), reserve)
-        contents[entry] = blob.ljust(reserve, b"\0")
-    return Capture(sources, contents, deferred, skeleton.signature, tensors, tensor_entries)
+        blobs[entry] = blob.ljust(reserve, b"\0")
+    return blobs
 
 
 class _TakenNow(NamedTuple):
@@ -362,7 +355,7 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton, trailer: bytes) -> _Ta
     zip_parts = skeleton.zip_parts
     skeleton._recalls.clear()
     settle(full)
-    if Shards.are_in(full):
+    if SplitStandIns.are_in(full):
         return None
     found = survey(full)
     if found.signature != skeleton.signature:

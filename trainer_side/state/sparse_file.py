@@ -4,7 +4,10 @@
                ──seek()───► a hole        ├── SparseFile ──► records(): where the zip keeps each entry's bytes and CRC
                                           └──────────────► torch.load(map_location="meta"): can it be read back?
 
-A hole costs nothing, so a file of terabytes fits. Nothing here knows what a tensor is.
+A hole costs nothing, so a file of terabytes fits. `ZipParts` makes entries of the layout of the zip's records:
+
+data.pkl            entry, rank 0's        a storage                entry, by its ownership
+serialization id    entry, rank 0's        byteorder, version, …    literals: their CRCs never change
 """
 
 from __future__ import annotations
@@ -13,9 +16,14 @@ import bisect
 import io
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast.crc import crc32
+from holdfast.image.entries import Entry, TensorInfo
+from trainer_side.state.survey import Survey
+from trainer_side.state.tree import Ownership
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -31,11 +39,7 @@ _DIRECTORY_CRC_OFFSET = 16
 
 
 class Literals:
-    """Runs of known bytes of the image, in order, not overlapping; all between them is holes.
-
-    Args:
-        runs: `(image offset, bytes)`, ascending.
-    """
+    """Runs of known bytes of the image, in order, not overlapping; all between them is holes."""
 
     def __init__(self, runs: list[tuple[int, bytes]]) -> None:
         self.runs = runs
@@ -198,3 +202,78 @@ class SparseFile(io.RawIOBase):
             found.append(ZipRecord(info.filename, offset, info.file_size, fields))
             cursor += _DIRECTORY_RECORD.size + sum(record[10:13])
         return sorted(found, key=lambda record: record.offset)
+
+
+_PICKLE = "archive/data.pkl"
+_SERIALIZATION_ID = "archive/.data/serialization_id"
+_STORAGE_PREFIX = "archive/data/"
+
+
+@dataclass(frozen=True)
+class ZipParts:
+    """The records of the zip and their places.
+
+    Attributes:
+        gated: Per entry, whether it is copied behind the gate.
+        serialization_id_entry: Index of the id with which torch tells files apart.
+        serialization_id: What torch wrote there when the plan was made.
+        storage_entries: Storage number to entry index.
+        constant_crcs: CRC fields of records that never change.
+    """
+
+    entries: tuple[Entry, ...]
+    gated: tuple[bool, ...]
+    pickle_entry: int
+    serialization_id_entry: int
+    serialization_id: bytes
+    storage_entries: tuple[int, ...]
+    constant_crcs: Mapping[int, int]
+
+    @classmethod
+    def of(cls, image: SparseFile, found: Survey, owned: Mapping[int, Ownership]) -> ZipParts:
+        """Read the zip.
+
+        Args:
+            image: As torch wrote it, with holes.
+            found: The tensors in it.
+            owned: Whose each storage is, by its address.
+        """
+        ownership = {number: owned[key] for key, number in found.numbers.items()}
+        entries: list[Entry] = []
+        gated: list[bool] = []
+        by_name: dict[str, int] = {}
+        constant_crcs: dict[int, int] = {}
+        for record in image.records():
+            role = Ownership(0, gated=False)
+            if record.name.startswith(_STORAGE_PREFIX):
+                number = int(record.name.removeprefix(_STORAGE_PREFIX))
+                assert record.nbytes == found.parts[number].nbytes, (
+                    "torch.save numbers storages as the survey does"
+                )
+                role = ownership[number]
+            elif record.name not in (_PICKLE, _SERIALIZATION_ID):
+                crc = crc32(image.read_at(record.offset, record.nbytes))
+                constant_crcs.update(dict.fromkeys(record.crc_fields, crc))
+                continue
+            by_name[record.name] = len(entries)
+            entries.append(Entry(record.name, record.offset, record.nbytes, role.owner, record.crc_fields))
+            gated.append(role.gated)
+        identity = by_name[_SERIALIZATION_ID]
+        return cls(
+            entries=tuple(entries),
+            gated=tuple(gated),
+            pickle_entry=by_name[_PICKLE],
+            serialization_id_entry=identity,
+            serialization_id=image.read_at(entries[identity].offset, entries[identity].nbytes),
+            storage_entries=tuple(
+                by_name[f"{_STORAGE_PREFIX}{number}"] for number in range(len(found.parts))
+            ),
+            constant_crcs=constant_crcs,
+        )
+
+    def tensors(self, found: Survey) -> tuple[TensorInfo, ...]:
+        """The tensors, with the entry in which each lies."""
+        return tuple(
+            TensorInfo(slot.path, slot.dtype, slot.shape, self.storage_entries[slot.storage])
+            for slot in found.slots
+        )

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from holdfast.errors import StateError
 from holdfast.image.regions import Region
@@ -83,7 +85,6 @@ class StagePart:
 
     Attributes:
         value: The tensor, DTensor or `Split`; an empty tensor where this rank does not have it.
-        shape: Of the whole.
         is_here: Whether this rank has it.
     """
 
@@ -96,7 +97,6 @@ class Held(NamedTuple):
     """What this rank holds of a tensor.
 
     Attributes:
-        shape: Of the whole.
         region: The part that is here; empty where nothing is.
         local: Its elements: a plain tensor of the region's size.
     """
@@ -162,6 +162,20 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with the memory: of a DTensor the local one, else the tensor itself. Cheap; never raises."""
     local = getattr(tensor, "_local_tensor", None)
     return local if isinstance(local, torch.Tensor) else tensor
+
+
+def writable(value: object) -> AbstractContextManager[object]:
+    """Context in which `value`, a tensor or a module, can be filled in place, also if it was made in inference mode.
+
+    The tensors of other objects are left to their own `load_state_dict`.
+    """
+    if isinstance(value, torch.nn.Module):
+        tensors = [one for one in (*value.parameters(), *value.buffers()) if not is_lazy(one)]
+        made_in_mode = any(tensor.is_inference() for tensor in tensors)
+        return torch.inference_mode() if made_in_mode else nullcontext()
+    if isinstance(value, torch.Tensor):
+        return torch.inference_mode() if value.is_inference() else torch.no_grad()
+    return nullcontext()
 
 
 def is_dtensor(value: object) -> bool:

@@ -17,9 +17,9 @@ import torch
 
 from holdfast.errors import StateError
 from holdfast.wire.state_union import DEPTH_MAX, StateUnion
-from trainer_side.state.containers import children, with_changes
-from trainer_side.state.numpy_scalars import with_python_scalars
+from trainer_side.state.pickling import with_python_scalars
 from trainer_side.state.split_tensor import StagePart, is_split
+from trainer_side.state.tree import children, with_changes
 
 _VERSIONS = "_metadata"  # where torch.nn.Module keeps the versions of modules, beside its state
 
@@ -73,12 +73,7 @@ def _versions(node: Any) -> dict[str, Any]:
 
 
 class Stages:
-    """Fills the trees of one rank. Training thread.
-
-    Args:
-        union: Of all ranks.
-        rank: This rank.
-    """
+    """Fills the trees of one rank. Training thread."""
 
     def __init__(self, union: StateUnion, rank: int) -> None:
         self._union, self._rank = union, rank

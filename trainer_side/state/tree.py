@@ -1,4 +1,4 @@
-"""The user's state as a tree: what is in it, where, and who may change it.
+"""The user's state: the dictionary that the script gave, the tree of what it holds, and who may change which tensor.
 
     {"model": model, "optimizer": optimizer, "rng": PerRank(rng)}
         │ collect                    {"model": {"w": tensor}, "optimizer": {"state": …}, "rng": PerRank(rng)}
@@ -13,7 +13,9 @@ sends it. Of the replicated ones, those that only `optimizer.step()` changes are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +23,151 @@ from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedPara
 
 from holdfast.errors import StateError
 from holdfast.image.entries import REPLICATED
-from trainer_side.state.arriving import scaler_state
-from trainer_side.state.containers import children
+from trainer_side.state.accelerator import brought
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_kinds import is_quantised, subclass_refusal
 from trainer_side.state.split_tensor import local_of
 
+
+def children(node: Any) -> Iterator[tuple[Any, Any]]:
+    """The keys and values of a dict, list or tuple (and of their subclasses); nothing of anything else."""
+    if isinstance(node, dict):
+        yield from node.items()
+    elif isinstance(node, list | tuple):
+        yield from enumerate(node)
+
+
+def with_changes(node: Any, changed: Mapping[Any, Any]) -> Any:
+    """A copy of the container in which these keys have other values."""
+    if type(node) is dict:
+        return {**node, **changed}
+    if isinstance(node, tuple):
+        values = [changed.get(index, value) for index, value in enumerate(node)]
+        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+    other = copy.copy(node)  # with the attributes of an OrderedDict, which torch pickles
+    for key, value in changed.items():
+        other[key] = value
+    return other
+
+
+class Arriving:
+    """A number on its way from a device, as it is at this point of the current stream: `save()` does not wait for it.
+
+    The copy thread reads it before it pickles the tree. `GradScaler.state_dict()` of torch would wait for all that is
+    queued on the device, for the sake of two numbers.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._here, self._event = brought(tensor.detach())
+
+    def value(self) -> Any:
+        """The number; waits for it. Any thread."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._here.item()
+
+
+def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """As `scaler.state_dict()`, with numbers that arrive where that would wait for a device. Training thread."""
+    scale, tracker = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
+    # A subclass may save something else; before the first batch there are no tensors.
+    known = scaler.is_enabled() and type(scaler).state_dict is torch.amp.GradScaler.state_dict
+    if (
+        known
+        and isinstance(scale, torch.Tensor)
+        and isinstance(tracker, torch.Tensor)
+        and scale.device.type != "cpu"
+    ):
+        return {
+            "scale": Arriving(scale),
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+            "_growth_tracker": Arriving(tracker),
+        }
+    return dict(scaler.state_dict())
+
+
+def settle(tree: Mapping[str, Any]) -> None:
+    """Wait for what is on its way in a tree: it is at the top level, or right below. In place; any thread."""
+    for below in tree.values():
+        if type(below) is dict:
+            for key, value in below.items():
+                if type(value) is Arriving:
+                    below[key] = value.value()
+
+
+class GivenState:
+    """Keeps what a checkpoint holds in step with the script's dictionary, which the script may still change.
+
+    All methods belong to the training thread.
+
+    Args:
+        given: Names mapped to objects, tensors, plain values or `PerRank(...)`, as the script holds it.
+
+    Attributes:
+        held: The values that the next checkpoint takes. It stays the same dictionary.
+
+    Raises:
+        StateError: A name is empty, is not a string, or has a slash.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+        for name in list[object](given):
+            _refuse_name(name)
+        self.held: dict[str, Any] = dict(given)
+        # Others may put a stand-in into `held`: only what the script changes is taken.
+        self._seen: dict[str, Any] = dict(given)
+
+    def problem(self) -> StateError | None:
+        """Do as `take_new`; returns its error, to be told to the other ranks."""
+        try:
+            self.take_new()
+        except StateError as error:
+            return error
+        return None
+
+    def take_new(self) -> None:
+        """Take the values that the script has put into its dictionary since the last call.
+
+        Tensors, plain values and `PerRank` values are taken. An object with a `state_dict()` is refused: `restore()`
+        did not load it, and the gate does not know its optimizer.
+
+        Raises:
+            StateError: Names the object, and says what to do.
+        """
+        for name, value in self._given.items():
+            before = self._seen.get(name, self)
+            if before is value:
+                continue
+            _refuse_name(name)
+            if _is_object(value) or _is_object(before):
+                what = "is another object now" if name in self._seen else "was added"
+                raise StateError(
+                    f"{name}: expected the objects that the Checkpointer was made with, got a {type(value).__name__} "
+                    f"that {what}; no checkpoint would have its state. Put every object with a state_dict() into the "
+                    "dictionary first, and make the Checkpointer then"
+                )
+            self.held[name] = self._seen[name] = value
+
+
+def _refuse_name(name: object) -> None:
+    if not (isinstance(name, str) and name and "/" not in name):
+        raise StateError(f"names in the state are non-empty strings without '/', got {name!r}")
+
+
+def _is_object(value: Any) -> bool:
+    return not isinstance(value, PerRank | type) and callable(getattr(value, "state_dict", None))
+
+
 _DEPTH_MAX = 1000  # pickle itself goes no deeper; paths of endless depth would take memory without end
 
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+Given = list[tuple[Any, torch.optim.Optimizer]]
+"""The `param_groups` that optimizers have given, each with its optimizer."""
 
 
 class Named(NamedTuple):
@@ -51,9 +189,7 @@ def collect(state: Mapping[str, Any], *, may_arrive: bool = False) -> dict[str, 
 
     The tree holds the live tensors, not copies. Training thread.
 
-    Args:
-        state: The state.
-        may_arrive: Numbers that a device still computes may be `Arriving`: `settle` them before they are looked at.
+    `may_arrive`: Numbers that a device still computes may be `Arriving`: `settle` them before they are looked at.
     """
     tree: dict[str, Any] = {}
     for name, value in state.items():
@@ -63,6 +199,26 @@ def collect(state: Mapping[str, Any], *, may_arrive: bool = False) -> dict[str, 
         else:
             tree[name] = value.state_dict() if own else value
     return tree
+
+
+@contextmanager
+def telling(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Given]:
+    """Within it, what the `state_dict()` of each optimizer gives is noted. Training thread."""
+    given: Given = []
+
+    def note(optimizer: torch.optim.Optimizer, said: Mapping[str, Any]) -> None:
+        given.append((said.get("param_groups"), optimizer))
+
+    hooks = [
+        optimizer.register_state_dict_post_hook(note)
+        for optimizer in optimizers
+        if hasattr(optimizer, "_optimizer_state_dict_post_hooks")  # not where `__init__` was left out
+    ]
+    try:
+        yield given
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def tensor_paths(tree: Any) -> list[Named]:
@@ -134,9 +290,7 @@ def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
     A storage that several tensors share is replicated, or gated, only if all of them are. A DTensor has that
     of its local tensor.
 
-    Args:
-        state: The state from which `collect` made `tree`; its modules and optimizers tell the roles.
-        tree: What `collect` gave.
+    `state`: The state from which `collect` made `tree`; its modules and optimizers tell the roles.
 
     Returns:
         `UntypedStorage._cdata` of each storage to its ownership.

@@ -41,6 +41,10 @@ class RankCouncil:
         """
         raise NotImplementedError
 
+    def hurry(self, seconds_max: float) -> None:
+        """From now on `agree` waits no longer than that."""
+        raise NotImplementedError
+
     def concur(self, error: HoldfastError | None) -> None:
         """Say that this rank has prepared its tiers for the first layout, or why not. Collective.
 
@@ -78,7 +82,6 @@ class StagerCouncil(RankCouncil):
         return self._agree(proposal, seconds_max=self._seconds_max)
 
     def hurry(self, seconds_max: float) -> None:
-        """From now on `agree` waits no longer than that."""
         self._seconds_max = seconds_max
 
 

@@ -21,7 +21,7 @@ from holdfast.crc import crc32
 from tests.support import changes
 from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, init_torch_distributed
-from trainer_side.save.quietness import Quietness
+from trainer_side.save.hook_coverage import Quietness
 from trainer_side.state.tree import collect, tensor_paths
 
 BATCH_SECONDS = 0.002

@@ -10,10 +10,9 @@ from typing import Any
 from holdfast.crc import crc32
 from holdfast.image.layout import Layout
 from holdfast.wire.state_messages import Agreement
-from trainer_side.state.per_rank_names import PerRankNames
-from trainer_side.state.position_names import SavedNames
-from trainer_side.state.proposal import table
+from trainer_side.state.position_names import PerRankNames, SavedNames
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
+from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import classify, collect
 
 CHUNK_BYTES = 4096

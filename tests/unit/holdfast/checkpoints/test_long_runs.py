@@ -26,8 +26,7 @@ from tests.support.checkpoints import add_small, manifest_of, small_image
 from tests.support.memory_store import MemoryStore
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.choice import Candidate, Holder, SliceKey, StoreCandidate, candidates, pass_over
-from trainer_side.restore.in_turn import InTurn
-from trainer_side.restore.inventory import Shelf
+from trainer_side.restore.inventory import InTurn, StoreListing
 
 _STEPS = 300
 _TENSORS = 500
@@ -97,7 +96,7 @@ LOOKS: dict[str, Callable[[Catalog], object]] = {
 
 
 def _restored_first(catalog: Catalog) -> Candidate | None:
-    shelf, silent = Shelf.look(catalog.store, LonePeers())
+    shelf, silent = StoreListing.look(catalog.store, LonePeers())
     assert silent is None
     return InTurn([], shelf, LonePeers()).first()
 
@@ -142,7 +141,7 @@ def test_of_a_run_of_older_versions_the_beginnings_tell_the_attempts(store: Coun
     assert Catalog(store).get().step == 50
     assert store.read_whole == [f"step-{50:09d}.json"], "whole only what is used"
     assert len(store.read_begun) == _STEPS
-    shelf, _ = Shelf.look(store, LonePeers())
+    shelf, _ = StoreListing.look(store, LonePeers())
     first = InTurn([], shelf, LonePeers()).first()
     assert first is not None
     assert (first.attempt, first.step) == (2, 50)
@@ -230,6 +229,6 @@ def test_what_comes_in_turn_is_what_all_of_them_would_give(seed: int) -> None:
         for _ in range(dice.randrange(3))
     ]
     set_aside = [CheckpointId(dice.randint(1, 3), dice.randrange(9))] if seed % 3 == 0 else []
-    shelf, _ = Shelf.look(store, LonePeers())
+    shelf, _ = StoreListing.look(store, LonePeers())
     in_turn = [*InTurn(holders, shelf, LonePeers(), set_aside)]
     assert in_turn == [*pass_over(candidates(holders, stored), set_aside)]

@@ -18,17 +18,13 @@ from trainer_side.restore.choice import (
     NEARNESS_OF_STORE,
     STORE,
     Candidate,
-    FrameSource,
     Holder,
     Passed,
     SliceKey,
     StoreCandidate,
-    Unit,
     candidates,
-    divide,
-    pieces_of,
-    store_units,
 )
+from trainer_side.restore.read_plan import FrameSource, Unit, divide, pieces_of, store_units
 
 KEYS = st.builds(
     SliceKey,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_side.restore.group_lists import same_group_lists
+from trainer_side.restore.loading import same_group_lists
 
 
 def optimizer_of(lr: float) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.restoring import publish
 from tests.unit.trainer_side.restore.test_restore import bring_back
-from trainer_side.restore.in_place import refill
+from trainer_side.restore.loading import refill
 
 
 def test_containers_of_the_script_get_what_was_saved_inside_themselves(tmp_path: Path) -> None:

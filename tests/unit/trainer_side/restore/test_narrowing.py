@@ -11,7 +11,7 @@ from torch import nn
 
 from holdfast.errors import StateError
 from trainer_side.restore.narrowing import StageNames, is_other, narrow
-from trainer_side.state.parameter_names import by_name, first_names, parameter_names
+from trainer_side.state.optimizer_places import by_name, first_names, parameter_names
 from trainer_side.state.position_names import Positions, positions
 from trainer_side.state.tree import collect
 

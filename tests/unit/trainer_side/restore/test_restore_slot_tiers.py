@@ -14,9 +14,9 @@ from tests.support.restoring import CountingStore, Ranks, ThreadPeers
 from tests.support.slices import Checkpoint, checkpoint, keep
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same
 from tests.unit.trainer_side.tiered import assert_step, bring_back, saved
-from trainer_side.restore.candidate import Restored
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import Restored
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.tier import Tier

@@ -20,10 +20,10 @@ from holdfast.telemetry.events import EventLog
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers, publish
 from tests.support.slices import DictTier, checkpoint
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore import candidate, parcels, targets
-from trainer_side.restore.candidate import Restored
-from trainer_side.restore.passing import _AHEAD, _BATCH
+from trainer_side.restore import restore_attempt, scatter, targets
+from trainer_side.restore.broadcast import _AHEAD, _BATCH
 from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import Restored
 from trainer_side.state.split_tensor import Split
 from trainer_side.tiers.tier import Nearness
 
@@ -261,14 +261,14 @@ def test_a_chunk_that_is_damaged_in_the_store_is_damage_on_the_ranks_that_did_no
 
 
 def test_few_chunks_are_packed_for_others_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[parcels.Parcels] = []
+    made: list[scatter.Scatter] = []
 
-    class Spied(parcels.Parcels):
+    class Spied(scatter.Scatter):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(candidate, "Parcels", Spied)
+    monkeypatch.setattr(restore_attempt, "Scatter", Spied)
     whole, chunk_bytes = numbers((256, 1024)), 4096
     publish(tmp_path, 5, {"w": whole}, chunk_bytes=chunk_bytes)
     boxes = [rows(whole.shape, 2, rank, 1) for rank in range(2)]
@@ -277,7 +277,7 @@ def test_few_chunks_are_packed_for_others_at_a_time(tmp_path: Path, monkeypatch:
     assert len(made) == 2
     for one in made:
         memory = [len(packed) for packed in one._memory.values()]
-        assert 0 < len(memory) <= parcels._AHEAD
+        assert 0 < len(memory) <= scatter._AHEAD
         assert max(memory) <= chunk_bytes // 2 + 100
 
 

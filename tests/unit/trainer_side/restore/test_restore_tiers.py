@@ -16,9 +16,9 @@ from tests.support.slices import DictTier, checkpoint
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same
 from tests.unit.trainer_side.tiered import Vector, assert_step, bring_back, saved
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore.candidate import Restored
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import Restored
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.tier import Nearness, Tier
 

@@ -16,7 +16,7 @@ from tests.support.restoring import CountingStore
 from tests.support.ring_checkpoint import LiveFetch, put_in_ring
 from tests.support.slices import Checkpoint, DictTier
 from tests.unit.trainer_side.tiered import assert_step, bring_back, saved
-from trainer_side.restore.candidate import Restored
+from trainer_side.restore.restore_attempt import Restored
 from trainer_side.restore.ring_slices import RingSlices
 from trainer_side.tiers.tier import Tier
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from holdfast.image.manifest import EntryRecord, Manifest
 from holdfast.image.regions import Extent
 from tests.support.checkpoints import manifest_of, zip_image
-from trainer_side.restore.windows import ChunkWindows, ReadRun
+from trainer_side.restore.targets import ChunkWindows, ReadRun
 
 BASE = manifest_of(zip_image({"data.pkl": b""}), step=0)
 

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from holdfast.errors import StateError
 from tests.support.restoring import publish
 from tests.unit.trainer_side.restore.test_restore import assert_same, blobs_of, bring_back
-from trainer_side.restore.wrappers import new_names
+from trainer_side.restore.torch_loading import new_names
 from trainer_side.state.per_rank import PerRank
 
 # torch.compile imports what torch itself deprecates.

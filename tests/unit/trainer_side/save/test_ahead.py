@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.trainer_side.tiers.ranks import until
-from trainer_side.save.ahead import MemoryAhead
+from trainer_side.save.host_memory import MemoryAhead
 
 SECONDS = 60
 

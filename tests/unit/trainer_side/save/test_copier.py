@@ -19,7 +19,7 @@ from trainer_side.link.link import Link
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.copy_plan import Route, Router
 from trainer_side.save.fingerprint import Fingerprints
-from trainer_side.save.quietness import Quietness
+from trainer_side.save.hook_coverage import Quietness
 from trainer_side.save.staging import Staging
 from trainer_side.state.skeleton import Capture
 from trainer_side.tiers.tier_write import TierWrite

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from tests.unit.trainer_side.slices import laid_out, source_of, tensors_of
-from trainer_side.save import mirror as mirrors
+from trainer_side.save import device_copy as mirrors
 from trainer_side.save.copy_plan import BATCH_BYTES_MAX, Batch, Router, SlicePlan, SliceSources, batches
-from trainer_side.save.device_copy import DeviceCopy
-from trainer_side.save.device_lane import DeviceMemory
-from trainer_side.save.mirror_room import MirrorRoom
+from trainer_side.save.device_copy import DeviceCopy, MirrorRoom
+from trainer_side.save.device_stream import DeviceMemory, DeviceStream
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.survey import StorageSource
 
@@ -25,7 +24,7 @@ PLENTY = 1 << 30
 class Moment:
     """Place `number` in the stream."""
 
-    def __init__(self, lane: FakeLane, number: int) -> None:
+    def __init__(self, lane: FakeStream, number: int) -> None:
         self._lane, self._number = lane, number
 
     def synchronize(self) -> None:
@@ -33,7 +32,7 @@ class Moment:
         self._lane.reached = max(self._lane.reached, self._number)
 
 
-class FakeLane:
+class FakeStream(DeviceStream):
     """A stream whose work is done at once; counts what was asked of it. It has memory for `room_bytes`, at most."""
 
     def __init__(self, room_bytes: int = PLENTY, *, by_address: bool = True) -> None:
@@ -154,7 +153,7 @@ def _between(state: State) -> torch.Tensor:
     return between
 
 
-def _engine(lane: FakeLane, mirror_bytes_max: int) -> DeviceCopy:
+def _engine(lane: FakeStream, mirror_bytes_max: int) -> DeviceCopy:
     return DeviceCopy(lane, MirrorRoom(mirror_bytes_max))
 
 
@@ -165,7 +164,7 @@ STRATEGIES = pytest.mark.parametrize("mirror_bytes_max", [0, PLENTY], ids=["C", 
 def test_each_byte_arrives(mirror_bytes_max: int) -> None:
     state = _state()
     assert len(state.batches) > 8, "no slot is used twice"
-    engine = _engine(FakeLane(), mirror_bytes_max)
+    engine = _engine(FakeStream(), mirror_bytes_max)
     for _ in range(2):
         state.area.zero_()
         state.told.clear()
@@ -186,7 +185,7 @@ def test_each_byte_arrives(mirror_bytes_max: int) -> None:
 @STRATEGIES
 def test_small_tensors_cross_together(mirror_bytes_max: int) -> None:
     """One crossing and one event for each batch, not for each tensor."""
-    state, lane = State([4096] * 10_000), FakeLane()
+    state, lane = State([4096] * 10_000), FakeStream()
     state.copy(_engine(lane, mirror_bytes_max))
     state.check()
     assert lane.events <= len(state.batches) + 1 <= 100
@@ -194,7 +193,7 @@ def test_small_tensors_cross_together(mirror_bytes_max: int) -> None:
 
 def test_without_a_mirror_memory_is_taken_in_save_and_goes_back() -> None:
     """Once, but at the first save, when nobody knows what a step takes; and no more than four batches need."""
-    state, lane = _state(), FakeLane()
+    state, lane = _state(), FakeStream()
     engine = _engine(lane, 0)
     for save in range(4):
         assert engine.mirror((), state.batches, state.slice) is None
@@ -214,7 +213,7 @@ def test_without_a_mirror_memory_is_taken_in_save_and_goes_back() -> None:
 
 
 def test_where_no_copy_follows_the_memory_of_the_device_goes_back_all_the_same() -> None:
-    state, lane = _state(), FakeLane()
+    state, lane = _state(), FakeStream()
     engine = _engine(lane, 0)
     for _ in range(2):
         engine.mirror((), state.batches, state.slice)
@@ -229,7 +228,7 @@ def test_a_mirror_crosses_and_is_given_back_section_by_section(
     smallest: int, sections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirrors, "_SECTION_BYTES", smallest)
-    state, lane = State([1 << 18] * 64), FakeLane()
+    state, lane = State([1 << 18] * 64), FakeStream()
     engine = _engine(lane, PLENTY)
     mirror = engine.mirror((), state.batches, state.slice)
     assert mirror is not None
@@ -246,7 +245,7 @@ def test_a_mirror_crosses_and_is_given_back_section_by_section(
 
 
 def test_a_mirror_is_made_again_in_the_same_memory() -> None:
-    state, lane = _state(), FakeLane()
+    state, lane = _state(), FakeStream()
     engine = _engine(lane, PLENTY)
     for _ in range(3):
         state.copy(engine)
@@ -257,7 +256,7 @@ def test_a_mirror_is_made_again_in_the_same_memory() -> None:
 
 
 def test_what_a_cancelled_copy_has_left_of_a_mirror_goes_back() -> None:
-    state, lane = State([1 << 20] * 8), FakeLane()
+    state, lane = State([1 << 20] * 8), FakeStream()
     engine = _engine(lane, PLENTY)
     mirror = engine.mirror((), state.batches, state.slice)
     assert mirror is not None
@@ -267,7 +266,7 @@ def test_what_a_cancelled_copy_has_left_of_a_mirror_goes_back() -> None:
 
 def test_without_room_for_all_there_is_a_mirror_of_what_anything_may_change() -> None:
     """From the second save on: before, nobody knows what training takes."""
-    state, lane = State([1 << 20] * 8), FakeLane()
+    state, lane = State([1 << 20] * 8), FakeStream()
     half = len(state.batches) // 2
     now, behind = state.batches[:half], state.batches[half:]
     now_bytes = sum(batch.nbytes for batch in now)
@@ -294,14 +293,14 @@ def test_with_a_mirror_anything_may_change_as_soon_as_it_is_queued() -> None:
         for tensor in state.tensors:
             tensor.fill_(255)
 
-    state.copy(_engine(FakeLane(), PLENTY), on_mirrored=update)
+    state.copy(_engine(FakeStream(), PLENTY), on_mirrored=update)
     assert {what for what, _ in state.told} == {"arrived"}
     state.check(expected)
 
 
 @pytest.mark.parametrize("limit", [0, 1000])
 def test_no_mirror_is_made_above_the_limit(limit: int) -> None:
-    state, lane = _state(), FakeLane()
+    state, lane = _state(), FakeStream()
     state.copy(_engine(lane, limit))
     state.check()
     assert lane.made == []
@@ -310,7 +309,7 @@ def test_no_mirror_is_made_above_the_limit(limit: int) -> None:
 def test_a_device_that_is_full_after_all_is_copied_without_a_mirror(caplog: pytest.LogCaptureFixture) -> None:
     """Each small tensor crosses by itself."""
     state = State([4 << 20, *[4096] * 700, 8 << 20, 4 << 20, 8 << 20])
-    lane = FakeLane(0)
+    lane = FakeStream(0)
     engine = _engine(lane, PLENTY)
     for _ in range(2):
         state.copy(engine)
@@ -324,7 +323,7 @@ def test_when_a_cancelled_copy_returns_nothing_is_under_way(
     mirror_bytes_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirrors, "_SECTION_BYTES", 1 << 20)
-    state, lane = _state(), FakeLane()
+    state, lane = _state(), FakeStream()
     state.copy(_engine(lane, mirror_bytes_max), stop_after=1)
     assert lane.reached == lane.events, "something that was queued is still under way"
     assert sum(what == "arrived" for what, _ in state.told) < len(state.batches)
@@ -334,7 +333,7 @@ def test_when_a_cancelled_copy_returns_nothing_is_under_way(
 def test_after_an_error_nothing_writes_to_the_host_any_more(
     mirror_bytes_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failing(FakeLane):
+    class Failing(FakeStream):
         def record(self) -> StreamEvent:
             if self.events == 2:
                 self.events += 1
@@ -351,7 +350,7 @@ def test_after_an_error_nothing_writes_to_the_host_any_more(
 
 
 def test_what_is_captured_is_of_that_moment_in_the_stream() -> None:
-    state, lane = _state(), FakeLane()
+    state, lane = _state(), FakeStream()
     engine = _engine(lane, 0)
     captured = batches(state.plan.gated, state.sources)
     for _ in range(2):
@@ -369,14 +368,14 @@ def test_what_is_captured_is_of_that_moment_in_the_stream() -> None:
 def test_what_is_captured_on_a_full_device_crosses_one_by_one() -> None:
     state = _state()
     captured = batches(state.plan.gated, state.sources)
-    _engine(FakeLane(0), 0).capture(captured, state.slice, state.area)()
+    _engine(FakeStream(0), 0).capture(captured, state.slice, state.area)()
     state.check()
 
 
 @STRATEGIES
 def test_without_views_by_address_each_byte_arrives(mirror_bytes_max: int) -> None:
     """They are made at each save; tests/late looks whether any is kept."""
-    state, engine = _state(), _engine(FakeLane(by_address=False), mirror_bytes_max)
+    state, engine = _state(), _engine(FakeStream(by_address=False), mirror_bytes_max)
     for _ in range(2):
         state.copy(engine)
         state.check()

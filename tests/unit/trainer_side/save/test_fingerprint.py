@@ -12,8 +12,7 @@ import torch
 from holdfast.image.replicas import decode, stride
 from tests.support.calls import python_calls
 from trainer_side.save import fingerprint
-from trainer_side.save.device_samples import DeviceSamples
-from trainer_side.save.fingerprint import Fingerprints
+from trainer_side.save.fingerprint import DeviceSamples, Fingerprints
 from trainer_side.state.survey import StoragePart, StorageSource
 
 SIZES = [1, 3, 63, 64, 65, 4096, 4097, 5000, 64 * 64 * 5 + 7]
@@ -97,7 +96,7 @@ def test_small_tensors_cost_no_python_calls() -> None:
 
 
 def _memory(address: int, nbytes: int) -> torch.Tensor:
-    """Memory of this process by address, as `DeviceLane.span` gives it of a device."""
+    """Memory of this process by address, as `DeviceStream.span` gives it of a device."""
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_side.save.device_lane import DeviceMemory
-from trainer_side.save.mirror_room import MirrorRoom
+from trainer_side.save.device_copy import MirrorRoom
+from trainer_side.save.device_stream import DeviceMemory
 
 TOTAL = 100
 

@@ -17,12 +17,11 @@ from holdfast.image.layout import Layout
 from holdfast.image.slices import FRAME_ALIGNMENT_BYTES, area_bytes, frames_of
 from holdfast.wire.state_messages import Agreement
 from tests.support.seeds import each_seed
-from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Route, Router, SlicePlan
 from trainer_side.save.host_memory import huge_buffer
-from trainer_side.save.staging import Staging
-from trainer_side.state.proposal import table
+from trainer_side.save.staging import CopyEngine, Staging
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
+from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import classify, collect
 
 CHUNK_BYTES = 4096

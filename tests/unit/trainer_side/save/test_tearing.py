@@ -33,7 +33,7 @@ from tests.unit.trainer_side.test_checkpointer import SECONDS_MAX, FakeLink
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.save.copy_plan import SlicePlan
-from trainer_side.save.quietness import Quietness
+from trainer_side.save.hook_coverage import Quietness
 from trainer_side.save.tearing import DeviceWords, SavedInstant, TearCheck
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.tree import collect, tensor_paths

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from trainer_side.state.arriving import Arriving, scaler_state, settle
-from trainer_side.state.outline import Outline
-from trainer_side.state.snapshot import snapshot
+from trainer_side.state.recall import snapshot
+from trainer_side.state.survey import Outline
+from trainer_side.state.tree import Arriving, scaler_state, settle
 
 
 def _tree(scale: Any) -> dict[str, Any]:

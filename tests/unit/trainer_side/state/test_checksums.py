@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_side.state import checksums as module
-from trainer_side.state.checksums import checksums, device_crcs
+from trainer_side.state import tensor_table as module
 from trainer_side.state.survey import survey
+from trainer_side.state.tensor_table import checksums, device_crcs
 
 
 def of(tree: dict[str, Any], *leave_out: str) -> dict[str, int]:

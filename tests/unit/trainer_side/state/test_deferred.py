@@ -18,8 +18,8 @@ from holdfast.errors import StateError
 from tests.unit.trainer_side.assemble import make_plan, taken
 from trainer_side.state import recall as recall_module
 from trainer_side.state.per_rank import PerRank
+from trainer_side.state.recall import Snapshot, snapshot
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture
-from trainer_side.state.snapshot import Snapshot, snapshot
 from trainer_side.state.tree import collect
 
 State = dict[str, Any]

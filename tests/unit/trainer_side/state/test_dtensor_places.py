@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainer_side.state.shards import Expanded, Shards
 from trainer_side.state.split_tensor import Split
+from trainer_side.state.stand_ins import Expanded, SplitStandIns
 
 RANKS = 2
 ROWS, WIDTH = 4, 3  # of a local tensor
@@ -45,8 +45,8 @@ def _tree(mesh: DeviceMesh, layers: int = 2) -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": moments, "param_groups": groups}, "note": "n"}
 
 
-def _planned(mesh: DeviceMesh, layers: int = 2) -> Shards:
-    shards = Shards()
+def _planned(mesh: DeviceMesh, layers: int = 2) -> SplitStandIns:
+    shards = SplitStandIns()
     shards.expand(_tree(mesh, layers))
     return shards
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_side.state.empty_bytes import with_readable_empty_bytes
-from trainer_side.state.per_rank import decode, encode
-from trainer_side.state.readable_pickler import ReadablePickler
+from trainer_side.state.per_rank_blob import decode, encode
+from trainer_side.state.pickling import ReadablePickler, with_readable_empty_bytes
 
 EMPTY = b""
 VALUES: list[Any] = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from holdfast.errors import StateError
-from trainer_side.state.given_state import GivenState
 from trainer_side.state.per_rank import PerRank
+from trainer_side.state.tree import GivenState
 
 
 @pytest.mark.parametrize("name", ["", "a/b", 3])

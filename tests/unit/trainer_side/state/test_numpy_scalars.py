@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.unit.trainer_side.assemble import make_plan, save, taken
-from trainer_side.state.numpy_scalars import is_scalar, with_python_scalars
-from trainer_side.state.per_rank import PerRank, decode, encode
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.per_rank_blob import decode, encode
+from trainer_side.state.pickling import is_scalar, with_python_scalars
 
 SCALARS: list[Any] = [
     np.float64(0.1),

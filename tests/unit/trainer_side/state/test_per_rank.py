@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import DamageError, StateError
-from trainer_side.state.per_rank import PerRank, decode, encode, reserve_bytes
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.per_rank_blob import decode, encode, reserve_bytes
 
 
 class _Counter:

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from holdfast.supervised import DIARY_VARIABLE
-from trainer_side.state.plain_counters import PlainCounters
+from trainer_side.state.drill_notes import PlainCounters
 
 
 class Counting(nn.Module):

@@ -21,7 +21,8 @@ from tests.support.seeds import each_seed
 from tests.unit.trainer_side.assemble import make_plan, sent, taken
 from trainer_side.state import skeleton as skeleton_module
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.pickling import Pickling, Ready, StandIn
+from trainer_side.state.pickling import Pickling
+from trainer_side.state.recall import Ready, StandIn
 from trainer_side.state.skeleton import Capture, Skeleton, capture
 from trainer_side.state.survey import survey
 from trainer_side.state.tree import collect
@@ -500,6 +501,6 @@ def test_what_does_not_prove_itself_is_not_used(monkeypatch: pytest.MonkeyPatch)
 def test_a_tensor_that_was_not_pickled_cannot_be_pickled_again() -> None:
     tree = {"w": torch.ones(3)}
     job = Pickling(survey(tree))
-    assert job.ready([tree["w"]]) is None
+    assert Ready.of(job, [tree["w"]]) is None
     job.head(tree)
-    assert job.ready([tree["w"]]) is not None
+    assert Ready.of(job, [tree["w"]]) is not None

@@ -11,7 +11,7 @@ import torch
 from numpy.random import mtrand
 
 from holdfast.errors import StateError
-from trainer_side.state.per_rank import decode, encode
+from trainer_side.state.per_rank_blob import decode, encode
 from trainer_side.state.rng import RngState
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from holdfast.supervised import DIARY_VARIABLE
+from trainer_side.state.drill_notes import SeenBatches
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.seen_batches import SeenBatches
 
 
 class Named(nn.Module):

@@ -22,9 +22,10 @@ from holdfast.image.layout import Layout
 from holdfast.image.regions import Extent
 from holdfast.wire.state_messages import Agreement
 from tests.unit.trainer_side.assemble import CHUNK_BYTES, assembled, make_plan, save, sent, taken
-from trainer_side.state.per_rank import PerRank, decode
-from trainer_side.state.proposal import table
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.per_rank_blob import decode
 from trainer_side.state.skeleton import Outgrown, capture, plan
+from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import classify, collect, tensor_paths
 
 DTYPES = [

@@ -16,8 +16,8 @@ from holdfast.image.regions import Region
 from tests.support.restoring import CountingStore, publish
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.restore import restore
-from trainer_side.state.shards import Shards
 from trainer_side.state.split_tensor import held, is_split
+from trainer_side.state.stand_ins import SplitStandIns
 
 WHOLE = torch.arange(20.0).reshape(5, 4)
 
@@ -97,17 +97,17 @@ def test_it_is_restored_in_place(tmp_path: Path, top: bool) -> None:
 )
 def test_what_cannot_be_saved_is_refused_with_its_path(rows: Rows, said: str) -> None:
     with pytest.raises(StateError, match=rf"^experts/up is .*{re.escape(said)}"):
-        Shards().expand({"experts": {"up": rows}})
+        SplitStandIns().expand({"experts": {"up": rows}})
 
 
 def test_several_shards_of_torchs_own_wrapper_are_refused() -> None:
     wrapper = LocalShardsWrapper([WHOLE[:2].clone(), WHOLE[2:].clone()], [(0, 0), (2, 0)])
     with pytest.raises(StateError, match=r"^w is .*LocalShardsWrapper of 2 parts on this rank"):
-        Shards().expand({"w": wrapper})
+        SplitStandIns().expand({"w": wrapper})
 
 
 def test_a_plan_does_not_fit_a_part_that_lies_elsewhere() -> None:
-    shards = Shards()
+    shards = SplitStandIns()
     shards.expand({"w": Rows(0, WHOLE[:2].clone())})
     assert shards.again({"w": Rows(0, WHOLE[2:4].clone())}) is not None
     assert shards.again({"w": Rows(1, WHOLE[:2].clone())}) is None

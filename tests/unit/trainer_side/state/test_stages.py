@@ -12,11 +12,11 @@ from torch import nn
 from holdfast.errors import StateError
 from holdfast.wire.layout_agreement import LayoutRound
 from holdfast.wire.state_messages import Agreement, Proposal
-from trainer_side.state.parameter_names import by_name, first_names, parameter_names
+from trainer_side.state.optimizer_places import by_name, first_names, parameter_names
 from trainer_side.state.pickling import load_structure
-from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
 from trainer_side.state.sparse_file import SparseFile
+from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import classify, collect
 
 State = dict[str, Any]

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.proposal import Table, table
 from trainer_side.state.split_tensor import Split
-from trainer_side.state.table_change import what_changed
+from trainer_side.state.tensor_table import TensorTable, table, what_changed
 
 _PART = torch.zeros(4, 2)
 _STATE: dict[str, Any] = {
@@ -19,7 +18,7 @@ _STATE: dict[str, Any] = {
 }
 
 
-def _table(state: dict[str, Any]) -> Table:
+def _table(state: dict[str, Any]) -> TensorTable:
     return table(state, state, rank=0, ranks=2)
 
 

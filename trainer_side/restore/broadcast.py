@@ -1,0 +1,183 @@
+"""Bytes on their way from the rank that read them to all others, each of which keeps its own parts.
+
+    reader   reads a unit ─► its own parts, and a window ─┐  share
+    others                                    a window ◄──┘ ─► CRC-32, to be compared ─► their own parts
+
+Nobody has memory for a whole split tensor, so what is shared goes from window to window. A window holds what is passed
+on of one unit, back to back: one message, whatever number of runs it is made of. There are only so many windows: they
+are used again when what is in them has arrived everywhere (`Peers.finish`), and a reader that is ahead waits for that.
+What other ranks have read for a device goes the same way, and crosses from there: all that came at once in one section.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from trainer_side.ranks.peers import Peers
+from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow
+from trainer_side.restore.exchange import Exchange
+from trainer_side.restore.read_plan import Unit
+from trainer_side.restore.structure import ImageMap
+from trainer_side.restore.targets import ChunkWindows, EntryPart, EntryTaker, EntryTarget, ReadWindow, Sum
+
+_BATCH = 2  # units that are under way at once
+_AHEAD = _BATCH + 2  # units that this rank has read and not yet given away
+
+
+_Key = tuple[int, int, int, int]
+
+
+def _key(unit: Unit) -> _Key:
+    """Hashable id of a read unit; leaves out its extents, which may be thousands."""
+    return unit.reader, unit.number, unit.chunk, unit.frame
+
+
+class _Packed(NamedTuple):
+    """The parts of a unit that are passed on, and where each begins in a window."""
+
+    parts: list[EntryPart]
+    places: list[int]
+    nbytes: int
+
+    @classmethod
+    def of(cls, parts: Iterable[EntryPart]) -> _Packed:
+        packed = [*parts]
+        ends = [*itertools.accumulate((part.nbytes for part in packed), initial=0)]
+        return cls(packed, ends[:-1], ends[-1])
+
+    def place(self, offset: int) -> int:
+        """Where a byte of the image is in the window."""
+        number = bisect.bisect_right(self.parts, offset, key=_offset) - 1
+        return self.places[number] + offset - self.parts[number].offset
+
+
+def _offset(part: EntryPart) -> int:
+    return part.offset
+
+
+class Broadcast(Exchange):
+    """Gives every unit to all ranks: in place where the bytes lie in host memory, through windows otherwise.
+
+    Args:
+        image: Where everything lies.
+        windows: Of the entries in `targets`.
+        targets: Entries that are shared in place have an `EntryTarget`; all others are passed on.
+        own: The units that this rank reads, in order.
+        crossing: The way to the device that some of the targets are on; None: this rank has none there.
+
+    It finds no error: what has come is compared with what was told, when all has come.
+    """
+
+    def __init__(
+        self,
+        image: ImageMap,
+        windows: ChunkWindows,
+        targets: Mapping[int, EntryTaker],
+        own: Iterable[Unit],
+        crossing: DeviceSections | None = None,
+    ) -> None:
+        super().__init__(_AHEAD)
+        self._windows, self._targets, self._crossing = windows, targets, crossing
+        self._chunk_bytes = min(image.chunk_bytes, image.image_bytes)
+        self._turns: dict[_Key, int] = {}
+        if any(not isinstance(target, EntryTarget) for target in targets.values()):
+            passed = (unit for unit in own if any(map(self.passes, windows.parts(unit.extents))))
+            self._turns = {_key(unit): turn for turn, unit in enumerate(passed)}
+        self._packed: dict[_Key, _Packed] = {}  # of the units that are being read, or are under way
+        self._ahead: dict[int, ReadWindow] = {}
+        self._coming: dict[int, ReadWindow] = {}
+        self._section: SectionWindow | None = None  # what is coming, where some of it goes to a device
+        self._batch: list[Unit] = []
+
+    def passes(self, part: EntryPart) -> bool:
+        """Whether it goes through a window."""
+        return not isinstance(self._targets[part.entry], EntryTarget)
+
+    def _turn(self, unit: Unit) -> int | None:
+        return self._turns.get(_key(unit))
+
+    def keep(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
+        """As `Exchange`."""
+        if self.passes(part):
+            window, packed = self._window(unit)
+            ctypes.memmove(window.address + packed.place(part.offset), address, view.nbytes)
+
+    def share(self, unit: Unit, peers: Peers) -> None:
+        """As `Exchange`."""
+        peers.share(self._pieces(unit), unit.reader)
+
+    def _pieces(self, unit: Unit) -> list[tuple[int, int]]:
+        """`(address, nbytes)` of a unit's bytes for `Peers.share`, in order."""
+        pieces = []
+        passed = False
+        for part in self._windows.parts(unit.extents):
+            target = self._targets[part.entry]
+            if isinstance(target, EntryTarget):
+                pieces.append((target.address + part.inside, part.nbytes))
+            else:
+                passed = True
+        if passed:
+            self._batch.append(unit)
+            window, packed = self._window(unit)
+            pieces.append((window.address, packed.nbytes))
+        return pieces
+
+    @property
+    def is_full(self) -> bool:
+        """As `Exchange`; the same on every rank."""
+        return len(self._batch) >= _BATCH
+
+    def settle(self) -> None:
+        """As `Exchange`."""
+        given = 0
+        crossing: list[SectionPart] = []
+        for place, unit in enumerate(self._batch):
+            with self._changed:
+                packed = self._packed.pop(_key(unit))
+            if _key(unit) in self._turns:
+                given += 1
+                continue
+            window, first = self._coming[place], place * self._place_bytes
+            for part, begin in zip(packed.parts, packed.places, strict=True):
+                view = window.memory[begin : begin + part.nbytes]
+                self.received[part.offset] = Sum.of(view)
+                target = self._targets[part.entry]
+                target.put(part.inside, window.address + begin, view)
+                crossing += target.parts(part.inside, first + begin, part.nbytes)
+        self._batch.clear()
+        if self._section is not None and self._crossing is not None:
+            self._crossing.send(self._section, crossing)
+            self._section = None  # the other one takes what comes next, while this one crosses
+            self._coming.clear()
+        self._left(given)
+
+    def _window(self, unit: Unit) -> tuple[ReadWindow, _Packed]:
+        turn = self._turns.get(_key(unit))
+        windows = self._coming if turn is None else self._ahead
+        place = len(self._batch) - 1 if turn is None else turn % _AHEAD
+        with self._changed:
+            if place not in windows:
+                windows[place] = self._fresh(place) if turn is None else ReadWindow.of_size(self._chunk_bytes)
+            if _key(unit) not in self._packed:
+                parts = self._windows.parts(unit.extents)
+                self._packed[_key(unit)] = _Packed.of(part for part in parts if self.passes(part))
+            return windows[place], self._packed[_key(unit)]
+
+    @property
+    def _place_bytes(self) -> int:
+        return -(-self._chunk_bytes // WIDEST_BYTES) * WIDEST_BYTES
+
+    def _fresh(self, place: int) -> ReadWindow:
+        """Memory for what is coming as one of a batch."""
+        if self._crossing is None:
+            return ReadWindow.of_size(self._chunk_bytes)
+        if self._section is None:
+            self._section = self._crossing.window(_BATCH * self._place_bytes)
+        begin = place * self._place_bytes
+        return ReadWindow(
+            self._section.address + begin, self._section.memory[begin : begin + self._chunk_bytes]
+        )

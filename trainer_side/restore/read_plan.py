@@ -1,0 +1,384 @@
+"""The bytes that each rank reads, from where, and the ranks that take them: agreed, or a function of what all know.
+
+shared   taken whole by every rank        read once, 1/R each, and given to the others
+own      split on some rank               each rank its regions; one that takes it whole has one region, the whole
+         small, beside those that are     the same: steps of an optimizer lie between its moments in the file, and the
+                                          chunks would be read a second time for them
+neither  nobody takes a byte of it        not read
+
+Bytes of slices are divided by frames: a frame that several ranks have found is read by the one with the nearest tier,
+and among equals by the one that has less to read. Where a chunk lacks a frame, the whole chunk comes from the store,
+where a CRC covers all of it. Bytes that could not be read from one source are read from the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from holdfast.errors import DamageError, HoldfastError, StoreError
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import Manifest
+from holdfast.image.regions import Extent
+from holdfast.image.slices import frames_of
+from holdfast.store.base import Store
+from trainer_side.ranks.deadlines import HANGING_SHARE
+from trainer_side.ranks.peers import Peers, gather
+from trainer_side.restore.choice import NEARNESS_OF_STORE, STORE, Candidate
+from trainer_side.restore.device_sections import DeviceTarget
+from trainer_side.restore.region_targets import ScatterTarget, settle, whole_entry
+from trainer_side.restore.split_parts import Placed
+from trainer_side.restore.structure import Structure, ends_of
+from trainer_side.restore.targets import EntryTaker, EntryTarget
+from trainer_side.tiers.tier import Keeps, Kept, Nearness
+
+_SMALL_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """The targets of this rank. On every rank the same entries are shared, and the same ones are own.
+
+    Attributes:
+        unshared: Entries that are own, or that nobody takes.
+        device: Entries that are shared, and go to a device: on every rank the same ones.
+        mixed: Entries that are shared, of which this rank also takes parts: from the shared memory.
+    """
+
+    shared: dict[int, EntryTarget] = field(default_factory=dict)
+    own: dict[int, ScatterTarget] = field(default_factory=dict)
+    unshared: frozenset[int] = frozenset()
+    device: dict[int, DeviceTarget] = field(default_factory=dict)
+    mixed: dict[int, ScatterTarget] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> Mapping[int, EntryTaker]:
+        """Of all entries of which anybody takes something."""
+        return {**self.whole, **self.own}
+
+    @property
+    def whole(self) -> Mapping[int, EntryTaker]:
+        """Of all entries that are shared."""
+        return {**self.shared, **self.device}
+
+    def settle(self) -> None:
+        """Copy bytes that could not be read in place to where they belong. Training thread, after all are there."""
+        for index, target in self.mixed.items():
+            target.put(0, self.shared[index].address, self.shared[index].memory)
+        if self.own or self.mixed:
+            settle([*self.own.values(), *self.mixed.values()])
+
+
+def agree_on_plan(structure: Structure, placed: Placed, peers: Peers) -> ReadPlan:
+    """Agree on who takes what. Collective.
+
+    Args:
+        structure: After `take_to_device`: the memory of what is taken whole.
+        placed: What this rank takes in parts.
+        peers: The ranks.
+    """
+    free: list[set[int]] = []
+    wanted: set[int] = set()
+    if not peers.all_agree(not placed.free and not placed.regions):
+        mine = json.dumps([sorted(placed.free), sorted(placed.regions)]).encode()
+        for said in gather(peers, mine):
+            free_there, regions_there = json.loads(said)
+            free.append(set(free_there))
+            wanted.update(regions_there)
+    unshared = frozenset[int]().union(*free)
+    wanted.update(index for index in unshared if any(index not in there for there in free))
+    shared = {
+        index: EntryTarget.of(storage)
+        for index, storage in structure.storages.items()
+        if index not in unshared and storage.device.type == "cpu"
+    }
+    device = {
+        index: DeviceTarget.of(storage)
+        for index, storage in structure.storages.items()
+        if storage.device.type != "cpu"
+    }
+    own = {index: placed.regions.get(index, ScatterTarget()) for index in sorted(unshared & wanted)}
+    for index, target in own.items():
+        if index not in placed.free:
+            storage = structure.storages[index]
+            target.regions.append(whole_entry(index, storage.nbytes(), storage))
+    if own:
+        between = [
+            index
+            for index in [*shared, *device]
+            if structure.storages[index].nbytes() <= _SMALL_BYTES and index not in wanted
+        ]
+        for index in between:
+            storage = structure.storages[index]
+            own[index] = ScatterTarget([whole_entry(index, storage.nbytes(), storage)])
+            shared.pop(index, None)
+            device.pop(index, None)
+        unshared |= frozenset(between)
+    mixed = {index: target for index, target in placed.regions.items() if index in shared}
+    return ReadPlan(shared, own, unshared, device, mixed)
+
+
+# -- who reads what --------------------------------------------------------------------------------------------------
+
+
+class FramePiece(NamedTuple):
+    """One frame of one slice: `extents` of the image that lie in one chunk."""
+
+    slice_rank: int
+    frame: int
+    chunk: int
+    extents: tuple[Extent, ...]
+    nbytes: int
+
+
+class Unit(NamedTuple):
+    """Bytes that one rank reads at once, checks by one CRC, and gives to the others.
+
+    Attributes:
+        reader: The rank that reads it. `number`: the slice among what it found, or `STORE`.
+        chunk: Which chunk the extents lie in. `frame`: of the slice, if it is one.
+        extents: What it brings; of a chunk in the store perhaps not all.
+        pieces: Numbers of the pieces that it brings.
+    """
+
+    reader: int
+    number: int
+    chunk: int
+    frame: int
+    extents: tuple[Extent, ...]
+    pieces: tuple[int, ...]
+
+
+def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[int, FramePiece]:
+    """Every frame of every slice by a number, chunks ascending; or only those that reach `within` these extents."""
+    pieces: dict[int, FramePiece] = {}
+    frames = Counter[int]()  # as `frames_of` numbers them
+    count = 0
+    for chunk in range(layout.chunks):
+        for rank in layout.senders(chunk):
+            extents = layout.pieces(chunk, rank)
+            if within is None or any(_overlap(extent, wish) for extent in extents for wish in within):
+                nbytes = sum(extent.nbytes for extent in extents)
+                pieces[count] = FramePiece(rank, frames[rank], chunk, extents, nbytes)
+            frames[rank] += 1
+            count += 1
+    return pieces
+
+
+def _overlap(one: Extent, other: Extent) -> bool:
+    return max(one.offset, other.offset) < min(one.end, other.end)
+
+
+def divide(
+    candidate: Candidate,
+    pieces: Mapping[int, FramePiece],
+    ranks: int,
+    *,
+    chunk_bytes: int,
+    failed: Collection[tuple[int, FrameSource]] = (),
+    broken: Collection[FrameSource] = (),
+) -> tuple[list[Unit], list[int]]:
+    """Give each piece a source and a reader.
+
+    `ranks`: How many there are now. `failed`: Pieces with the source from which they could not be read. `broken`:
+    Sources that give nothing any more.
+
+    Returns:
+        The units, chunks ascending; and the pieces that no source is left for.
+    """
+    units: list[Unit] = []
+    lost: list[int] = []
+    loads = [0] * ranks
+    by_chunk: dict[int, list[int]] = {}
+    for number, piece in pieces.items():
+        by_chunk.setdefault(piece.chunk, []).append(number)
+    for chunk, numbers in sorted(by_chunk.items()):
+        chosen: dict[int, FrameSource] = {}
+        for number in numbers:
+            source = _nearest(candidate, number, pieces[number], loads, failed, broken)
+            if source is None:
+                lost.append(number)
+                continue
+            chosen[number] = source
+        if _STORE_SOURCE in chosen.values():
+            # It is read whole for its CRC anyway.
+            fits = [number for number in chosen if (number, _STORE_SOURCE) not in failed]
+            extents = sorted(extent for number in fits for extent in pieces[number].extents)
+            reader = loads.index(min(loads))
+            loads[reader] += chunk_bytes
+            units.append(Unit(reader, STORE, chunk, -1, tuple(extents), tuple(fits)))
+            chosen = {number: source for number, source in chosen.items() if number not in fits}
+        for number, source in chosen.items():
+            piece = pieces[number]
+            loads[source.rank] += piece.nbytes
+            units.append(Unit(source.rank, source.number, chunk, piece.frame, piece.extents, (number,)))
+    return units, lost
+
+
+def _nearest(
+    candidate: Candidate,
+    number: int,
+    piece: FramePiece,
+    loads: Sequence[int],
+    failed: Collection[tuple[int, FrameSource]],
+    broken: Collection[FrameSource],
+) -> FrameSource | None:
+    options = [
+        (holder.nearness, loads[holder.rank], FrameSource(holder.rank, holder.number))
+        for holder in candidate.slices.get(piece.slice_rank, ())
+        if piece.chunk not in holder.absent
+    ]
+    if candidate.stored != STORE:
+        options.append((NEARNESS_OF_STORE, -1, _STORE_SOURCE))
+    left = [option for option in options if option[2] not in broken and (number, option[2]) not in failed]
+    return min(left)[2] if left else None
+
+
+def store_units(image: Manifest, ranks: int, without: Collection[int] = ()) -> list[Unit]:
+    """Of a portable file: each rank reads 1/R, whole chunks that lie side by side.
+
+    `without`: Entries that are not shared: chunks that have nothing but such bytes, and headers between them, are left
+    out.
+    """
+    chosen: Sequence[int] = range(-(-image.image_bytes // image.chunk_bytes))
+    if without:
+        chosen = _chunks_without(image, without)
+    chunks = len(chosen)
+    units = []
+    for rank in range(ranks):
+        for chunk in chosen[rank * chunks // ranks : (rank + 1) * chunks // ranks]:
+            offset = chunk * image.chunk_bytes
+            extent = Extent(offset, min(image.chunk_bytes, image.image_bytes - offset))
+            units.append(Unit(rank, STORE, chunk, -1, (extent,), ()))
+    return units
+
+
+def _chunks_without(image: Manifest, without: Collection[int]) -> list[int]:
+    head_bytes, tail_offset = ends_of(image)
+    spans = [(0, head_bytes), (tail_offset, image.image_bytes)]
+    spans += [
+        (entry.offset, entry.offset + entry.nbytes)
+        for index, entry in enumerate(image.entries)
+        if index not in without and entry.nbytes
+    ]
+    return sorted(
+        {
+            chunk
+            for begin, end in spans
+            if begin < end
+            for chunk in range(begin // image.chunk_bytes, (end - 1) // image.chunk_bytes + 1)
+        }
+    )
+
+
+class FrameSource(NamedTuple):
+    """A source of a frame: a slice that a rank has found, or the store (`number` is `STORE`, `rank` is -1)."""
+
+    rank: int
+    number: int
+
+
+_STORE_SOURCE = FrameSource(-1, STORE)
+
+
+_TIER_REQUEST_BYTES = 4 << 20  # a multiple of the page size; what was read is still in the processor's cache
+
+
+class Lying(NamedTuple):
+    """The place of a unit: `extents` of the image, back to back from `offset` on, all covered by one CRC-32."""
+
+    extents: tuple[Extent, ...]
+    offset: int
+    crc32: int
+    what: str
+
+
+class Origin(Protocol):
+    """Something that units can be read from. Any thread."""
+
+    @property
+    def tier(self) -> str:
+        """The tier or the store, for people and reports."""
+        ...
+
+    @property
+    def what(self) -> str:
+        """All of it, for messages."""
+        ...
+
+    @property
+    def request_bytes(self) -> int:
+        """How much to ask for at once."""
+        ...
+
+    @property
+    def seconds_share(self) -> float:
+        """Which part of the time for restoring one request may take; then it hangs, and another source is asked."""
+        ...
+
+    def lying(self, unit: Unit) -> Lying: ...
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset` on.
+
+        Raises:
+            DamageError: It ends before.
+            StoreError: Device or store failed.
+        """
+        ...
+
+
+class StoredFile:
+    """A portable file. There is nothing behind it, so the time for restoring is the only limit."""
+
+    seconds_share = math.inf
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self._store, self._manifest = store, manifest
+        self.tier = store.url
+        self.what = f"{store.url}/{manifest.file}"
+        self.request_bytes = store.request_bytes
+
+    def lying(self, unit: Unit) -> Lying:
+        """The whole chunk: that is what has a CRC."""
+        manifest = self._manifest
+        offset = unit.chunk * manifest.chunk_bytes
+        extent = Extent(offset, min(manifest.chunk_bytes, manifest.image_bytes - offset))
+        what = f"chunk {unit.chunk} ({extent.nbytes} bytes from {offset})"
+        return Lying((extent,), offset, manifest.chunk_crc32s[unit.chunk], what)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        self._store.read_into(self._manifest.file, offset, view)
+
+
+class KeptSlice:
+    """A slice in a tier."""
+
+    request_bytes = _TIER_REQUEST_BYTES
+
+    def __init__(self, tier: Keeps, kept: Kept) -> None:
+        self._tier, self._kept = tier, kept
+        self._frames = frames_of(kept.layout, kept.seal.rank)
+        seal = kept.seal
+        self.tier = tier.name
+        self.seconds_share = StoredFile.seconds_share if tier.nearness is Nearness.STORE else HANGING_SHARE
+        whose = f"rank {seal.rank}'s slice of step {seal.step} (attempt {seal.attempt})"
+        self.what = f"{tier.name}: {whose} in {kept.place} slot {kept.slot}"
+
+    def lying(self, unit: Unit) -> Lying:
+        frame = self._frames[unit.frame]
+        what = f"frame {unit.frame} ({frame.nbytes} bytes from {frame.offset})"
+        return Lying(frame.extents, frame.offset, self._kept.seal.frame_crc32s[unit.frame], what)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """As the tier does it; what it raises otherwise becomes a `StoreError`."""
+        try:
+            self._tier.read_into(self._kept, offset, view)
+        except (DamageError, StoreError):
+            raise
+        except (HoldfastError, OSError, ValueError) as error:
+            raise StoreError(f"{self.what}: {error}") from error

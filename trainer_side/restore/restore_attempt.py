@@ -1,0 +1,453 @@
+"""One candidate of a restore: read it, and when that went well on every rank, load it.
+
+    open      what the image is; its begin and end        slices: slice_reader.py     file: structure.py
+    parse     the tree
+    fit       what of it this rank takes; names and shapes fit?
+    read      all bytes, straight into the tensors        slices: slice_reader.py     file: reading.py
+    load      the tree into the objects
+
+Each stage ends with an agreement of all ranks (`trainer_side/ranks/peers.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.errors import DamageError, HoldfastError, StateError
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import Manifest
+from holdfast.store.base import Store
+from holdfast.telemetry.events import EventLog
+from trainer_side.ranks.peers import Peers, agree, gather
+from trainer_side.restore.choice import STORE, Candidate
+from trainer_side.restore.device_memory import take_to_device
+from trainer_side.restore.device_sections import DeviceSections, Locked
+from trainer_side.restore.exchange import check_received
+from trainer_side.restore.inventory import StoreListing, TierListing
+from trainer_side.restore.joining_by_name import join_by_name
+from trainer_side.restore.loading import check, live_trees, load
+from trainer_side.restore.narrowing import StageNames, is_other, narrow
+from trainer_side.restore.per_rank_values import may_refuse, open_own
+from trainer_side.restore.read_plan import KeptSlice, Origin, ReadPlan, StoredFile, agree_on_plan, store_units
+from trainer_side.restore.reading import Means, Reading, Use, read
+from trainer_side.restore.scatter import Scatter
+from trainer_side.restore.slice_reader import SliceReader
+from trainer_side.restore.split_parts import Placed, beside_live, place, split_moments, split_parts
+from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
+from trainer_side.restore.torch_loading import read_in_place, rewrap
+from trainer_side.restore.two_values import Suspects, suspects
+from trainer_side.restore.uncast import offloaded
+from trainer_side.state.optimizer_places import located, optimizers_of
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.tree import telling, tensor_paths
+
+_log = logging.getLogger("holdfast.restore")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The checkpoint that was restored, and how.
+
+    Attributes:
+        step: The saved step; the next one to run is one more.
+        attempt: The attempt that wrote it.
+        manifest: The store's; None if only local tiers have this step.
+        seconds: Of each phase on this rank: catalog, structure, read, exchange and check (several ranks), load.
+        bytes_read: By this rank, tensors and what lies between them.
+        sources: What this rank has read from which tier (by its name), or from the store (by its URL).
+        mended: What was damaged or gone in a tier, and was read from elsewhere; of all ranks.
+        skipped: Newer checkpoints that were not used, each with the reason.
+        values: Plain values of the state by name. Lists and dictionaries have been filled in place; numbers, texts and
+            tuples cannot be, so the script takes them from here.
+        whole_in: Where all of it lies, as far as was seen: tiers by name, the store by its URL. The same on every rank.
+        before: The checkpoint that restore would take if this one were set aside; None: there is none.
+    """
+
+    step: int
+    attempt: int
+    manifest: Manifest | None
+    seconds: dict[str, float]
+    bytes_read: int
+    skipped: list[str]
+    sources: dict[str, Use] = field(default_factory=dict)
+    mended: list[str] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    whole_in: frozenset[str] = frozenset()
+    before: CheckpointId | None = None
+
+
+@dataclass(frozen=True)
+class RestoreJob:
+    """The parts of a restore that are the same for all candidates, and the tiers that `SliceReader` found hanging.
+
+    `ring_is_near`: every rank reads the stager's ring itself. `locked` makes host memory that a device copies from.
+    """
+
+    state: Mapping[str, Any]
+    store: Store | None
+    peers: Peers
+    events: EventLog | None
+    found: TierListing
+    shelf: StoreListing
+    threads: int
+    seconds_max: float
+    may_lack: frozenset[str] = frozenset()
+    ring_is_near: bool = False
+    hanging: dict[tuple[int, str], str] = field(default_factory=dict)
+    locked: Locked | None = None
+
+    def tell(self, reasons: Sequence[str], instead: str, *, event: str = "skipped") -> None:
+        """Name what is not used, once for all ranks in the log, and in each rank's events."""
+        for reason in reasons:
+            if self.peers.rank == 0:
+                _log.warning("restore: %s; %s", reason, instead)
+            if self.events is not None:
+                self.events.emit(event, {"reason": reason, "instead": instead})
+
+
+class RestoreAttempt:
+    """One candidate. Training thread; every method is collective."""
+
+    def __init__(self, job: RestoreJob, candidate: Candidate, seconds: Mapping[str, float]) -> None:
+        self._job, self._candidate, self._peers = job, candidate, job.peers
+        self._seconds = dict(seconds)
+        self._image: Manifest | Layout
+        self._manifest: Manifest | None = None
+        self._rounds: SliceReader | None = None
+        self._structure: Structure | None = None
+        self._live: dict[str, Any] = {}
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._names, self._is_other = StageNames({}, {}), False
+        self._reading = Reading()
+        self._suspects = Suspects((), candidate.step)
+        self._placed = Placed({}, frozenset(), 0)
+        self._plan = ReadPlan()
+        self._adopted_bytes = 0
+        self._offloaded: frozenset[int] = frozenset()  # tensors of the tree, by id()
+        self._in_place: frozenset[str] = frozenset()  # names of the state
+        self._has_own = any(isinstance(value, PerRank) for value in job.state.values())
+        self._crossing: DeviceSections | None = None
+
+    def read(self) -> str | None:
+        """Read all bytes; returns why this candidate is no good, or None. Collective."""
+        begun = time.monotonic()
+        try:
+            data, problem = self._open()
+        except DamageError as damage:
+            return str(damage)
+        if problem is not None:
+            return problem
+        error = self._guarded(functools.partial(self._parse, data))
+        ranks: list[StageNames] = []
+        if not self._peers.all_agree(error is None and not self._is_other):
+            problem = agree(self._peers, error)
+            if problem is not None:
+                return problem
+            ranks = [StageNames.from_bytes(said) for said in gather(self._peers, self._names.to_bytes())]
+        error = self._guarded(functools.partial(self._fit, ranks))
+        self._seconds["structure"] = time.monotonic() - begun
+        problem = agree(self._peers, error)
+        if problem is not None:
+            return problem
+        assert self._structure is not None
+        if self._job.locked is not None:
+            self._crossing = take_to_device(
+                self._structure,
+                self._placed,
+                self._job.state,
+                self._live,
+                self._job.locked,
+                self._peers,
+                self._offloaded,
+            )
+        self._plan = agree_on_plan(self._structure, self._placed, self._peers)
+        try:
+            problem = (
+                self._read_file()
+                if self._rounds is None
+                else self._rounds.read(self._plan.targets, self._crossing)
+            )
+        finally:
+            if self._crossing is not None:
+                self._crossing.finish()
+        if self._rounds is not None:
+            self._reading = self._rounds.reading
+            self._seconds.update(self._reading.seconds)
+            instead = "read from elsewhere" if problem is None else "and nothing else has all of it"
+            self._job.tell(self._rounds.mended, instead, event="damaged")
+        return problem
+
+    def _open(self) -> tuple[bytes, str | None]:
+        """Find out what the image is, and get its head and tail; or why not. Collective."""
+        job, candidate = self._job, self._candidate
+        if candidate.stored != STORE:
+            self._manifest = job.shelf.manifest(candidate.stored, self._peers)
+        if candidate.key is not None:
+            return self._open_slices()
+        assert self._manifest is not None
+        assert job.store is not None
+        self._image = self._manifest
+        data, error = b"", None
+        if self._peers.rank == 0:
+            try:
+                data = read_structure_bytes(job.store, self._manifest)
+            except HoldfastError as refused:
+                error = refused
+        data = self._peers.broadcast(data if self._peers.rank == 0 else None)
+        return data, None if data else agree(self._peers, error)
+
+    def _open_slices(self) -> tuple[bytes, str | None]:
+        job, candidate = self._job, self._candidate
+        layout, error = None, None
+        try:
+            layout = job.found.layout(candidate, self._peers)
+        except DamageError as refused:
+            error = refused
+        problem = agree(self._peers, error)
+        if problem is not None:
+            return b"", problem
+        assert layout is not None
+        self._image = layout
+        origins: dict[int, Origin] = {
+            holder.number: KeptSlice(*job.found.own[holder.number])
+            for some in candidate.slices.values()
+            for holder in some
+            if holder.rank == self._peers.rank
+        }
+        if self._manifest is not None and job.store is not None:
+            origins[STORE] = StoredFile(job.store, self._manifest)
+        self._rounds = SliceReader(
+            candidate,
+            layout,
+            origins,
+            self._manifest,
+            self._peers,
+            job.threads,
+            job.seconds_max,
+            job.hanging,
+            ring_is_near=job.ring_is_near,
+        )
+        return self._rounds.ends()
+
+    def _read_file(self) -> str | None:
+        """Read it from the store alone. Collective."""
+        job, manifest, whole, own = self._job, self._manifest, self._plan.whole, self._plan.own
+        assert manifest is not None
+        assert job.store is not None
+        origins = {STORE: StoredFile(job.store, manifest)}
+        units = store_units(manifest, self._peers.ranks, self._plan.unshared)
+        means = Means(job.threads, job.seconds_max, self._crossing)
+        self._reading = read(manifest, units, origins, whole, self._peers, means)
+        problem = agree(self._peers, self._reading.error)
+        if problem is None and own:
+            left = job.seconds_max - self._reading.seconds["read"]
+            scatter = Scatter(manifest, own, self._peers, self._crossing)
+            parts = read(manifest, scatter, origins, own, self._peers, means._replace(seconds_max=left))
+            self._reading.add(parts)
+            problem = agree(self._peers, parts.error)
+        self._seconds.update(self._reading.seconds)
+        if problem is not None or self._peers.ranks == 1:
+            return problem
+        begun = time.monotonic()
+        sums = {**self._reading.sums, **self._reading.received}
+        error = check_received(manifest, units, whole, sums, self._peers, threads=job.threads)
+        self._seconds["check"] = time.monotonic() - begun
+        return agree(self._peers, error)
+
+    def load(self, skipped: list[str], before: CheckpointId | None) -> Restored:
+        """Load what was read into the objects. Collective.
+
+        Args:
+            skipped: Newer checkpoints that are not used, each with the reason.
+            before: The checkpoint that would be taken if this one were set aside.
+        """
+        assert self._structure is not None
+        begun = time.monotonic()
+        job, candidate = self._job, self._candidate
+        tree, names, rank = self._structure.tree, self._structure.names, self._peers.rank
+        values: dict[str, Any] = {}
+
+        def open_all() -> None:
+            self._plan.settle()
+            self._suspects.see(tree)
+            if self._has_own:
+                open_own(job.state, self._live, tree, names, rank=rank)
+
+        def load_all() -> None:
+            # From here on only the tree keeps what was read beside: each object's part is free when it is loaded.
+            self._structure, self._plan, self._placed = None, ReadPlan(), Placed({}, frozenset(), 0)
+            in_place, on_host = self._in_place, self._offloaded
+            values.update(load(job.state, self._live, tree, in_place=in_place, on_host=on_host))
+
+        for work in (open_all, load_all):
+            error: HoldfastError | None = None
+            try:
+                work()
+            except HoldfastError as refused:
+                error = refused
+            problem = agree(self._peers, error)
+            if problem is not None:
+                raise DamageError(f"step {candidate.step}: {problem}")
+        self._seconds["load"] = time.monotonic() - begun
+        self._report(skipped)
+        return Restored(
+            step=candidate.step,
+            attempt=candidate.attempt,
+            manifest=self._manifest,
+            seconds=self._seconds,
+            bytes_read=self._reading.bytes_read,
+            sources=self._reading.uses,
+            mended=self._mended,
+            skipped=skipped,
+            values=values,
+            whole_in=self._whole_in,
+            before=before,
+        )
+
+    @property
+    def _whole_in(self) -> frozenset[str]:
+        tiers = self._rounds.whole_in if self._rounds is not None else frozenset[str]()
+        job = self._job
+        return tiers | {job.store.url} if job.store is not None and self._candidate.stored != STORE else tiers
+
+    @property
+    def _mended(self) -> list[str]:
+        return self._rounds.mended if self._rounds is not None else []
+
+    def _report(self, skipped: list[str]) -> None:
+        """Say what came from where: rank 0 for all in the log, each rank for itself in its events. Collective."""
+        uses = {tier: [use.nbytes, round(use.seconds, 6)] for tier, use in self._reading.uses.items()}
+        parts = []
+        for rank, said in enumerate(gather(self._peers, json.dumps(uses).encode())):
+            for tier, (nbytes, seconds) in json.loads(said).items():
+                parts.append(f"rank {rank} {nbytes} bytes from {tier} in {seconds:.3g} s")
+        saved_ranks = self._image.ranks
+        if self._peers.rank == 0 and saved_ranks != self._peers.ranks:
+            _log.warning(
+                "step %d was saved by %d ranks, and this job has %d: the whole state is resumed, but the training "
+                "that follows is not bit-identical",
+                self._candidate.step,
+                saved_ranks,
+                self._peers.ranks,
+            )
+        if self._peers.rank == 0:
+            took = sum(self._seconds.values())
+            # A warning, so that a script without logging of its own shows it: that a job began anew is worth a line.
+            _log.warning(
+                "resumed from step %d, attempt %d, in %.1f s",
+                self._candidate.step,
+                self._candidate.attempt,
+                took,
+            )
+            _log.info(
+                "restored from %s: %s",
+                self._candidate.checkpoint,
+                "; ".join(parts) or "no rank has read a byte",
+            )
+        if self._job.events is None:
+            return
+        self._job.events.emit(
+            "restore",
+            {
+                "attempt": self._candidate.attempt,
+                "file": None if self._manifest is None else self._manifest.file,
+                "image_bytes": self._image.image_bytes,
+                "bytes_read": self._reading.bytes_read,
+                "sources": {tier: {"bytes": use[0], "seconds": use[1]} for tier, use in uses.items()},
+                "in_place_bytes": self._adopted_bytes,
+                "saved_ranks": saved_ranks,
+                "ranks": self._peers.ranks,
+                "seconds": self._seconds,
+                "mended": self._mended,
+                "skipped": skipped,
+            },
+            step=self._candidate.step,
+        )
+
+    def _guarded(self, work: Callable[[], None]) -> HoldfastError | None:
+        """Why a part of the preparation failed."""
+        try:
+            work()
+        except RecursionError as error:
+            return StateError(
+                f"step {self._candidate.step}: what is saved is nested too deep to be loaded: {error}"
+            )
+        except StateError as refused:
+            if self._rounds is not None:
+                return refused
+            # Parsed before its chunks were checked: a state that does not fit may be a bit that flipped.
+            try:
+                assert self._job.store is not None
+                assert self._manifest is not None
+                check_structure_chunks(self._job.store, self._manifest)
+            except HoldfastError as damage:
+                return damage
+            return refused
+        except HoldfastError as refused:
+            return refused
+        return None
+
+    def _parse(self, data: bytes) -> None:
+        if self._rounds is None:
+            assert self._manifest is not None
+            file, store = self._manifest.file, self._job.store
+        else:
+            file, store = f"slices of {self._candidate.name}", None
+        self._structure = Structure(file, self._image, data, store)
+        if self._structure.on_host:
+            self._offloaded = offloaded(self._structure)
+        with telling(optimizers_of(self._job.state)) as given:
+            self._live = live_trees(self._job.state)
+        if isinstance(self._structure.tree, dict):
+            rewrap(self._job.state, self._live, self._structure.tree)
+        self._optimizers = located(self._live, self._job.state, given)
+        self._names = StageNames.of(self._job.state, self._live)
+        self._is_other = is_other(self._names, self._job.state, self._structure.tree)
+
+    def _fit(self, ranks: Sequence[StageNames]) -> None:
+        """See that the state fits, and lay the tree over the live tensors.
+
+        Args:
+            ranks: What each rank has, where it may be a stage; else empty.
+        """
+        job, step, structure = self._job, self._candidate.step, self._structure
+        assert structure is not None
+        left_out: set[int] = set()
+        if ranks:
+            before = structure.entries
+            numbered = narrow(job.state, structure.tree, ranks, self._peers.rank, structure.names)
+            left_out = before - structure.entries
+            for name in numbered:
+                self._optimizers.pop(name, None)
+        if not all(_has_names_only(job.state[name], live) for name, live in self._live.items()):
+            join_by_name(job.state, self._live, structure.tree, structure.names, self._optimizers)
+        parts = split_parts(job.state, self._live)
+        ranks_now = self._peers.ranks
+        check(job.state, self._live, parts, structure.tree, step, ranks=ranks_now, may_lack=job.may_lack)
+        self._suspects = suspects(
+            job.state, self._live, structure.tree, self._image, structure.entry_of, step
+        )
+        # While it is open whether the bytes will be taken, none of them goes into live memory.
+        is_open = bool(self._suspects.groups) or (self._has_own and may_refuse(job.state))
+        in_place = {} if is_open else read_in_place(job.state, self._live, structure.tree)
+        self._in_place = frozenset(name for name, one in in_place.items() if tensor_paths([one]))
+        own = {name: tree for name, tree in self._live.items() if name not in in_place}
+        parts = {**beside_live(parts, own, structure.tree), **split_moments(job.state, structure.tree)}
+        self._placed = place(structure, parts, job.state, left_out)
+        self._adopted_bytes = structure.adopt(in_place) + self._placed.nbytes
+
+
+def _has_names_only(value: Any, live: Any) -> bool:
+    """Whether a value of the state has its tensors by name, and none in a list, nor an optimizer's by number."""
+    if isinstance(value, torch.nn.Module):
+        return all(isinstance(one, torch.Tensor) for one in live.values())
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,303 @@
+"""Chunks that several ranks need: one rank reads each and sends the others only their bytes.
+
+    reader   a chunk ─► its own parts                              each rank says which chunks it needs (a bit each)
+                    └─► packed: a parcel for each other rank ──┐   and the regions of which it needs bytes
+    others                       straight into their memory ◄──┘   the reader is one of those who need the chunk
+
+A rank holds the bytes of a region in the order in which they lie in the whole tensor. So a parcel has one run for each
+region, and is received where it belongs. It ends with its CRC-32. Ranks with the same region get the same parcel.
+
+Only so many chunks are packed at once: a reader that is ahead waits until its parcels have left. What comes for regions
+on a device is received into a locked window, and crosses from there: all that came at once in one section.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holdfast.crc import combine_all
+from holdfast.errors import DamageError
+from holdfast.image.regions import Comb, Extent, Region
+from trainer_side.ranks.peers import Peers, gather
+from trainer_side.restore.choice import STORE
+from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow
+from trainer_side.restore.exchange import Exchange
+from trainer_side.restore.read_plan import Unit
+from trainer_side.restore.region_targets import RegionTarget, ScatterTarget, copy_runs
+from trainer_side.restore.structure import ImageMap
+from trainer_side.restore.targets import EntryPart, Sum
+
+_PACKED = 2  # own chunks whose parcels are under way at once
+_AHEAD = _PACKED + 2  # own chunks that are read and packed, and not yet given away
+_COMING = 16  # parcels that are awaited at once; in host memory they take none of their own
+_COMING_BYTES = 64 << 20  # of what is awaited at once for a device
+_CRC_BYTES = 4
+
+
+class NeededRegion(NamedTuple):
+    """A region of which another rank needs bytes: its comb in the tensor that begins at `base` of the entry."""
+
+    entry: int
+    base: int
+    comb: Comb
+
+
+class _Parcel(NamedTuple):
+    """A parcel in the reader's memory: `wishes`, where each begins, and which of its bytes comes first."""
+
+    ranks: tuple[int, ...]
+    wishes: list[tuple[NeededRegion, int, int]]
+    sizes: list[int]
+    memory: np.ndarray
+
+
+class Scatter(Exchange):
+    """Gives each rank its regions of the chunks that this rank reads, as parcels. Made by all ranks together.
+
+    `targets`: What this rank holds, by entry; the same entries on every rank. `crossing`: The way to the device that
+    some of the regions are on; None: this rank has none there.
+
+    Attributes:
+        units: The chunks that any rank needs, each with its reader: the same on every rank.
+    """
+
+    def __init__(
+        self,
+        image: ImageMap,
+        targets: Mapping[int, ScatterTarget],
+        peers: Peers,
+        crossing: DeviceSections | None = None,
+    ) -> None:
+        super().__init__(_AHEAD)
+        self._image, self._peers, self._crossing = image, peers, crossing
+        self._mine: dict[int, list[RegionTarget]] = {}
+        for index in sorted(targets):
+            for region in targets[index].regions:
+                for chunk in region.chunks(image):
+                    self._mine.setdefault(chunk, []).append(region)
+        readers = _readers(-(-image.image_bytes // image.chunk_bytes), self._mine, peers)
+        self.units = [
+            Unit(int(readers[chunk]), STORE, chunk, -1, (self._extent(chunk),), ())
+            for chunk in np.flatnonzero(readers >= 0).tolist()
+        ]
+        own = [unit.chunk for unit in self.units if unit.reader == peers.rank]
+        self._wishes = self._learn(targets, frozenset(own))
+        self._turns = {chunk: turn for turn, chunk in enumerate(sorted(self._wishes))}
+        self._packed: dict[int, list[_Parcel]] = {}
+        self._memory: dict[int, np.ndarray] = {}
+        self._leaving: list[int] = []
+        self._coming: list[tuple[int, list[np.ndarray], np.ndarray]] = []
+        self._largest = 0 if crossing is None else max(map(self._crossing_bytes, self._mine), default=0)
+        self._section: SectionWindow | None = None  # of what is coming for a device
+        self._section_end = 0
+        self._parts: list[SectionPart] = []
+
+    def _turn(self, unit: Unit) -> int | None:
+        return self._turns.get(unit.chunk)
+
+    def keep(self, unit: Unit, part: EntryPart, _address: int, view: memoryview) -> None:
+        """Pack what other ranks need of bytes of a chunk. Any thread."""
+        source = np.frombuffer(view, np.uint8)
+        for parcel in self._parcels(unit.chunk):
+            for wish, place, first in parcel.wishes:
+                if wish.entry == part.entry:
+                    copy_runs(wish.comb, part.inside - wish.base, source, parcel.memory[place:], first)
+
+    def share(self, unit: Unit, peers: Peers) -> None:
+        """As `Exchange`."""
+        if unit.reader == peers.rank:
+            for parcel in self._parcels(unit.chunk):
+                end = sum(parcel.sizes)
+                sealed = Sum.of(parcel.memory[:end].data).crc32
+                parcel.memory[end : end + _CRC_BYTES] = np.frombuffer(sealed.to_bytes(4, "little"), np.uint8)
+                pieces = _pieces(parcel.memory, [*parcel.sizes, _CRC_BYTES])
+                for rank in parcel.ranks:
+                    peers.send(pieces, rank)
+            if unit.chunk in self._turns:
+                self._leaving.append(unit.chunk)
+        elif unit.chunk in self._mine:
+            runs = [self._coming_to(region, first, end) for region, first, end in self._runs(unit.chunk)]
+            sealed_there = np.empty(_CRC_BYTES, np.uint8)
+            peers.receive([piece for run in (*runs, sealed_there) for piece in _pieces(run)], unit.reader)
+            self._coming.append((unit.chunk, runs, sealed_there))
+
+    @property
+    def is_full(self) -> bool:
+        """As `Exchange`; of this rank."""
+        has_room = self._section is None or self._section_end + self._largest <= len(self._section.memory)
+        return len(self._leaving) >= _PACKED or len(self._coming) >= _COMING or not has_room
+
+    def settle(self) -> None:
+        """See that what has come is what was sent, after `Peers.finish`."""
+        for chunk, runs, sealed in self._coming:
+            found = combine_all(Sum.of(run.data) for run in runs)
+            if found != int.from_bytes(sealed.tobytes(), "little") and self.error is None:
+                self.error = DamageError(
+                    f"chunk {chunk}: the parts of it that another rank read are not what they were after the exchange "
+                    "among the ranks, although the chunk was read whole"
+                )
+        self._coming.clear()
+        if self._section is not None and self._crossing is not None:
+            self._crossing.send(self._section, self._parts)
+            self._section, self._section_end, self._parts = None, 0, []
+        with self._changed:
+            for chunk in self._leaving:
+                self._packed.pop(chunk, None)
+        self._left(len(self._leaving))
+        self._leaving.clear()
+
+    def _extent(self, chunk: int) -> Extent:
+        offset = chunk * self._image.chunk_bytes
+        return Extent(offset, min(self._image.chunk_bytes, self._image.image_bytes - offset))
+
+    def _runs(self, chunk: int) -> Iterator[tuple[RegionTarget, int, int]]:
+        """This rank's regions in a chunk, and which of their bytes lie there."""
+        for region in self._mine[chunk]:
+            first, end = self._within(region.entry, region.base, region.comb, chunk)
+            yield region, first, end
+
+    def _coming_to(self, region: RegionTarget, first: int, end: int) -> np.ndarray:
+        """The memory in which bytes of a region are received."""
+        if region.device is None or self._crossing is None:
+            return region.memory[first:end]
+        if self._section is None:
+            self._section = self._crossing.window(
+                max(self._largest, min(_COMING * self._largest, _COMING_BYTES))
+            )
+        begin = _aligned(self._section_end) + first % WIDEST_BYTES
+        self._section_end = begin + end - first
+        self._parts.append(SectionPart(region.device, first, begin, end - first))
+        return self._section.bytes[begin : self._section_end]
+
+    def _crossing_bytes(self, chunk: int) -> int:
+        """Most that what comes of a chunk takes in a window."""
+        runs = [end - first for region, first, end in self._runs(chunk) if region.device is not None]
+        return sum(_aligned(nbytes) + 2 * WIDEST_BYTES for nbytes in runs)
+
+    def _within(self, entry: int, base: int, comb: Comb, chunk: int) -> tuple[int, int]:
+        begin = chunk * self._image.chunk_bytes - self._image.entries[entry].offset - base
+        return comb.before(begin), comb.before(begin + self._image.chunk_bytes)
+
+    def _learn(
+        self, targets: Mapping[int, ScatterTarget], own: Collection[int]
+    ) -> dict[int, list[tuple[tuple[int, ...], list[NeededRegion]]]]:
+        """Which ranks need which regions of the chunks that this rank reads. Collective.
+
+        What a rank says is looked through and let go before the next one speaks: of all that the ranks hold, only what
+        lies in these chunks is kept.
+        """
+        peers, image = self._peers, self._image
+        mine = [_row(region) for index in sorted(targets) for region in targets[index].regions]
+        said_here = json.dumps(mine).encode()
+        spans = {index: _chunks(image, index) for index in targets}
+        near = {index for index, span in spans.items() if any(chunk in own for chunk in span)}
+        known: dict[str, NeededRegion] = {}
+        wanted: dict[int, dict[int, list[str]]] = {}
+        for root in range(peers.ranks):
+            said = peers.broadcast(said_here if root == peers.rank else None, root)
+            if root == peers.rank:
+                continue
+            for row in json.loads(said):
+                if row[0] not in near:
+                    continue
+                name = json.dumps(row)
+                if name not in known:
+                    known[name] = _wish(row)
+                wish = known[name]
+                for chunk in spans[wish.entry]:
+                    if chunk in own and _has(self._within(wish.entry, wish.base, wish.comb, chunk)):
+                        wanted.setdefault(chunk, {}).setdefault(root, []).append(name)
+        found: dict[int, list[tuple[tuple[int, ...], list[NeededRegion]]]] = {}
+        for chunk, of_ranks in wanted.items():
+            alike: dict[tuple[str, ...], list[int]] = {}
+            for rank, names in of_ranks.items():
+                alike.setdefault(tuple(names), []).append(rank)
+            found[chunk] = [(tuple(ranks), [known[name] for name in names]) for names, ranks in alike.items()]
+        return found
+
+    def _parcels(self, chunk: int) -> list[_Parcel]:
+        """The parcels of a chunk that this rank reads; their memory is used again when they have left."""
+        turn = self._turns.get(chunk)
+        if turn is None:
+            return []
+        with self._changed:
+            if chunk not in self._packed:
+                self._packed[chunk] = self._laid_out(chunk, turn % _AHEAD)
+            return self._packed[chunk]
+
+    def _laid_out(self, chunk: int, place: int) -> list[_Parcel]:
+        parcels: list[tuple[tuple[int, ...], list[tuple[NeededRegion, int, int]], list[int]]] = []
+        nbytes = 0
+        for ranks, wishes in self._wishes[chunk]:
+            laid: list[tuple[NeededRegion, int, int]] = []
+            sizes: list[int] = []
+            for wish in wishes:
+                first, end = self._within(wish.entry, wish.base, wish.comb, chunk)
+                laid.append((wish, sum(sizes), first))
+                sizes.append(end - first)
+            parcels.append((ranks, laid, sizes))
+            nbytes += sum(sizes) + _CRC_BYTES
+        if place not in self._memory or len(self._memory[place]) < nbytes:
+            self._memory[place] = np.empty(nbytes, np.uint8)
+        packed, begin = [], 0
+        for ranks, laid, sizes in parcels:
+            end = begin + sum(sizes) + _CRC_BYTES
+            packed.append(_Parcel(ranks, laid, sizes, self._memory[place][begin:end]))
+            begin = end
+        return packed
+
+
+def _readers(chunks: int, needed: Collection[int], peers: Peers) -> np.ndarray:
+    """The rank that reads each chunk, -1 where nobody needs it: in turn one of those who do. Collective."""
+    mine = np.zeros(chunks, np.uint8)
+    mine[list(needed)] = 1
+    said = [
+        np.unpackbits(np.frombuffer(bits, np.uint8), count=chunks)
+        for bits in gather(peers, np.packbits(mine).tobytes())
+    ]
+    count = np.sum(said, axis=0, dtype=np.int32)
+    chosen = np.arange(chunks, dtype=np.int32) % np.maximum(count, 1)
+    readers, seen = np.full(chunks, -1, np.int32), np.zeros(chunks, np.int32)
+    for rank, bits in enumerate(said):
+        readers[(bits == 1) & (seen == chosen)] = rank
+        seen += bits
+    return readers
+
+
+def _row(region: RegionTarget) -> list[Any]:
+    shape, item_bytes, (start, size) = region.whole
+    return [region.entry, region.base, list(shape), item_bytes, list(start), list(size)]
+
+
+def _wish(row: Sequence[Any]) -> NeededRegion:
+    entry, base, shape, item_bytes, start, size = row
+    return NeededRegion(entry, base, Comb(shape, item_bytes, Region(tuple(start), tuple(size))))
+
+
+def _chunks(image: ImageMap, entry: int) -> range:
+    place = image.entries[entry]
+    return range(
+        place.offset // image.chunk_bytes, (place.offset + max(place.nbytes, 1) - 1) // image.chunk_bytes + 1
+    )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // WIDEST_BYTES) * WIDEST_BYTES
+
+
+def _has(run: tuple[int, int]) -> bool:
+    return run[0] < run[1]
+
+
+def _pieces(memory: np.ndarray, sizes: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """`(address, nbytes)` of bytes that lie back to back."""
+    address = int(memory.__array_interface__["data"][0])
+    found = []
+    for nbytes in sizes or (len(memory),):
+        found.append((address, nbytes))
+        address += nbytes
+    return found

@@ -1,0 +1,262 @@
+"""Reads what slices have of an image, and what one source cannot give from the next one.
+
+    pieces ─► divide ─► read, each rank its units ─► all whole? ─► told and checked
+                 ▲                                      │ a frame is damaged, a tier gone
+                 └── without those sources ◄── named ◄──┘
+
+The begin and the end of the image, of which the tree is made, are read like this as well: no byte is parsed whose CRC
+was not compared, also not on ranks that got it from others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.errors import DamageError
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import Manifest
+from holdfast.image.regions import Extent
+from trainer_side.ranks.peers import LonePeers, Peers, agree, gather
+from trainer_side.restore.choice import NEARNESS_OF_RING, STORE, Candidate, Holder
+from trainer_side.restore.device_sections import DeviceSections
+from trainer_side.restore.exchange import check_entries, check_told, tell
+from trainer_side.restore.read_plan import FramePiece, FrameSource, Origin, Unit, divide, pieces_of
+from trainer_side.restore.reading import Failure, Means, Reading, read
+from trainer_side.restore.structure import ImageEnds, ImageMap, ends_of
+from trainer_side.restore.targets import ChunkWindows, EntryTaker, EntryTarget
+
+
+@dataclass
+class SliceReader:
+    """One candidate that is read from slices, and from the store where there are none. Training thread; collective.
+
+    Attributes:
+        origins: What this rank reads from, by number.
+        manifest: The store's; None if it does not have this checkpoint.
+        ring_is_near: Every rank reads by itself what the ring has: it lies in memory that all of them see.
+        hanging: Tiers that nothing is asked of any more, by rank and name, and why; the same on every rank. Added to.
+        mended: What was damaged or gone and was read from elsewhere, each with its tier, place and rank; of all ranks.
+        reading: What the last `read` did on this rank, all rounds together.
+    """
+
+    candidate: Candidate
+    layout: Layout
+    origins: Mapping[int, Origin]
+    manifest: Manifest | None
+    peers: Peers
+    threads: int
+    seconds_max: float
+    hanging: dict[tuple[int, str], str] = field(default_factory=dict)
+    ring_is_near: bool = False
+    mended: list[str] = field(default_factory=list)
+    reading: Reading = field(default_factory=Reading)
+    _failed: set[tuple[int, FrameSource]] = field(default_factory=set)
+    _broken: set[FrameSource] = field(default_factory=set)
+    _named: set[int | str] = field(default_factory=set)
+
+    @property
+    def whole_in(self) -> frozenset[str]:
+        """Tiers that have every saved rank's slice, nothing of which turned out damaged. The same on every rank.
+
+        The stager's ring is none: it keeps nothing, so nobody gives up a damaged slice because of it.
+        """
+        damaged = self._unusable | {source for _, source in self._failed}
+        found: dict[str, set[int]] = {}
+        for slice_rank, holders in self.candidate.slices.items():
+            for holder in (holder for holder in holders if holder.nearness != NEARNESS_OF_RING):
+                found.setdefault(holder.tier, set()).add(slice_rank)
+        for holder in (holder for some in self.candidate.slices.values() for holder in some):
+            if FrameSource(holder.rank, holder.number) in damaged:
+                found.pop(holder.tier, None)
+        return frozenset(tier for tier, slices in found.items() if len(slices) == self.layout.ranks)
+
+    @property
+    def _unusable(self) -> set[FrameSource]:
+        """Sources that give nothing any more."""
+        holders = (holder for some in self.candidate.slices.values() for holder in some)
+        return self._broken | {
+            FrameSource(one.rank, one.number) for one in holders if (one.rank, one.tier) in self.hanging
+        }
+
+    def ends(self) -> tuple[bytes, str | None]:
+        """Head and tail of the image, back to back, checked; or why they cannot be had.
+
+        Raises:
+            DamageError: They are larger than any state makes them.
+            HoldfastError: As `read`.
+        """
+        head_bytes, tail_offset = ends_of(self.layout)
+        ends = ImageEnds(self.layout.image_bytes, self.layout.chunk_bytes, head_bytes, tail_offset)
+        data = torch.empty(ends.nbytes, dtype=torch.uint8)
+        memory, address = data.numpy().data, data.data_ptr()
+        targets: dict[int, EntryTaker] = {0: EntryTarget(address, memory[:head_bytes])}
+        targets[1] = EntryTarget(address + head_bytes, memory[head_bytes:])
+        within = [Extent(entry.offset, entry.nbytes) for entry in ends.entries]
+        problem = self._read(ends, pieces_of(self.layout, within), targets)[1]
+        return bytes(memory), problem
+
+    def read(self, targets: Mapping[int, EntryTaker], crossing: DeviceSections | None = None) -> str | None:
+        """Fill every target on every rank.
+
+        Returns:
+            Why this candidate is no good, if so; then the targets hold anything.
+
+        Raises:
+            StoreError: The store failed, where nothing else has the bytes.
+            PeerLost: A rank is gone.
+        """
+        told, problem = self._read(self.layout, pieces_of(self.layout), targets, crossing)
+        if problem is None and self.manifest is not None:
+            tiers = sorted({holder.tier for some in self.candidate.slices.values() for holder in some})
+            problem = agree(self.peers, check_entries(self.manifest, self.layout, told, ", ".join(tiers)))
+        return problem
+
+    def _read(
+        self,
+        image: ImageMap,
+        pieces: dict[int, FramePiece],
+        targets: Mapping[int, EntryTaker],
+        crossing: DeviceSections | None = None,
+    ) -> tuple[dict[int, Any], str | None]:
+        self.reading = Reading()
+        done: list[Unit] = []
+        done_near: list[Unit] = []
+        left = dict(pieces)
+        windows = ChunkWindows(image, targets)
+        while left:
+            units, lost = divide(
+                self.candidate,
+                left,
+                self.peers.ranks,
+                chunk_bytes=self.layout.chunk_bytes,
+                failed=self._failed,
+                broken=self._unusable,
+            )
+            if lost:
+                return {}, self._hopeless(left[lost[0]])
+            near, shared = self._near(units, left)
+            failures: list[Failure] = []
+            for some, peers in ((near.values(), LonePeers()), (shared, self.peers)):
+                if not some:
+                    continue
+                reading = read(
+                    image,
+                    list(some),
+                    self.origins,
+                    targets,
+                    peers,
+                    Means(self.threads, self.seconds_max, crossing),
+                )
+                self.reading.add(reading)
+                problem = agree(self.peers, reading.error)
+                if problem is not None:
+                    return {}, problem
+                failures += reading.failures
+            failed_units = self._failures(units, near, left, failures)
+            numbers = {unit: number for number, unit in enumerate(units)}
+            done += [unit for unit in shared if numbers[unit] not in failed_units]
+            done_near += [unit for unit in near if numbers[unit] not in failed_units]
+            # Parts that some rank is missing are read again, possibly by another rank.
+            for part in windows.parts(
+                [extent for number in failed_units for extent in units[number].extents]
+            ):
+                self.reading.sums.pop(part.offset, None)
+            again = {piece for number in failed_units for piece in units[number].pieces}
+            left = {number: piece for number, piece in left.items() if number in again}
+        told = tell(image, done, targets, self.reading.sums, self.peers)
+        for part in windows.parts([extent for unit in done_near for extent in unit.extents]):
+            told[part.offset] = part, self.reading.sums[part.offset]
+        error = check_told(
+            image, told, targets, self.reading.sums, received=self.reading.received, threads=self.threads
+        )
+        return told, agree(self.peers, error)
+
+    def _near(
+        self, units: Sequence[Unit], pieces: Mapping[int, FramePiece]
+    ) -> tuple[dict[Unit, Unit], list[Unit]]:
+        """The units that every rank reads by itself, each as this rank reads it; and all others."""
+        near: dict[Unit, Unit] = {}
+        if self.ring_is_near:
+            for unit in units:
+                holders = self._in_ring(pieces[unit.pieces[0]].slice_rank) if unit.number != STORE else []
+                if (unit.reader, unit.number) in {(one.rank, one.number) for one in holders}:
+                    mine = next(one.number for one in holders if one.rank == self.peers.rank)
+                    near[unit] = unit._replace(reader=LonePeers.rank, number=mine)
+        return near, [unit for unit in units if unit not in near]
+
+    def _in_ring(self, slice_rank: int) -> list[Holder]:
+        """What the ranks have found of a slice in the stager's ring."""
+        holders = self.candidate.slices.get(slice_rank, ())
+        return [one for one in holders if one.nearness == NEARNESS_OF_RING]
+
+    def _failures(
+        self,
+        units: Sequence[Unit],
+        near: Mapping[Unit, Unit],
+        pieces: Mapping[int, FramePiece],
+        mine: Sequence[Failure],
+    ) -> set[int]:
+        """Tell each other what could not be read from where; returns the numbers of these units.
+
+        `near`: units that every rank reads; one that failed on one rank is nowhere read in this way again.
+        """
+        if self.peers.all_agree(not mine):
+            return set()
+        numbers = {near.get(unit, unit): number for number, unit in enumerate(units)}
+        rows = [
+            (
+                numbers[failure.unit],
+                failure.broken,
+                self.origins[failure.unit.number].tier if failure.hangs else "",
+            )
+            for failure in mine
+        ]
+        said = gather(self.peers, json.dumps([rows, self._texts(mine)]).encode())
+        failed: set[int] = set()
+        for rank, answer in enumerate(said):
+            rows_there, texts = json.loads(answer)
+            self.mended += texts
+            for number, broken, hanging in rows_there:
+                if hanging:
+                    self.hanging.setdefault((rank, hanging), f"rank {rank}: {hanging} hangs")
+                failed.add(number)
+                unit = units[number]
+                sources = [FrameSource(unit.reader, unit.number)]
+                if unit in near:
+                    ring = self._in_ring(pieces[unit.pieces[0]].slice_rank)
+                    sources = [FrameSource(one.rank, one.number) for one in ring]
+                self._failed.update((piece, source) for piece in unit.pieces for source in sources)
+                if broken:
+                    self._broken.update(sources)
+        return failed
+
+    def _texts(self, failures: Sequence[Failure]) -> list[str]:
+        """One text for each slice, or for a tier that hangs: the first of its frames, and how many more."""
+        grouped: dict[int | str, list[Failure]] = {}
+        for failure in failures:
+            number = failure.unit.number
+            grouped.setdefault(self.origins[number].tier if failure.hangs else number, []).append(failure)
+        texts = []
+        for what, some in grouped.items():
+            if what in self._named:
+                continue
+            self._named.add(what)
+            more = f"; and {len(some) - 1} more of its frames" if len(some) > 1 else ""
+            place, said = self.origins[some[0].unit.number].what, str(some[0].error)
+            texts.append(f"rank {self.peers.rank}: {said if place in said else f'{place}: {said}'}{more}")
+        return texts
+
+    def _hopeless(self, piece: FramePiece) -> str:
+        reasons = "; ".join(self.mended[-3:] or self.hanging.values())
+        store = "the store does not have this step" if self.candidate.stored == STORE else "nor has the store"
+        return str(
+            DamageError(
+                f"frame {piece.frame} of rank {piece.slice_rank}'s slice cannot be read from any tier of any rank, and "
+                f"{store}: {reasons}"
+            )
+        )

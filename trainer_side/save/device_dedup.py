@@ -1,0 +1,253 @@
+"""What lies on a device and does not change crosses to the host once: the base model under an adapter, constants.
+
+    save()        on the current stream: hashes of each tensor that may be so
+    copy thread   hashes arrive: as they were when the area's bytes were copied? it was rightly left out
+                                 otherwise the step is withdrawn, and the tensor is copied at each save from now on
+
+A tensor is left out after `_PROVEN` saves with the same hashes, where the area has such bytes, and as long as it lies
+where it lay and torch has counted no change. What torch does not count (`.data`, kernels of others) shows in the
+hashes: sums of words, each times a random number of 64 bits that belongs to its place (multilinear hashing, Carter and
+Wegman 1979; Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Whatever has changed, it is taken for
+unchanged with a probability below 2**-31. No byte crosses, and nothing is waited for in `save()`; the device reads each
+byte once, and writes and reads products of twice that size.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from holdfast.image.layout import Layout
+from trainer_side.save.copy_plan import CopyPiece
+from trainer_side.state.accelerator import StreamEvent, brought
+from trainer_side.state.survey import StorageSource
+
+_NBYTES_MIN = 256 << 10  # a hash takes a few calls of torch: for less, the copy is as cheap
+_PROVEN = 2
+_WORD_BYTES = 4
+_ROW_WORDS = 1024
+_ROW_BYTES = _ROW_WORDS * _WORD_BYTES
+_LOW = 2**32 - 1
+_PART_BYTES = 32 << 20  # each has a hash of its own; the products of one take twice as much memory
+
+Place = tuple[
+    int, int, int
+]  # address of the used part, its start in the storage, changes that torch has counted
+
+
+class Outdated(Exception):
+    """Bytes that were left out of a copy have changed after all.
+
+    Attributes:
+        path: The tensor they belong to.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path} has changed, and torch has not counted it")
+        self.path = path
+
+
+@dataclass(frozen=True)
+class _InArea:
+    """The bytes of an entry in the area.
+
+    Attributes:
+        place: Where they were copied from. `hashes`: of their parts.
+    """
+
+    place: Place
+    hashes: tuple[int, ...]
+
+
+@dataclass
+class Steadiness:
+    """How a tensor was at the saves before, into whichever area.
+
+    Attributes:
+        hashes: Of its parts at the last one. `alike`: saves in a row that had these; `changes`: how often there were
+            others.
+    """
+
+    hashes: tuple[int, ...]
+    alike: int = 0
+    changes: int = 0
+
+    def saw(self, hashes: tuple[int, ...]) -> None:
+        """A save had these."""
+        if hashes == self.hashes:
+            self.alike += 1
+        else:
+            self.hashes, self.alike, self.changes = hashes, 1, self.changes + 1
+
+
+class _Awaited(NamedTuple):
+    """An entry of which hashes are on their way, so many."""
+
+    entry: int
+    place: Place
+    hashes: int
+    is_spared: bool
+
+
+class DeviceDedup:
+    """Knows what of one area need not be copied again. `settle` belongs to the copy thread, `forget` to any, all else
+    to the training thread; a save waits for the copy before, so they never meet.
+
+    Args:
+        pieces: What is taken in `save()`, of this rank's slice.
+        layout: Names the tensors.
+        seen: How the tensors were, by path and range; all areas of a rank share it.
+    """
+
+    def __init__(
+        self,
+        pieces: Iterable[CopyPiece],
+        layout: Layout,
+        seen: dict[tuple[str, int, int], Steadiness],
+    ) -> None:
+        begins: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        sizes: dict[int, int] = {}
+        for piece in pieces:
+            end = piece.entry_offset + piece.nbytes
+            begins[piece.entry] = min(piece.entry_offset, begins.get(piece.entry, piece.entry_offset))
+            ends[piece.entry] = max(end, ends.get(piece.entry, 0))
+            sizes[piece.entry] = piece.nbytes + sizes.get(piece.entry, 0)
+        # Parts that lie apart are copied.
+        self._ranges = {
+            entry: (begins[entry], ends[entry])
+            for entry, nbytes in sizes.items()
+            if nbytes >= _NBYTES_MIN and ends[entry] - begins[entry] == nbytes
+        }
+        self._paths = {tensor.entry: tensor.path for tensor in layout.tensors if tensor.entry in self._ranges}
+        self._tensor_entries: Sequence[int] = ()
+        self._tensors: list[int] = []  # places among all tensors of those that may be left out
+        self._known: dict[int, _InArea] = {}
+        self._seen = seen
+        self._looked: list[_Awaited] = []
+        self._hashes: torch.Tensor | None = None
+        self._arrived: StreamEvent | None = None
+
+    def versions(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> dict[int, int]:
+        """Of each entry that may be left out, the changes of its tensors that torch has counted."""
+        if tensor_entries is not self._tensor_entries:
+            self._tensor_entries = tensor_entries
+            self._tensors = [place for place, entry in enumerate(tensor_entries) if entry in self._ranges]
+        counted: dict[int, int] = {}
+        for place in self._tensors:
+            entry, tensor = tensor_entries[place], tensors[place]
+            # In inference mode torch counts nothing: the hashes alone tell.
+            counted[entry] = counted.get(entry, 0) + (0 if tensor.is_inference() else tensor._version)
+        return counted
+
+    def look(self, sources: Sequence[StorageSource | None], versions: Mapping[int, int]) -> frozenset[int]:
+        """Queue the hashes on the current stream; returns the entries that need not be copied into the area.
+
+        `versions`: As `versions` gave them; what is not among them is copied.
+        """
+        self._looked, self._hashes = [], None
+        spared: set[int] = set()
+        queued: list[torch.Tensor] = []
+        for entry, (begin, end) in self._ranges.items():
+            # Whatever is copied is known again only when it has landed.
+            known, source = self._known.pop(entry, None), sources[entry]
+            if (
+                source is None
+                or entry not in versions
+                or source.device.type == "cpu"
+                or (source.start_bytes + begin) % _WORD_BYTES
+            ):
+                continue
+            seen = self._seen.get((self._paths[entry], begin, end))
+            if seen is not None and seen.changes >= _PROVEN:
+                continue
+            try:
+                hashes = _hashes(source.bytes()[begin:end])
+            except torch.OutOfMemoryError:  # no room for the products: it is copied
+                continue
+            queued += hashes
+            place = (source.data_ptr, source.start_bytes, versions[entry])
+            is_steady = seen is not None and seen.alike >= _PROVEN and known == _InArea(place, seen.hashes)
+            if is_steady and known is not None:
+                self._known[entry] = known
+                spared.add(entry)
+            self._looked.append(_Awaited(entry, place, len(hashes), entry in spared))
+        if queued:
+            self._hashes, self._arrived = brought(torch.stack(queued))
+        return frozenset(spared)
+
+    def settle(self) -> None:
+        """The copy has landed, and nothing of it has been used yet; waits for the hashes.
+
+        Raises:
+            Outdated: What was left out has changed.
+        """
+        looked, arriving = self._looked, self._hashes
+        self._looked, self._hashes = [], None
+        if arriving is None:
+            return
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        outdated = None
+        arrived = iter(arriving.tolist())
+        for entry, place, count, is_spared in looked:
+            hashes = tuple(itertools.islice(arrived, count))
+            seen = self._seen.setdefault((self._paths[entry], *self._ranges[entry]), Steadiness(hashes))
+            seen.saw(hashes)
+            if is_spared and seen.alike == 1:
+                outdated, seen.changes = entry, _PROVEN  # for good
+                del self._known[entry]
+                continue
+            self._known[entry] = _InArea(place, hashes)
+        if outdated is not None:
+            raise Outdated(self._paths[outdated])
+
+    def forget(self) -> None:
+        """A copy has not landed: the area may hold anything."""
+        self._known.clear()
+        self._looked, self._hashes = [], None
+
+
+class _Factors(NamedTuple):
+    """Random numbers of 64 bits on a device: for the words of a row, and for both halves of each row's sum."""
+
+    words: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+@functools.cache
+def _factors(device: torch.device) -> _Factors:
+    # A generator of its own: the training's random numbers stay as they are.
+    generator = torch.Generator().manual_seed(secrets.randbits(63))
+    rows = _PART_BYTES // _ROW_BYTES + 1
+    made = torch.empty(_ROW_WORDS + _WORD_BYTES + 2 * rows, dtype=torch.int64)
+    made.random_(-(2**63), None, generator=generator)
+    there = made.to(device)
+    return _Factors(there[: -2 * rows], there[-2 * rows : -rows], there[-rows:])
+
+
+def _hashes(memory: torch.Tensor) -> list[torch.Tensor]:
+    """A hash of each part of the bytes: one number of 64 bits, on the device.
+
+    Raises:
+        torch.OutOfMemoryError: There is no room for the products of a part.
+    """
+    factors = _factors(memory.device)
+    hashes = []
+    for begin in range(0, memory.numel(), _PART_BYTES):
+        part = memory[begin : begin + _PART_BYTES]
+        whole, even = (part.numel() // unit * unit for unit in (_ROW_BYTES, _WORD_BYTES))
+        rows = (part[:whole].view(torch.int32).view(-1, _ROW_WORDS) * factors.words[:_ROW_WORDS]).sum(dim=1)
+        if whole < part.numel():
+            words = torch.cat([part[whole:even].view(torch.int32), part[even:].to(torch.int32)])
+            rows = torch.cat([rows, (words * factors.words[: words.numel()]).sum().view(1)])
+        count = rows.numel()
+        hashes.append(((rows & _LOW) * factors.low[:count] + (rows >> 32) * factors.high[:count]).sum())
+    return hashes

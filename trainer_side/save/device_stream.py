@@ -1,0 +1,256 @@
+"""The calls to one device that a copy needs, the same for CUDA, ROCm and XPU.
+
+    current stream   the training's: what is queued here at `save()` is of that moment, and updates come after
+    own stream       the project's: copies to the host, behind an event, beside the training
+
+The own stream is made by the runtime itself and kept as long as the process. `torch.cuda.Stream()` deals 32 streams to
+all who ask, so one of those would be the user's as well. XPU has no other: there it is one of torch's.
+
+Memory for copies comes from torch's allocator, on the own stream: what is freed there serves this stream alone, so it
+is neither cut from a block that training has freed a moment ago nor given to training in pieces. A copy finds it again
+at the next save, and nothing is mapped. Where the device has no more for training, torch itself gives all of it back
+before it gives up, as it does with whatever it keeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer_side.state.accelerator import StreamEvent, module_of, record
+
+_PREFIXES = ("cuda", "hip")
+_PORTABLE = 1  # locked for all devices: cudaHostRegisterPortable
+_NON_BLOCKING = 1  # not in step with the default stream: cudaStreamNonBlocking
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+class DeviceRuntime:
+    """The library. Any thread."""
+
+    def __init__(self, library: Any, prefix: str) -> None:
+        self._library, self._prefix = library, prefix
+
+    def lock(self, address: int, nbytes: int) -> int:
+        """Lock host memory in place; returns an error of the runtime, 0 for none. Nothing is left of an error."""
+        return self._call("HostRegister", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE)
+
+    def unlock(self, address: int) -> None:
+        """Undo `lock`: the device must have come to the end of all that reads or writes there."""
+        self._call("HostUnregister", ctypes.c_void_p(address))
+
+    def new_stream(self) -> int | None:
+        """A stream of the current device, of the lowest priority that there is; None where the runtime refuses."""
+        lowest, highest, stream = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        if self._call("DeviceGetStreamPriorityRange", ctypes.byref(lowest), ctypes.byref(highest)):
+            return None
+        if self._call("StreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, lowest):
+            return None
+        return stream.value
+
+    def spare_captures(self) -> None:
+        """From now on calls of this thread do not end the recording of a graph in another thread."""
+        self._call("ThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        function = getattr(self._library, self._prefix + name, None)
+        if function is None:
+            return -1
+        code = int(function(*arguments))
+        if code:
+            # Else the next kernel that this thread launches, one of the training, would raise it.
+            getattr(self._library, self._prefix + "GetLastError")()
+        return code
+
+
+@functools.cache
+def device_runtime() -> DeviceRuntime | None:
+    """The runtime that torch calls; None where it has none."""
+    folder = Path(torch.__file__).parent / "lib"
+    for prefix in _PREFIXES:
+        try:
+            # A name is looked for in this library and then in those that it was linked to, which are torch's own; what
+            # else is mapped (another version of the runtime, brought by another package) is passed over.
+            library = ctypes.CDLL(str(folder / f"libc10_{prefix}.so"), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:
+            continue
+        if hasattr(library, f"{prefix}GetLastError"):
+            return DeviceRuntime(library, prefix)
+    return None
+
+
+class DeviceMemory(NamedTuple):
+    """The memory of a device, in bytes.
+
+    Attributes:
+        free: What nobody holds, as far as torch may take it.
+        reserved: What torch holds for tensors of this process, in use or not, and for copies. `peak`: the most so far.
+        retries: The caching allocator's retry count.
+        returned: Bytes that torch has given back to the device so far, for whatever reason.
+    """
+
+    free: int
+    total: int
+    reserved: int
+    peak: int
+    retries: int
+    returned: int = 0
+
+
+class DeviceStream:
+    """The calls to one device that a copy needs, and the project's own stream on it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, module_of(device)
+        self._stream = _own_stream(device)
+
+    @contextmanager
+    def beside(self, after: StreamEvent | None) -> Iterator[None]:
+        """Work of this thread goes to a stream of its own meanwhile, behind `after`."""
+        if after is not None:
+            self._stream.wait_event(after)
+        with self._module.stream(self._stream):
+            yield
+
+    def record(self) -> StreamEvent:
+        """Where the current stream is now."""
+        return record(self._device)
+
+    def go_on(self) -> None:
+        """What is queued on the own stream from now on comes behind all that is queued on the current one."""
+        self._stream.wait_event(self.record())
+
+    def on_device(self, nbytes: int) -> torch.Tensor:
+        """Memory in the order of the own stream, as bytes. What was queued there before must be done by now, if another
+        stream is to touch it.
+
+        Raises:
+            OutOfMemoryError: There is none.
+        """
+        with self.beside(None), torch.inference_mode(mode=False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def fill(self, emptied: Sequence[torch.Tensor]) -> None:
+        """As `on_device`, for tensors whose memory was given back by `empty`: they and their views are as before.
+
+        Raises:
+            OutOfMemoryError: There is none; those that have some by now keep it.
+        """
+        with self.beside(None):
+            refill_all(emptied)
+
+    def on_current_stream(self, nbytes: int) -> torch.Tensor:
+        """As `on_device`, for the current stream alone."""
+        with torch.inference_mode(mode=False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def span(self, address: int, nbytes: int) -> torch.Tensor | None:
+        """Bytes of the device from an address on, whoever has memory there; nothing is kept alive by it.
+
+        Returns:
+            None: torch has no such tensors for this kind of device.
+        """
+        if self._device.type != "cuda":
+            return None
+        return torch.as_tensor(_DeviceBytes(address, nbytes), device=self._device)
+
+    def memory(self) -> DeviceMemory | None:
+        """None: it cannot be measured."""
+        if not hasattr(self._module, "mem_get_info"):
+            return None
+        try:
+            free, total = map(int, self._module.mem_get_info(self._device))
+        except RuntimeError:  # some drivers of XPU do not tell
+            return None
+        stats = self._module.memory_stats(self._device)
+        reserved, peak, returned = (
+            int(stats.get(f"reserved_bytes.all.{what}", 0)) for what in ("current", "peak", "freed")
+        )
+        if hasattr(self._module, "get_per_process_memory_fraction"):
+            limit = int(total * self._module.get_per_process_memory_fraction(self._device))
+            free = max(0, min(free, limit - reserved))
+        retries = int(stats.get("num_alloc_retries", 0))
+        return DeviceMemory(free, total, reserved, peak, retries, returned)
+
+
+def empty(memory: torch.Tensor) -> None:
+    """Give the memory of a tensor back to torch, of which `on_device` was; views of it stay. Any thread.
+
+    On the own stream it may be taken again at once: what else is still going to touch it must come before that in the
+    stream's order (`go_on`).
+    """
+    memory.untyped_storage().resize_(0)
+
+
+def refill_all(emptied: Iterable[torch.Tensor]) -> None:
+    """Take memory again for tensors that `empty` has emptied, for the current stream.
+
+    Raises:
+        OutOfMemoryError: There is none.
+    """
+    for memory in emptied:
+        memory.untyped_storage().resize_(memory.numel())
+
+
+class _DeviceBytes:
+    """Memory of a device as torch takes it over from others, by CUDA's array interface."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+@functools.cache
+def stream_of(device: torch.device) -> DeviceStream:
+    """The one of a device. Any thread."""
+    return DeviceStream(device)
+
+
+@contextmanager
+def in_order_with(device: torch.device, others: Iterable[Any]) -> Iterator[None]:
+    """What is queued on the current stream meanwhile comes behind the streams `others`, and they go on behind it.
+
+    So a `save()` on another stream than the training's saves what the training has queued. On the training's own, all
+    of these are that one, and nothing is done.
+    """
+    module = module_of(device)
+    current = module.current_stream(device)
+    streams = [module.default_stream(device)] if hasattr(module, "default_stream") else []
+    for stream in others:
+        if stream.device == device and stream not in streams:
+            streams.append(stream)
+    streams = [stream for stream in streams if stream != current]
+    for stream in streams:
+        current.wait_stream(stream)
+    yield
+    for stream in streams:
+        stream.wait_stream(current)
+
+
+def enter_thread(device: torch.device) -> None:
+    """For a thread of the project's own that works on a device: it begins on the first one."""
+    module_of(device).set_device(device)
+    if (runtime := device_runtime()) is not None:
+        runtime.spare_captures()
+
+
+@functools.cache
+def _own_stream(device: torch.device) -> Any:
+    module, runtime = module_of(device), device_runtime()
+    if runtime is not None and hasattr(module, "ExternalStream"):
+        with module.device(device):
+            made = runtime.new_stream()
+        if made is not None:
+            return module.ExternalStream(made, device=device)
+    return module.Stream(device)

@@ -1,0 +1,103 @@
+"""Checks, before the first byte of the first save, whether this job goes on with its run or begins it anew.
+
+    restore() was called, whatever it found ────────────────────────────────► goes on
+    it was not; rank 0 looks into the store, each rank into its tiers:
+                              nothing there ────────────────────────────────► a new run
+                              checkpoints there ─ fresh=True ───────────────► begins anew, and that is said
+                                                └ otherwise ────────────────► refused, on all ranks alike
+
+A script that forgot restore() trains from its random start, and its checkpoints are newer than the good ones: a restore
+takes them, and retention removes the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from holdfast.errors import ConfigError, HoldfastError, StoreError
+from holdfast.image.manifest import is_manifest_name
+from holdfast.store import open_store
+from trainer_side.tiers.tier import Nearness, Tier
+from trainer_side.tiers.tier_inventory import ask_kept
+
+_log = logging.getLogger("holdfast.trainer")
+
+_NAMED = 3
+
+
+class FreshRunCheck:
+    """See the module. Training thread.
+
+    Args:
+        fresh: As the script says it.
+        seconds_max: How long a tier may take to say what it keeps.
+    """
+
+    def __init__(self, *, fresh: bool, seconds_max: float) -> None:
+        self._fresh, self._seconds_max = fresh, seconds_max
+        self.is_settled = False
+
+    def restored(self) -> None:
+        """The script has called `restore()`.
+
+        Raises:
+            ConfigError: It has also said `fresh=True`.
+        """
+        if self._fresh:
+            raise ConfigError(
+                "restore() after Checkpointer(..., fresh=True): fresh=True starts a new training, so there is "
+                "nothing to restore; leave out one of the two"
+            )
+        self.is_settled = True
+
+    def refusal(
+        self, store_url: str, tiers: Sequence[Tier], *, with_store: bool = True
+    ) -> HoldfastError | None:
+        """Why the first save must not be; None if it may. Each rank asks, once, and tells the others.
+
+        Args:
+            store_url: The run.
+            tiers: Of this rank; another rank's may have been emptied.
+            with_store: Whether this rank looks into the store, too: one of them is enough.
+        """
+        if self.is_settled:
+            return None
+        self.is_settled = True
+        try:
+            there = self._there(store_url, tiers, with_store=with_store)
+        except HoldfastError as error:
+            if self._fresh:
+                return None
+            return StoreError(
+                f"{store_url}: this script has not called restore(), and whether the run has checkpoints cannot be "
+                f"seen: {error}; call restore() before the first step, or say Checkpointer(..., fresh=True)"
+            )
+        if not there:
+            return None
+        what = f"{len(there)} checkpoints ({', '.join(there[:_NAMED])}{', …' if len(there) > _NAMED else ''})"
+        if self._fresh:
+            _log.warning(
+                "%s has %s; fresh=True starts a new training beside them: checkpoints of this job count as newer, and "
+                "retention removes the others",
+                store_url,
+                what,
+            )
+            return None
+        return ConfigError(
+            f"{store_url} has {what}, and this script has not called restore(): its first save would replace them "
+            "by a new training. Call checkpointer.restore() before the first step to go on with them; give "
+            "another store; or say Checkpointer(..., fresh=True) to start a new training in this one"
+        )
+
+    def _there(self, store_url: str, tiers: Sequence[Tier], *, with_store: bool) -> list[str]:
+        """Names of what a restore could look at, newest first."""
+        found = []
+        if store_url and with_store:
+            names = sorted((info.name for info in open_store(store_url).list()), reverse=True)
+            found += [name for name in names if is_manifest_name(name)]
+        for tier in tiers:
+            if tier.nearness is Nearness.STORE and not with_store:
+                continue
+            found += [f"{tier.name}: {kept.place}" for kept in ask_kept(tier, self._seconds_max)]
+        return found

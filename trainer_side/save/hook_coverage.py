@@ -1,0 +1,300 @@
+"""Shows whether a copy may stay behind the gate: hooks are called before parameters change, and nothing else changes.
+
+    save() ─► SavedInstant ── a hook is called: nothing that its optimizer updates has changed since ─► it is proven
+                            ├ something has changed before a hook was called ────────────────────────► escaped
+                            └ another save, and something has changed without any hook ──────────────► escaped
+
+    save() ─► its copy is finished inside ─► first update, or next save: every byte as in the copy? ─► quiet
+                                                                                └ no ─► distrusted, for good
+    quiet ─► copies stay behind the gate: 7 8 9 … ─► a save that the step draws, about one in 50: as at first
+
+The hooks of optimizers, counters and sampled words (tearing.py) do not show a few elements that are
+written through `.data` or numpy. A rank that finds some tells all ranks: each of them copies inside `save()` from then
+on, and what was copied behind the gate since its last comparison is doubtful. A slice that is quickly copied never
+stays behind the gate.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.image.replicas import first_row
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.doubt import Doubt
+from trainer_side.ledger import Ledger
+from trainer_side.save.gate import storage_address
+from trainer_side.save.tearing import SavedInstant, TearCheck
+from trainer_side.state.tree import tensor_paths
+
+if TYPE_CHECKING:
+    from trainer_side.save.staging import Staging
+
+_log = logging.getLogger("holdfast.trainer.gate")
+
+_CLEAN_AFTER_ESCAPE = 16  # saves; twice as many each time after which another one comes
+_CLEAN_MAX = 1024
+
+
+class HookCoverage:
+    """Which optimizers are shown to call their hook before they change parameters. Training thread.
+
+    Until all that is copied behind the gate belongs to such optimizers, `save()` finishes its copy before it returns.
+    An optimizer may escape its hook because its class never calls `Optimizer.__init__`, because other code changes its
+    parameters (averages that are swapped in, a search for sharpness), or because a recorded CUDA graph updates them.
+
+    Args:
+        optimizers: All that have a hook of the gate, or should have one.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._clean: dict[int, int] = {}  # optimizer → after how many saves its hook came first
+        self._recorded: set[int] = set()  # optimizers; for good
+        self._clean_needed = 1
+        self._holds_for: TearCheck | None = None  # the plan for which all that is needed is proven
+        self._pending: SavedInstant | None = None  # nothing was changed since, as far as is known
+        self._seen: set[int] = set()  # storages whose changes may come by now
+        self._said = False
+
+    def saved(self, instant: SavedInstant | None) -> bool:
+        """A save was taken; returns whether its copy may be left behind the gate."""
+        if (before := self._pending) is not None:
+            # Where a hook was called for everything, nothing is left to be seen.
+            unseen = set(before.storages()) - self._seen
+            if unseen and (path := before.changed_at(unseen)):
+                self.escaped(path, before.step, "no hook of an optimizer was called before that")
+        self._pending, self._seen = None, set()
+        if instant is None or self._holds_for is instant.check:
+            return True
+        if self._is_proven(instant):
+            self._holds_for = instant.check
+            return True
+        return False
+
+    def expect(self, instant: SavedInstant) -> None:
+        """The copy of this save is done: whether hooks come before changes shows until the next one."""
+        self._pending = instant
+
+    def hooked(self, optimizer: Optimizer) -> None:
+        """The hook of an optimizer is called: it is about to change what it holds."""
+        instant = self._pending
+        if instant is None:
+            return
+        mine = _storages_of(optimizer) - self._seen
+        self._seen |= mine
+        mine.intersection_update(instant.storages())
+        if not mine:
+            return
+        if path := instant.changed_at(mine):
+            self.escaped(path, instant.step, f"the hook of {type(optimizer).__name__} was called only then")
+        else:
+            self._clean[id(optimizer)] = self._clean.get(id(optimizer), 0) + 1
+
+    def recorded(self, optimizer: Optimizer) -> None:
+        """A graph of its step is being recorded: the replays will call no hook."""
+        self._recorded.add(id(optimizer))
+        self._holds_for = None
+
+    def excused(self) -> None:
+        """The copy was waited for: what is changed from here on needs no hook."""
+        self._pending = None
+
+    def escaped(self, path: str, step: int, how: str) -> None:
+        """A tensor was changed that the gate did not hold back."""
+        again = 2 if self._holds_for is not None else 1  # it was shown before, and was not so for ever
+        self._clean_needed = min(_CLEAN_MAX, max(_CLEAN_AFTER_ESCAPE, again * self._clean_needed))
+        self._pending, self._holds_for = None, None
+        self._clean.clear()
+        if not self._said:
+            self._said = True
+            _log.warning(
+                "%s was changed after save(%d), and %s: code that changes parameters outside of the step of their "
+                "optimizer does not wait for the copy. From now on save() returns only when its copy is done. To be "
+                "faster, call "
+                "checkpointer.wait_copied() before such changes, or make them in `with checkpointer.changing():`",
+                path,
+                step,
+                how,
+            )
+
+    def _is_proven(self, instant: SavedInstant) -> bool:
+        open_ones = [
+            one
+            for one in self._optimizers
+            if id(one) in self._recorded or self._clean.get(id(one), 0) < self._clean_needed
+        ]
+        if not open_ones:
+            return True
+        needed = set(instant.storages())
+        for optimizer in self._optimizers:
+            if not any(optimizer is other for other in open_ones):
+                needed -= _storages_of(optimizer)
+        return not needed
+
+
+def _storages_of(optimizer: Optimizer) -> set[int]:
+    """Addresses of what an optimizer changes: its parameters and its state."""
+    return {storage_address(tensor) for tensor in _tensors_of(optimizer)}
+
+
+def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for _, tensor in tensor_paths(list(optimizer.state.values())):
+        if tensor.layout is torch.strided:
+            yield tensor
+
+
+_COMPARED_EVERY = 50  # saves, on average
+_RATES_KEPT = 8
+
+
+class _ExpectedCopy(NamedTuple):
+    """A save whose copy was finished inside `save()`, and is compared before anything may change it."""
+
+    instant: SavedInstant
+    area: Staging
+    is_whole: Callable[[], bool]
+
+
+class Quietness:
+    """What is known of changes that nobody counts. Training thread, unless a method says otherwise.
+
+    `tell`: Tells all ranks of a doubt. Any thread.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        mode: Literal["auto", "inside"],
+        inside_ms_max: float,
+        tell: Callable[[Doubt], None],
+        ledger: Ledger,
+        events: EventLog,
+    ) -> None:
+        self._rank, self._mode, self._inside_seconds_max = rank, mode, inside_ms_max / 1000
+        self._tell, self._ledger, self._events = tell, ledger, events
+        self._guard = threading.Lock()
+        self._distrusted = False
+        self._behind: tuple[int, int] | None = (
+            None  # first and last step since the last comparison that was good
+        )
+        self._rates: deque[float] = deque(maxlen=_RATES_KEPT)  # seconds for each byte of the slice
+        self._awaited: _ExpectedCopy | None = None
+
+    @staticmethod
+    def is_drawn(step: int) -> bool:
+        """Whether the save of this step is compared whole: drawn, so that no period of the training hides from it."""
+        return first_row(step, _COMPARED_EVERY) == 0
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        """A slice was copied. Copy thread, before it opens the gate."""
+        with self._guard:
+            self._rates.append(seconds / max(1, nbytes))
+
+    def is_inside(self, nbytes: int, *, on_device: bool) -> bool:
+        """Whether a copy of so many bytes is finished inside `save()`, whatever is proven.
+
+        `on_device`: Whether live tensors of it are on a device: however quick their copy is, it comes behind all that
+        is queued there, and `save()` would wait for that.
+        """
+        with self._guard:
+            if self._mode == "inside" or self._distrusted:
+                return True
+            if on_device:
+                return False
+            return bool(self._rates) and statistics.median(self._rates) * nbytes <= self._inside_seconds_max
+
+    def leave_behind(self, step: int) -> bool:
+        """The copy of this step may stay behind the gate; False: another rank has said meanwhile that it may not."""
+        with self._guard:
+            if not self._distrusted:
+                self._behind = (step if self._behind is None else self._behind[0], step)
+            return not self._distrusted
+
+    def expect(self, instant: SavedInstant, area: Staging, is_whole: Callable[[], bool]) -> None:
+        """The copy of this instant is going to be compared, if all of it came into the area."""
+        self._awaited = _ExpectedCopy(instant, area, is_whole)
+
+    @property
+    def expects(self) -> bool:
+        """Whether `compare` has something to do."""
+        return self._awaited is not None
+
+    def excused(self) -> None:
+        """The script has waited for the copy: it may change the state by any means."""
+        self._awaited = None
+
+    def compare(self) -> bool:
+        """Compare what is expected; returns whether all is as it was, except for what torch has counted.
+
+        Before the first update after a save, or before the next save; no copy is under way. The area is as the copy has
+        left it: only a later save takes it again.
+        """
+        awaited, self._awaited = self._awaited, None
+        if awaited is None or not awaited.is_whole():
+            return False
+        begun, step = time.monotonic(), awaited.instant.step
+        path = awaited.instant.changed_uncounted(awaited.area.memory)
+        seconds = time.monotonic() - begun
+        self._ledger.compared(seconds)
+        told = {"seconds": seconds, "nbytes": awaited.area.nbytes, "changed": path}
+        self._events.emit("compared", told, step=step)
+        if not path:
+            with self._guard:
+                self._behind = None
+            return True
+        self.distrust(
+            f"{path} was changed after save({step}), in a way that torch does not count, and not in a step of its "
+            "optimizer"
+        )
+        return False
+
+    def distrust(self, reason: str) -> None:
+        """This rank has seen a change that the gate does not hold back: say so to all ranks. Any thread."""
+        doubt = self._lose_trust(reason)
+        if doubt is None:
+            return
+        _log.warning(
+            "rank %d: %s. From now on save() returns only when its copy is done, on all ranks%s. To be faster next "
+            "time, call checkpointer.wait_copied() before such changes, or make them in "
+            "`with checkpointer.changing():`",
+            self._rank,
+            reason,
+            f"; {doubt.sentence()}" if doubt.steps else "",
+        )
+        self._tell(doubt)
+
+    def hear(self, doubt: Doubt) -> None:
+        """A rank has lost its trust. Link's or council's thread."""
+        mine = self._lose_trust(doubt.reason)
+        if mine is None:
+            return
+        _log.warning(
+            "rank %d: save() returns only when its copy is done from now on, as rank %d has seen that %s",
+            self._rank,
+            doubt.rank,
+            doubt.reason,
+        )
+        if mine.steps:
+            self._tell(mine)
+
+    def _lose_trust(self, reason: str) -> Doubt | None:
+        """What all ranks must hear; None if this rank has lost its trust before."""
+        with self._guard:
+            if self._distrusted:
+                return None
+            self._distrusted = True
+            behind, self._behind = self._behind, None
+        self._events.emit("distrusted", {"reason": reason, "steps": list(behind or ())})
+        return Doubt(self._rank, behind, reason)

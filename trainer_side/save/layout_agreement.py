@@ -1,0 +1,182 @@
+"""The agreement of all ranks on this rank's state, before a plan is made.
+
+    collect ─► table of tensors, a checksum of each ─► PROPOSE ─► all the same ─► Agreement: the room for what may grow
+       │                                                  └─ other names on some ranks ─► PROPOSE with their places
+       └─ fails ─► PROPOSE with the refusal ───────────► any refused, or differ ─► the same StateError on every rank
+
+All ranks come here at the same step, and wait for each other. So a rank whose state cannot be saved says so in place of
+its table: the others would wait for it in vain.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from holdfast.errors import HoldfastError, StateError
+from holdfast.wire.replica_proof import is_statistic, some
+from holdfast.wire.state_messages import Agreement, Proposal
+from trainer_side.save.rank_context import RankContext
+from trainer_side.state.optimizer_places import by_name, first_names, parameter_names
+from trainer_side.state.tensor_table import TensorTable, table, what_changed
+from trainer_side.state.tree import GivenState, collect
+
+_log = logging.getLogger("holdfast.trainer")
+
+
+class LayoutAgreement:
+    """See the module. Training thread.
+
+    Args:
+        given: As the script gave it.
+        context: Who this rank is; the council of its tiers asks the other ranks.
+
+    Attributes:
+        sum_seconds: What the checksums took when the ranks last agreed.
+    """
+
+    def __init__(self, given: GivenState, context: RankContext) -> None:
+        self._given, self._state = given, given.held
+        self._council, self._events = context.tiers.council, context.events
+        self._rank, self._ranks = context.link.job.rank, context.link.job.ranks
+        self._context = context
+        self._said: set[str] = set()
+        self._is_staged_said = False
+        self._names: dict[str, list[list[str]]] = {}
+        self._before: TensorTable | None = None  # what was agreed on
+        self._step = -1
+        self.sum_seconds = 0.0
+
+    def check_fresh_run(self) -> None:
+        """Refuse the first save if it would begin the run again unasked. The other ranks are told in `agree`.
+
+        Raises:
+            ConfigError: The run has checkpoints, and the script has neither called `restore()` nor said `fresh`.
+            StoreError: Whether it has cannot be seen.
+        """
+        if self._context.fresh_run.is_settled:
+            return
+        url, tiers = self._context.link.job.store_url, self._context.tiers.tiers
+        error = self._context.fresh_run.refusal(url, tiers, with_store=self._rank == 0)
+        if error is not None:
+            self._refuse(error)
+            raise error
+
+    def collect(self) -> Any:
+        """The state, where all ranks are about to agree on it. Some `state_dict()` work on one rank only.
+
+        Raises:
+            StateError: It failed here, or on another rank.
+        """
+        try:
+            self._given.take_new()
+            return collect(self._state)
+        except Exception as error:
+            problem = StateError(f"state_dict() failed: {type(error).__name__}: {error}")
+            self._refuse(error if isinstance(error, StateError) else problem)
+            raise
+
+    def agree(self, tree: Any, beside_bytes: int, step: int = -1) -> Agreement:
+        """Compare the state with that of the other ranks. Collective.
+
+        Args:
+            tree: The state.
+            beside_bytes: What data.pkl takes beside the pickle.
+            step: Of the save; -1: it is not said.
+
+        Raises:
+            ConfigError: A rank has found that the first save must not be (see `check_fresh_run`).
+            StateError: It cannot be saved, here or on another rank; or the ranks hold different tensors, or different
+                bytes in tensors of which one copy is saved; or this rank's state alone has changed.
+            PeerLost: A rank did not answer in time.
+        """
+        self._names, self._step = {}, step
+        proposed, agreement = self._propose(
+            lambda: table(self._state, tree, rank=self._rank, ranks=self._ranks, beside_bytes=beside_bytes)
+        )
+        self.sum_seconds = proposed.sum_seconds
+        if agreement.asks_stages:
+            _, agreement = self._propose(lambda: self._stage(tree, proposed.sums))
+            if agreement.union is None:
+                raise StateError(
+                    "the ranks could not agree on a layout; install the same holdfast version on every node"
+                )
+        self._before = proposed._replace(sums=())
+        self._say_staged(agreement)
+        self._say_rank0_only(agreement.rank0_only)
+        return agreement
+
+    def named(self, tree: Any, agreement: Agreement) -> Any:
+        """The tree as the ranks have agreed to have it: optimizers by name, where the ranks have different tensors."""
+        union = agreement.union
+        return tree if union is None else by_name(tree, self._names, union.groups)
+
+    def _stage(self, tree: Any, sums: Sequence[int]) -> TensorTable:
+        self._names = first_names(parameter_names(self._state))
+        named = by_name(tree, self._names, self._names)
+        return table(self._state, named, rank=self._rank, ranks=self._ranks, names=self._names, sums=sums)
+
+    def _propose(self, make: Callable[[], TensorTable]) -> tuple[TensorTable, Agreement]:
+        try:
+            proposed = make()
+        except StateError as error:
+            self._refuse(error)
+            raise
+        agreement = self._council.agree(
+            Proposal(
+                table_digest=proposed.digest,
+                table=proposed.rows,
+                pickle_bytes=proposed.pickle_bytes,
+                per_rank_bytes=proposed.per_rank_bytes,
+                sums=proposed.sums,
+                held=proposed.held,
+                stage=proposed.stage,
+                step=self._step,
+                change="" if self._before is None else what_changed(self._before, proposed),
+            )
+        )
+        return proposed, agreement
+
+    def _refuse(self, error: HoldfastError) -> None:
+        """Raises the error that all ranks are told: this one's own, or that of a rank before it."""
+        try:
+            self._council.agree(Proposal.refused(error, self._step))
+        except (StateError, type(error)):
+            raise
+        except HoldfastError:
+            _log.debug("the refusal could not be sent to the other ranks", exc_info=True)
+
+    def _say_staged(self, agreement: Agreement) -> None:
+        """Once: a tensor that a rank lacks by mistake would be saved like one of another stage."""
+        union = agreement.union
+        if union is None or self._rank != 0 or self._is_staged_said:
+            return
+        self._is_staged_said = True
+        paths = [str(row[0]) for number, row in enumerate(union.table) if number in union.staged]
+        _log.warning(
+            "%d of %d tensors are not on every rank, as with pipeline stages; the checkpoint has each of them from the "
+            "ranks that hold it: %s",
+            len(paths),
+            len(union.table),
+            some(paths),
+        )
+
+    def _say_rank0_only(self, paths: Sequence[str]) -> None:
+        """Once for each tensor: other ranks have other bytes there, which no checkpoint has."""
+        news = [path for path in paths if path not in self._said]
+        self._said.update(news)
+        if not news or self._rank != 0:
+            return
+        self._events.emit("rank0_only", {"tensors": news})
+        if statistics := [path for path in news if is_statistic(path)]:
+            _log.info(
+                "running statistics of BatchNorm differ between the ranks, which is normal; rank 0's are saved: %s",
+                some(statistics),
+            )
+        if others := [path for path in news if not is_statistic(path)]:
+            _log.warning(
+                "only rank 0's value of %s is saved, and other ranks have another value there; if each rank must keep "
+                "its own (a random number generator, for example), wrap it in PerRank(...)",
+                some(others),
+            )

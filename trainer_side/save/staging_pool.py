@@ -1,0 +1,447 @@
+"""The staging areas of this rank, slots of its local tiers, and the wait for them: how many checkpoints are in flight.
+
+    save(9) ─► wait, with on_full="wait": until the oldest is staged ─► take: an area, a slot in each tier ─► send
+                 └── late: who waited for whom ──────────────────────────┴──► PoolFull: busy, late
+    a new plan ─► clear: until nobody reads an area ─► furnish: areas and slots for it
+
+    save(7) ─► area 0 ══ being sent ═══════════════►│ released
+    save(8)      ─► area 1 ══ being sent ═══════════════►│
+    save(9)           declined, or waits: all areas are taken ─► area 0
+
+An area is taken when it is first needed, touched once, and kept until the layout changes. With strategy D an area is a
+slot of a local tier: the tier says which one is free, and no other memory is taken. Several checkpoints in flight:
+PCcheck, ASPLOS 2025. Every wait has a deadline; if it is missed, the message says who waited for whom.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.errors import ConfigError, StateError
+from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
+from holdfast.image.slices import areas_of
+from holdfast.telemetry.causes import DeclineCause, Reason
+from trainer_side.link.stager_message import StagerMessage
+from trainer_side.save.host_memory import Make, MemoryAhead, in_slot, locked_buffer
+from trainer_side.save.rank_context import RankContext
+from trainer_side.tiers.medium import address_of
+from trainer_side.tiers.tier import SliceWriter
+from trainer_side.tiers.tier_write import TierWrite
+from trainer_side.transfer import Transfer, TransferState
+
+if TYPE_CHECKING:
+    from trainer_side.save.staging import Staging
+
+    MakeArea = Callable[[SliceWriter | None, torch.Tensor | None], Staging]
+
+_log = logging.getLogger("holdfast.trainer")
+
+
+def areas_max(layout: Layout, *, in_flight_max: int, host_bytes_max: int | None) -> int:
+    """How many areas each rank may have: the same number on every rank, so that they decline alike.
+
+    Args:
+        layout: What they are for.
+        in_flight_max: How many checkpoints may be in flight.
+        host_bytes_max: Most host memory for one rank; None: no limit.
+
+    Raises:
+        ConfigError: Not even one fits.
+    """
+    if host_bytes_max is None:
+        return in_flight_max
+    areas = areas_of(layout)
+    rank = areas.index(max(areas))
+    if areas[rank] > host_bytes_max:
+        raise ConfigError(
+            f"trainer setting host_bytes_max: expected at least {areas[rank]} bytes, which one staging "
+            f"area takes for the slice of rank {rank} of an image of {layout.image_bytes} bytes, got "
+            f"{host_bytes_max}; raise it, or train on more than {layout.ranks} ranks, so that each slice is smaller"
+        )
+    return min(in_flight_max, host_bytes_max // areas[rank])
+
+
+class _All:
+    """Several events as one."""
+
+    def __init__(self, events: Sequence[threading.Event]) -> None:
+        self._events = events
+
+    def is_set(self) -> bool:
+        return all(event.is_set() for event in self._events)
+
+    def wait(self, seconds_max: float) -> bool:
+        """Wait until all are set, or no longer."""
+        deadline = time.monotonic() + seconds_max
+        return all(event.wait(max(0.0, deadline - time.monotonic())) for event in self._events)
+
+
+class AreaUse:
+    """A checkpoint that reads an area: on its way to the stager, into local tiers, or both.
+
+    Attributes:
+        transfer: To the stager. `keeping`: into the tiers; None without any.
+        released: Nobody reads the area any more.
+        settled: It is staged, or not; and sealed in the tiers, or not.
+    """
+
+    def __init__(self, transfer: Transfer, keeping: TierWrite | None) -> None:
+        self.transfer, self.keeping = transfer, keeping
+        kept = [keeping.released] if keeping is not None else []
+        self.released, self.settled = _All([transfer.released, *kept]), _All([transfer.settled, *kept])
+
+    @property
+    def step(self) -> int:
+        return self.transfer.step
+
+
+class Areas:
+    """The areas, and what is made of them. Training thread."""
+
+    def __init__(self) -> None:
+        self._make: Callable[[SliceWriter | None], Staging] | None = None
+        self._count_max = 0
+        self._areas: list[Staging] = []
+        self._slots: dict[int, Staging] = {}  # by address
+        self._sent_from: dict[Staging, AreaUse] = {}  # the last one of each area
+        self._flights: list[AreaUse] = []  # not at an end for this rank, oldest first
+
+    @property
+    def count_max(self) -> int:
+        return self._count_max
+
+    @property
+    def nbytes(self) -> int:
+        return sum(area.area_bytes for area in self._areas)
+
+    def renew(
+        self, make: Callable[[SliceWriter | None], Staging], count_max: int, *, in_slots: bool = False
+    ) -> None:
+        """Forget all areas; `make` makes new ones, the first of them now. Nothing may be read from the old ones.
+
+        Args:
+            make: Makes an area, in the memory of a slot where it is given one.
+            count_max: How many there may be.
+            in_slots: None is made now: they are slots of a tier.
+        """
+        assert not self.being_read(), "an area is still being sent"
+        self._make, self._count_max = make, count_max
+        self._sent_from.clear()
+        self._areas.clear()  # the memory goes back before the new one is taken
+        self._slots.clear()
+        if not in_slots:
+            self._areas.append(make(None))
+
+    def take(self) -> Staging | None:
+        """An area that nothing reads; None if all are taken and there may be no more.
+
+        Also None if more steps than there may be areas wait to be staged: sent is sent, but the ring and the store are
+        behind, and further steps would only share them.
+        """
+        if not self.has_room():
+            return None
+        for area in self._areas:
+            if area not in self._sent_from or self._sent_from[area].released.is_set():
+                return area
+        if self._make is None or len(self._areas) >= self._count_max:
+            return None
+        try:
+            area = self._make(None)
+        except (MemoryError, RuntimeError) as error:
+            # torch's own for memory; training goes on with what there is
+            _log.warning(
+                "no memory for one more staging area, %d are in use; lower in_flight_max, or free memory: %s",
+                len(self._areas),
+                error,
+            )
+            self._count_max = len(self._areas)
+            return None
+        self._areas.append(area)
+        return area
+
+    def has_room(self) -> bool:
+        """Whether one more step may be in flight."""
+        return len(self.in_flight()) <= self._count_max
+
+    def take_slot(self, writer: SliceWriter) -> Staging:
+        """The area that is this slot of a tier. The tier answers for nobody reading it."""
+        assert writer.memory is not None
+        assert self._make is not None
+        address = torch.frombuffer(writer.memory, dtype=torch.uint8).data_ptr()
+        if address not in self._slots:
+            self._slots[address] = self._make(writer)
+        return self._slots[address]
+
+    def send(self, area: Staging, transfer: Transfer, keeping: TierWrite | None = None) -> None:
+        """`transfer` and `keeping` read from `area` until they are released."""
+        flight = AreaUse(transfer, keeping)
+        self._sent_from[area] = flight
+        self._flights = [*self.in_flight(), flight]
+
+    def being_read(self) -> list[AreaUse]:
+        """What still reads from an area, oldest first."""
+        return [flight for flight in self._flights if not flight.released.is_set()]
+
+    def in_flight(self) -> list[AreaUse]:
+        """What reads from an area, or is not staged (and not given up), oldest first."""
+        return [
+            flight for flight in self._flights if not (flight.released.is_set() and flight.settled.is_set())
+        ]
+
+
+_LOOK_SECONDS = 0.05  # while waiting: how soon it is seen that another rank has declined the step
+
+
+class PoolFull(Exception):
+    """There is no room for this step."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason.text)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """The areas and slots that one step has on this rank.
+
+    Attributes:
+        area: Where its slice is copied to.
+        keeping: The slots that it has in local tiers; None where none is free, or there are no tiers.
+    """
+
+    area: Staging
+    keeping: TierWrite | None
+
+
+class StagingPool:
+    """The areas and the slots. Training thread.
+
+    Args:
+        areas: For as long as this object; empty.
+        context: How long to wait for what; has the local tiers, and the link, whose `answer` ends a wait.
+    """
+
+    def __init__(self, areas: Areas, context: RankContext) -> None:
+        self._areas = areas
+        self._link, self._tiers = context.link, context.tiers
+        self._ledger, self._config = context.ledger, context.config
+        self._ahead: MemoryAhead | None = None
+
+    # -- for a plan ----------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Wait until nothing reads a staging area; steps that take too long are given up for the new plan.
+
+        Raises:
+            StateError: The transport still holds the memory of a step that was given up.
+            HoldfastError: The same, and the stager is lost.
+        """
+        deadline = time.monotonic() + self._config.full_seconds_max
+        late = [
+            flight
+            for flight in self._areas.being_read()
+            if not flight.released.wait(max(0.0, deadline - time.monotonic()))
+        ]
+        for before in late:
+            reason = DeclineCause.LATE.because(
+                f"its tensors have changed since, and {self._waited_for(before, self._config.full_seconds_max)}"
+            )
+            self._link.decline(before.step, reason)
+            if before.keeping is not None:
+                before.keeping.cancel(reason)
+        deadline = time.monotonic() + self._config.stager_seconds_max
+        for before in late:
+            if not before.released.wait(max(0.0, deadline - time.monotonic())):
+                if before.keeping is not None:
+                    self._tiers.let_go(before.keeping)  # a device that hangs is no reason to end a training
+                if before.released.is_set():
+                    continue
+                raise self._link.job.problem or StateError(
+                    f"rank {self._link.job.rank}: the tensors changed while the checkpoint of step {before.step} is "
+                    "still being sent; it was given up, and the transport still held its memory after "
+                    f"{self._config.stager_seconds_max:g} s"
+                )
+
+    def furnish(
+        self, make: MakeArea, layout: Layout, area_bytes: int, count_max: int, *, pinned: bool
+    ) -> None:
+        """Make room for slices of a new plan. The pool is clear.
+
+        Args:
+            make: Makes an area, over memory that is ready where it is given some.
+            layout: Of the new plan.
+            area_bytes: What an area takes.
+            count_max: How many areas there may be: `areas_max`.
+            pinned: A device copies into them.
+
+        Raises:
+            ConfigError: A local tier is too small for its first layout.
+            StoreError: A tier's device refused.
+        """
+        numbers = itertools.count()
+
+        def prepared(slot: SliceWriter | None) -> Staging:
+            if slot is None or slot.memory is None:
+                return make(slot, self._made_ahead(next(numbers)))
+            return make(slot, self._made_ahead(address_of(slot.memory)))
+
+        if self._ahead is not None:
+            self._ahead.stop()
+        self._areas.renew(prepared, count_max, in_slots=self._tiers.is_direct)
+        self._tiers.prepare(layout)
+        if pinned:
+            self._ahead = MemoryAhead(self._to_make(max(1, area_bytes), count_max))
+
+    def close(self) -> None:
+        """No further step comes: memory that was made ahead of its use goes back."""
+        if self._ahead is not None:
+            self._ahead.close(self._config.full_seconds_max)
+
+    def _made_ahead(self, key: int) -> torch.Tensor | None:
+        return None if self._ahead is None else self._ahead.take(key)
+
+    def _to_make(self, area_bytes: int, count_max: int) -> dict[int, Make]:
+        """The memory that later saves will want locked: slots by their address, or areas by their number."""
+        if self._tiers.is_direct:
+            slots = self._tiers.slot_memories()
+            return {address_of(slot): functools.partial(in_slot, slot, pinned=True) for slot in slots}
+        return dict.fromkeys(range(1, count_max), functools.partial(locked_buffer, area_bytes))
+
+    # -- for a step ----------------------------------------------------------------------------------------------
+
+    def wait(self, step: int, seconds_max: float | None = None) -> float:
+        """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once.
+
+        `seconds_max`: Wait whatever `on_full` says, for as long; None: as the settings say.
+
+        If all areas are taken, that is until the oldest is staged, or has ended: every rank has sent it then, and the
+        stager has room. Also ends when another rank has declined the step.
+
+        Returns:
+            How long training stood still; 0 with `seconds_max`, when training is over.
+
+        Raises:
+            PoolFull: Not within `full_seconds_max`, or `seconds_max`.
+        """
+        if seconds_max is None and self._config.on_full == "skip":
+            return 0.0
+        is_over = seconds_max is not None
+        seconds_max = self._config.full_seconds_max if seconds_max is None else seconds_max
+        begun, waited_seconds = time.monotonic(), 0.0
+        if len(self._areas.in_flight()) >= self._areas.count_max:
+            # A rank that asks for another layout meanwhile need not wait as long.
+            self._link.tell(StagerMessage.fits(step))
+        try:
+            while len(in_flight := self._areas.in_flight()) >= self._areas.count_max:
+                oldest = in_flight[0]
+                gone = oldest.settled.wait(_LOOK_SECONDS) and oldest.released.wait(_LOOK_SECONDS)
+                waited_seconds = time.monotonic() - begun
+                if not gone and self._link.answer(step) is not None:
+                    break  # another rank does not wait any longer
+                if not gone and waited_seconds > seconds_max:
+                    raise PoolFull(
+                        DeclineCause.LATE.because(
+                            f"{self._waited_for(oldest, seconds_max)}. Find out why the store is slow, enlarge the "
+                            'ring, save less often, or set on_full = "skip"'
+                        )
+                    )
+        finally:
+            if is_over:
+                waited_seconds = 0.0
+            if waited_seconds:
+                self._ledger.waited(waited_seconds)
+        return waited_seconds
+
+    def take(self, step: int, record: SaveRecord) -> Reservation:
+        """An area for this step, and slots of the tiers as far as there are any. Follow with `send` or `give_back`.
+
+        Raises:
+            PoolFull: All areas are taken.
+        """
+        place = self._take(step, record)
+        if place is None:
+            raise PoolFull(self._busy())
+        return place
+
+    def send(self, place: Reservation, transfer: Transfer) -> None:
+        """The step has begun: the area belongs to it until the stager and every tier have read it."""
+        keeping = place.keeping
+        self._areas.send(place.area, transfer, keeping)
+        transfer.record.in_flight = len(self._areas.in_flight())
+        if keeping is not None:
+            keeping.link_released = transfer.released
+            self._tiers.keep(keeping, place.area)
+
+    def give_back(self, place: Reservation, reason: Reason) -> None:
+        """The step is not taken after all. Slots in which it has begun already are left to their lanes."""
+        if place.keeping is not None and place.keeping.area is None:
+            self._tiers.drop(place.keeping, reason)
+
+    # -- details -------------------------------------------------------------------------------------------------
+
+    def _take(self, step: int, record: SaveRecord) -> Reservation | None:
+        if self._tiers.is_direct:
+            return self._take_slot(step, record)
+        area = self._areas.take()
+        if area is None:
+            return None
+        return Reservation(area, self._take_slots(step, record))
+
+    def _take_slot(self, step: int, record: SaveRecord) -> Reservation | None:
+        """A slot of the first tier, which is the area: without one there is nowhere to copy to."""
+        keeping = self._take_slots(step, record) if self._areas.has_room() else None
+        if keeping is None:
+            return None
+        if keeping.source_is_slot < 0:
+            self._tiers.drop(keeping, DeclineCause.BUSY.because("no slot of the first tier is free"))
+            return None
+        return Reservation(self._areas.take_slot(keeping.writers[keeping.source_is_slot]), keeping)
+
+    def _take_slots(self, step: int, record: SaveRecord) -> TierWrite | None:
+        """With `on_full="wait"`, wait for those that will become free: verdicts come a little later than seals."""
+        lives = self._link.job.lives
+        if self._config.on_full == "skip" or not self._tiers.takes_steps:
+            return self._tiers.begin(step, record, stager_lives=lives)
+        begun = time.monotonic()
+        until = begun + self._config.full_seconds_max
+        keeping = self._tiers.begin(step, record, stager_lives=lives, wait_until=until)
+        self._ledger.waited(time.monotonic() - begun)
+        return keeping
+
+    def _busy(self) -> Reason:
+        """Why there is no staging area for another step now."""
+        reading = self._areas.being_read()
+        if len(reading) < self._areas.count_max:
+            in_flight = len(self._areas.in_flight())
+            if self._tiers.takes_steps and in_flight <= self._areas.count_max:
+                return DeclineCause.BUSY.because("no slot of the first local tier is free")
+            return DeclineCause.BUSY.because(f"the {in_flight} checkpoints before are not staged yet")
+        before = len(reading)
+        which = "the checkpoint before is" if before == 1 else f"the {before} checkpoints before are"
+        sent = any(not flight.transfer.released.is_set() for flight in reading)
+        return DeclineCause.BUSY.because(
+            f"{which} still being {'sent' if sent else 'written to local tiers'}"
+        )
+
+    def _waited_for(self, flight: AreaUse, seconds_max: float) -> str:
+        before = flight.transfer
+        who = f"rank {self._link.job.rank} waited {seconds_max:g} s for step {before.step}"
+        if before.released.is_set() and before.settled.is_set():
+            return f"{who} to be written to its local tiers"
+        who = f"{who} to be staged, and"
+        sent = before.frames - before.frames_left
+        if before.state is TransferState.SENT:
+            return f"{who} has sent all of it: the stager waits for other ranks"
+        if before.settled.is_set():
+            return f"{who} the transport still holds the memory of what was sent to the stager"
+        return f"{who} the stager had room for {sent} of its {before.frames} chunks: the ring is full"

@@ -1,0 +1,104 @@
+"""What `holdfast drill` compares of each step: the batches it was trained on, and plain counters on modules.
+
+A script that does not use a ResumableSampler says nothing of its data. What reaches the model says it for any script,
+also for one that draws its next batch ahead of the checkpoint. Calls in evaluation, or without gradients, do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from holdfast import supervised as diary
+from holdfast.crc import crc32
+from trainer_side.state.per_rank import PerRank
+
+_ATTRIBUTES_MAX = 10_000
+
+
+class PlainCounters:
+    """Notes these numbers at each step, if this process is in a drill. Training thread.
+
+    Args:
+        state: Names mapped to objects, as the checkpoints have them.
+        rank: This rank; only rank 0 writes.
+    """
+
+    def __init__(self, state: Mapping[str, Any], *, rank: int) -> None:
+        self._state, self._wanted = state, rank == 0 and diary.is_drilled()
+        self._before: dict[str, float] | None = None
+
+    def note(self, step: int) -> None:
+        if not self._wanted:
+            return
+        now, before = dict(_numbers(self._state)), self._before or {}
+        changed = {path: number for path, number in now.items() if before.get(path) != number}
+        # A new process begins with all of them.
+        diary.note("counters", {"step": step, "begins": self._before is None, "values": changed})
+        self._before = now
+
+
+def _numbers(state: Mapping[str, Any]) -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name, value in state.items():
+        if not isinstance(value, torch.nn.Module):
+            continue
+        for prefix, module in value.named_modules():
+            where = f"{name}/{prefix}." if prefix else f"{name}/"
+            for key, number in vars(module).items():
+                if type(number) in (int, float) and not key.startswith("_"):
+                    found.append((where + key, number))
+            if len(found) > _ATTRIBUTES_MAX:
+                return found
+    return found
+
+
+_DEPTH_MAX = 8
+_CALLS_MAX = 256  # in one step; the last stands for all that follow
+_calls: list[int] = []  # since the last step
+
+
+class SeenBatches:
+    """Notes the batches of each step, if this process is in a drill. Training thread.
+
+    Args:
+        state: Names mapped to objects, as the checkpoints have them.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        if not diary.is_drilled():
+            return
+        for value in state.values():
+            module = value.value if isinstance(value, PerRank) else value
+            if isinstance(module, torch.nn.Module):
+                with suppress(Exception):  # of a kind that takes no hooks: then nothing is seen of it
+                    module.register_forward_pre_hook(note_call, with_kwargs=True)
+
+    def note(self, step: int) -> None:
+        if _calls:
+            diary.note("batches", {"step": step, "crcs": _calls})
+            _calls.clear()
+
+
+# A function of this module and no method: modules are copied and pickled together with their hooks.
+def note_call(module: torch.nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Count one call of a module."""
+    if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+        return
+    crc = _calls.pop() if len(_calls) == _CALLS_MAX else 0
+    for tensor in _tensors([args, named], 0):
+        with suppress(Exception):  # without bytes of its own: sparse, nested, on `meta`
+            here = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            crc = crc32(here.numpy().data, crc)
+    _calls.append(crc)
+
+
+def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < _DEPTH_MAX and isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one, depth + 1)

@@ -1,0 +1,440 @@
+"""Full-size placeholders for split tensors and `PerRank` values while the layout is planned; their memory is untouched.
+
+    {"w": DTensor, rows 4 to 8 of 16}  ─►  {"w": stand-in of 16 rows}  +  w: region [4:8, …], its local tensor
+
+torch pickles the stand-ins as the whole tensors that the file will hold. They take address space, and no memory. A plan
+keeps them, so that a later save finds the same ones in its tree; what this rank sends is taken from the local tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.errors import StateError
+from holdfast.image.entries import SPLIT
+from holdfast.image.regions import Region
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.split_tensor import (
+    Held,
+    StagePart,
+    hand_split,
+    held,
+    is_dtensor,
+    is_split,
+    live_of,
+    local_of,
+)
+from trainer_side.state.survey import StorageSource, parts_of
+from trainer_side.state.tree import Ownership, children, with_changes
+
+_DICTS = frozenset({dict, OrderedDict})
+_CONTAINERS = _DICTS | {list, tuple}
+
+# A spec that is the same object, which it nearly always is, is compared without a call.
+_facts = attrgetter("_spec", "shape", "dtype")
+_local = attrgetter("_local_tensor")
+_shape = attrgetter("shape")
+
+
+class _Row(NamedTuple):
+    """One container.
+
+    Attributes:
+        keys: Of its values; None: they are numbered.
+        dtensors, containers: The places of those in it.
+        stand_ins: Key → what comes in the place of a DTensor.
+        changed: Key → number of the row of a container in which, at any depth, something is replaced.
+    """
+
+    keys: tuple[Any, ...] | None
+    types: tuple[type, ...]
+    dtensors: tuple[int, ...]
+    containers: tuple[int, ...]
+    stand_ins: Mapping[Any, torch.Tensor]
+    changed: dict[Any, int]
+
+
+class FoundAgain(NamedTuple):
+    """A later tree, with stand-ins in place of its DTensors; these and their local tensors, in the order of `paths`."""
+
+    tree: Any
+    dtensors: list[Any]
+    local: list[torch.Tensor]
+
+
+class DTensorPlaces:
+    """The places of the DTensors in a tree, so that those of a later tree are found without Python code for each.
+
+        {"w": DTensor, "opt": {0: {"m": DTensor}}}
+        rows   (w, opt: DTensor, dict) · (0: dict) · (m: DTensor)        keys and classes, breadth first
+        facts  spec (mesh, placements, shape, stride, dtype) of each DTensor; shape of its local tensor
+
+    FSDP2 gives a new DTensor for each parameter at each `state_dict()`, and `save()` must know whether each still is
+    the part that the plan was made for. Loops that run in C compare them. Keeps only keys and specs of the tree alive.
+    Training thread.
+    """
+
+    def __init__(self, rows: Sequence[_Row], paths: Sequence[str], dtensors: Sequence[Any]) -> None:
+        self._rows, self.paths = rows, tuple(paths)
+        self._known = [*map(_facts, dtensors)]
+        self._local_shapes = [*map(_shape, map(_local, dtensors))]
+
+    @classmethod
+    def of(cls, tree: Any, stand_ins: Mapping[str, torch.Tensor]) -> DTensorPlaces | None:
+        """The places in a tree that was expanded.
+
+        `stand_ins`: Path → what came in the place of a split tensor.
+
+        Returns:
+            None if something in it is split in another way, or a container is at two places or of an unusual class:
+            such a tree is looked at tensor by tensor.
+        """
+        rows: list[_Row] = []
+        paths: list[str] = []
+        dtensors: list[Any] = []
+        nodes, prefixes = [tree], [""]
+        parents: list[tuple[int, Any]] = [(-1, None)]
+        for number, node in enumerate(nodes):  # grows
+            if type(node) not in _CONTAINERS:
+                return None
+            keys, values = parts_of(node)
+            of_dtensors, of_containers, mine = [], [], {}
+            for place, value in enumerate(values):
+                key = place if keys is None else keys[place]
+                path = f"{prefixes[number]}{key}"
+                if is_dtensor(value):
+                    of_dtensors.append(place)
+                    mine[key] = stand_ins[path]
+                    paths.append(path)
+                    dtensors.append(value)
+                elif is_split(value):
+                    return None
+                elif isinstance(value, dict | list | tuple):
+                    of_containers.append(place)
+                    nodes.append(value)
+                    prefixes.append(f"{path}/")
+                    parents.append((number, key))
+            types = tuple(map(type, values))
+            rows.append(_Row(keys, types, tuple(of_dtensors), tuple(of_containers), mine, {}))
+        if not dtensors or not _are_different(nodes):
+            return None
+        for number in reversed(range(1, len(rows))):
+            parent, key = parents[number]
+            if rows[number].stand_ins or rows[number].changed:
+                rows[parent].changed[key] = number
+        return cls(rows, paths, dtensors)
+
+    def look(self, tree: Any) -> FoundAgain | None:
+        """The DTensors of another tree; None if they may be other parts, or at other places."""
+        nodes, dtensors = [tree], list[Any]()
+        if type(tree) not in _CONTAINERS:
+            return None
+        for node, row in zip(nodes, self._rows, strict=False):  # grows
+            keys, values = parts_of(node)
+            if keys != row.keys or tuple(map(type, values)) != row.types:
+                return None
+            dtensors.extend(map(values.__getitem__, row.dtensors))
+            nodes.extend(map(values.__getitem__, row.containers))
+        if not _are_different(nodes) or [*map(_facts, dtensors)] != self._known:
+            return None
+        local = [*map(_local, dtensors)]
+        if {*map(type, local)} != {torch.Tensor} or [*map(_shape, local)] != self._local_shapes:
+            return None
+        if not all(map(torch.Tensor.is_contiguous, local)):
+            return None
+        return FoundAgain(self._replaced(nodes), dtensors, local)
+
+    def _replaced(self, nodes: list[Any]) -> Any:
+        done = nodes
+        for number in reversed(range(len(self._rows))):  # what is in a container comes behind it
+            row = self._rows[number]
+            if row.stand_ins or row.changed:
+                inner = {key: done[other] for key, other in row.changed.items()}
+                done[number] = with_changes(
+                    nodes[number], {**row.stand_ins, **inner} if inner else row.stand_ins
+                )
+        return done[0]
+
+
+def _are_different(nodes: Sequence[Any]) -> bool:
+    return len({*map(id, nodes)}) == len(nodes)
+
+
+class _Mark(NamedTuple):
+    """If these fields are unchanged at a later save, so is the rank's region. Cheap to compare."""
+
+    mesh: object
+    placements: object
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> _Mark:
+        if isinstance(value, StagePart):
+            if is_split(value.value):
+                return cls.of(value.value)
+            return cls(None, value.is_here, value.shape, value.value.dtype, tuple(value.value.shape))
+        split = hand_split(value)
+        if split is not None:
+            return cls(None, split.start, split.shape, split.tensor.dtype, tuple(split.tensor.shape))
+        local = local_of(value)
+        return cls(value.device_mesh, value.placements, tuple(value.shape), value.dtype, tuple(local.shape))
+
+
+@dataclass(frozen=True)
+class _KnownShard:
+    mark: _Mark
+    region: Region
+    stand_in: torch.Tensor
+
+
+class Expanded(NamedTuple):
+    """A tree with whole tensors in place of the split ones.
+
+    Attributes:
+        tree: Containers without split tensors in them are those of the tree before.
+        held: Path → what this rank holds.
+        live: Path → the tensor of the state, in which torch counts the changes in place: of a DTensor, not in the one
+            that is inside it.
+    """
+
+    tree: Any
+    held: dict[str, Held]
+    live: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+
+class SplitStandIns:
+    """The stand-ins of one plan. Training thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _KnownShard] = {}
+        self._path_of: dict[int, str] = {}  # a storage's address → its first path
+        self._places: DTensorPlaces | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    @property
+    def storages(self) -> list[int]:
+        return [*self._path_of]
+
+    @staticmethod
+    def are_in(tree: Any) -> bool:
+        seen: set[int] = set()
+        pending = [tree]
+        while pending:
+            for _, value in children(pending.pop()):
+                if is_split(value):
+                    return True
+                if isinstance(value, dict | list | tuple) and id(value) not in seen:
+                    seen.add(id(value))
+                    pending.append(value)
+        return False
+
+    def expand(self, tree: Any) -> Expanded:
+        """Put stand-ins in place of all split tensors; for a plan, so they are new.
+
+        Raises:
+            StateError: One cannot be saved; names its path.
+        """
+        found: dict[str, Held] = {}
+        live: dict[str, torch.Tensor] = {}
+        by_memory: dict[tuple[object, ...], torch.Tensor] = {}
+
+        def replace(path: str, value: Any) -> torch.Tensor:
+            try:
+                part = held(value)
+            except StateError as error:
+                raise StateError(f"{path} is {error}") from error
+            assert part is not None, "it is split"
+            found[path], live[path] = part, live_of(value)
+            local = part.local
+            memory: tuple[object, ...] = (path,)  # ties of a stage are not known to the other ranks
+            if not isinstance(value, StagePart):
+                storage = local.untyped_storage()._cdata
+                memory = (storage, int(local.storage_offset()), part.shape, local.dtype)
+            whole = by_memory.get(memory)
+            if whole is None:
+                whole = by_memory[memory] = torch.empty(part.shape, dtype=local.dtype, device="cpu")
+                self._path_of[whole.untyped_storage()._cdata] = path
+            else:
+                whole = whole.detach()  # tied here, so tied in the file
+            self._known[path] = _KnownShard(_Mark.of(value), part.region, whole)
+            return whole
+
+        expanded = Expanded(_replaced(tree, replace), found, live)
+        self._remember(tree)
+        return expanded
+
+    def _remember(self, tree: Any) -> None:
+        self._places = DTensorPlaces.of(tree, {path: known.stand_in for path, known in self._known.items()})
+
+    def again(self, tree: Any) -> Expanded | None:
+        """The same for a later tree; None if its split tensors are not those of the plan."""
+        if self._places is not None and (seen := self._places.look(tree)) is not None:
+            paths, new = self._places.paths, tuple.__new__  # `Held(…)` runs Python code for each
+            of_plan = map(self._known.__getitem__, paths)
+            parts = [
+                new(Held, (known.mark.shape, known.region, local))
+                for known, local in zip(of_plan, seen.local, strict=True)
+            ]
+            live = dict(zip(paths, seen.dtensors, strict=True))
+            return Expanded(seen.tree, dict(zip(paths, parts, strict=True)), live)
+        expanded = self._one_by_one(tree)
+        if expanded is not None:
+            self._remember(tree)
+        return expanded
+
+    def _one_by_one(self, tree: Any) -> Expanded | None:
+        found: dict[str, Held] = {}
+        live: dict[str, torch.Tensor] = {}
+
+        class _OtherError(Exception):
+            pass
+
+        def replace(path: str, value: Any) -> torch.Tensor:
+            known = self._known.get(path)
+            try:
+                if known is None or _Mark.of(value) != known.mark:
+                    raise _OtherError
+                live[path] = live_of(value)
+            except StateError as error:
+                raise _OtherError from error  # the new plan says it, with the path
+            local = local_of(live[path]).detach()
+            if type(local) is not torch.Tensor or not local.is_contiguous():
+                raise _OtherError
+            found[path] = Held(known.mark.shape, known.region, local)
+            return known.stand_in
+
+        try:
+            expanded = Expanded(_replaced(tree, replace), found, live)
+        except _OtherError:
+            return None
+        return expanded if found.keys() == self._known.keys() else None
+
+    def own(
+        self,
+        classes: Mapping[int, Ownership],
+        expanded: Expanded,
+        patterns: Mapping[str, int],
+    ) -> dict[int, Ownership]:
+        """As `classes`, with the stand-ins: split, and copied behind the gate where their local tensor is.
+
+        Args:
+            classes: By address of a storage; of local tensors, too.
+            expanded: What `expand` gave.
+            patterns: Path → number of its pattern. A tensor without elements has none, and is rank 0's.
+        """
+        owned = dict(classes)
+        for storage, path in self._path_of.items():
+            local = expanded.held[path].local
+            before = classes.get(local.untyped_storage()._cdata)
+            number = patterns.get(path)
+            if number is None and expanded.held[path].whole_numel:
+                raise StateError(f"{path} is split among the ranks, and they have not agreed how; save again")
+            owner = 0 if number is None else SPLIT - number
+            owned[storage] = Ownership(owner, gated=before is not None and before.gated)
+        return owned
+
+    def sources(
+        self, expanded: Expanded, storage_entries: Mapping[int, int]
+    ) -> dict[int, StorageSource | None]:
+        """Entry of the layout → where what this rank holds of it lies.
+
+        `storage_entries`: Address of a stand-in's storage → entry.
+        """
+        found: dict[int, StorageSource | None] = {}
+        new = tuple.__new__  # as in `again`
+        for address, path in self._path_of.items():
+            local, entry = expanded.held[path].local, storage_entries[address]
+            start_bytes, nbytes = local.storage_offset() * local.itemsize, local.nbytes
+            place = (entry, local.untyped_storage(), start_bytes, nbytes, local.data_ptr(), local.device)
+            found[entry] = new(StorageSource, place) if nbytes else None
+        return found
+
+    def live(self, expanded: Expanded, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`tensors` of the expanded tree, with those of the state in place of stand-ins."""
+        live = {id(known.stand_in): expanded.live[path] for path, known in self._known.items()}
+        return [live.get(id(tensor), tensor) for tensor in tensors]
+
+
+def _replaced(tree: Any, replace: Any, path: str = "") -> Any:
+    """`tree` with other values in place of split tensors; containers in which nothing changes are kept."""
+    done: dict[int, Any] = {}
+
+    def of(node: Any, prefix: str) -> Any:
+        if id(node) in done:
+            return done[id(node)]
+        done[id(node)] = node  # one that holds itself is found, and refused, elsewhere
+        changed: dict[Any, Any] = {}
+        for key, value in children(node):
+            at = f"{prefix}{key}"
+            if is_split(value):
+                changed[key] = replace(at, value)
+            elif isinstance(value, dict | list | tuple):
+                other = of(value, f"{at}/")
+                if other is not value:
+                    changed[key] = other
+        if changed:
+            done[id(node)] = with_changes(node, changed)
+        return done[id(node)]
+
+    return of(tree, path)
+
+
+@dataclass(frozen=True)
+class PerRankStandIns:
+    """Stand-ins for the blobs of `PerRank` values: one tensor for each value and rank, of the size agreed on.
+
+        state["rng"] = PerRank(…)  ─►  expanded["rng"] = [rank 0's blob, rank 1's blob, …]
+
+    Attributes:
+        by_name: Name in the state → one tensor for each rank.
+    """
+
+    by_name: Mapping[str, list[torch.Tensor]]
+
+    @classmethod
+    def of(cls, ranks: int, reserves: Mapping[str, int]) -> PerRankStandIns:
+        return cls(
+            {
+                name: [torch.empty(reserve, dtype=torch.uint8, device="cpu") for _ in range(ranks)]
+                for name, reserve in reserves.items()
+            }
+        )
+
+    @property
+    def paths(self) -> set[str]:
+        return {f"{name}/{rank}" for name, tensors in self.by_name.items() for rank in range(len(tensors))}
+
+    def expand(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """The tree with blobs in place of its `PerRank` values, which have these names."""
+        return {
+            name: self.by_name[name] if isinstance(value, PerRank) else value for name, value in tree.items()
+        }
+
+    def own(self, classes: Mapping[int, Ownership]) -> dict[int, Ownership]:
+        """By address of a storage, as `classes`: each blob is its rank's, and copied at once."""
+        owned = dict(classes)
+        for tensors in self.by_name.values():
+            for rank, tensor in enumerate(tensors):
+                owned[tensor.untyped_storage()._cdata] = Ownership(rank, gated=False)
+        return owned
+
+    def entries(self, numbers: Mapping[int, int], storage_entries: tuple[int, ...]) -> dict[str, list[int]]:
+        """Name → the layout's entry of each rank.
+
+        `numbers`: Address of a storage → its number, as the survey gave it.
+        """
+        return {
+            name: [storage_entries[numbers[tensor.untyped_storage()._cdata]] for tensor in tensors]
+            for name, tensors in self.by_name.items()
+        }
