@@ -17,7 +17,6 @@ _LAUNCHERS = ("mpirun", "torchrun", "slurm", "kubernetes", "skypilot")
     short_help="Print the lines that a training script needs, and the line that starts it.",
     epilog=examples(
         "holdfast init train.py",
-        "holdfast init train.py | patch -p1",
         "holdfast init train.py --launcher slurm --ranks 8 --store s3://bucket/run",
     ),
 )
@@ -35,7 +34,7 @@ _LAUNCHERS = ("mpirun", "torchrun", "slurm", "kubernetes", "skypilot")
     type=click.IntRange(1),
     default=2,
     show_default=True,
-    help="Number of training ranks; those of one machine where the launcher is for one machine.",
+    help="Number of training ranks; per machine, for single-machine launchers.",
 )
 @click.option(
     "--store",
@@ -48,36 +47,29 @@ _LAUNCHERS = ("mpirun", "torchrun", "slurm", "kubernetes", "skypilot")
     type=click.IntRange(1),
     default=100,
     show_default=True,
-    help="Training steps from one checkpoint to the next.",
+    help="Training steps between two checkpoints.",
 )
 @json_option
 def init(as_json: bool, script: Path | None, launcher: str, ranks: int, store: str, every: int) -> None:
-    """Print the lines that holdfast needs in SCRIPT as a diff, and the lines that start the job. Nothing is written.
+    """Print the lines that SCRIPT needs, with their places, and the lines that start the job. Nothing is written.
 
-    The training loop is found by reading the script, which is not run. Where it cannot be found, or is of a kind that
-    cannot be changed by itself (`while`, gradients that are accumulated over turns, Lightning), and without SCRIPT, the
-    lines are printed with the places where they belong. Lines that begin with `note:` on stderr name what a person
-    should look at.
+    The command reads which framework SCRIPT imports, to print its lines, and does not run it. Without SCRIPT it prints
+    the lines for a training loop of your own. A line on stderr that begins with `note:` names the page that says more.
 
-    JSON: {"diff", "by_hand", "notes": [text], "start": [{"where", "line"}]}; of `diff` and `by_hand` one is empty.
+    JSON: {"by_hand": text, "notes": [text], "start": [{"where", "line"}]}.
     """
-    from operator_side.onboarding.script_edits import BY_HAND, ScriptEdits, edits_of
-    from operator_side.onboarding.start_lines import Launcher, start_lines
+    from operator_side.onboarding import Launcher, script_lines, start_lines
 
-    if script is None:
-        edits = ScriptEdits("", BY_HAND.replace("100", str(every)), [])
-    else:
-        edits = edits_of(_read(script), str(script), every=every)
+    lines, note = script_lines("" if script is None else _read(script), every=every)
     start = start_lines(Launcher(launcher), str(script or "train.py"), ranks=ranks, store=store)
     if as_json:
-        lines = [{"where": where, "line": line} for where, line in start]
-        print_json({"diff": edits.diff, "by_hand": edits.by_hand, "notes": edits.notes, "start": lines})
+        begin = [{"where": where, "line": line} for where, line in start]
+        print_json({"by_hand": lines, "notes": [note], "start": begin})
         return
-    click.echo(edits.diff or edits.by_hand)
+    click.echo(lines)
     for where, line in start:
         click.echo(f"# {where}:\n{line}")
-    for note in edits.notes:
-        click.echo(f"note: {note}", err=True)
+    click.echo(f"note: {note}", err=True)
 
 
 def _read(path: Path) -> str:
