@@ -35,7 +35,6 @@ class Interruption:
     """An attempt that ended badly, and what followed.
 
     Attributes:
-        attempt: The attempt that ended.
         back: The attempt that trained again; None: none is known.
         down_seconds: From the first sign of the loss until training went on, or to the last known time.
         lost: Seconds of work that had to be repeated; None: not known.
@@ -61,7 +60,6 @@ class Goodput:
     Attributes:
         parts: Seconds by the names of `PARTS`; they add up to `total_seconds`.
         is_estimate: Whether no supervisor told when training went on, or repeated work is not known.
-        dollars_per_hour: Price of all machines.
     """
 
     total_seconds: float
