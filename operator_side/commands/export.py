@@ -15,6 +15,7 @@ from holdfast.command.output import console, json_option, plain, print_json
 from holdfast.command.place import place, place_folder
 from holdfast.errors import ConfigError
 from holdfast.image.manifest import Manifest, State
+from operator_side.commands.options import forced
 from operator_side.commands.pull import pull_file
 from operator_side.commands.target import TARGET, Target
 
@@ -38,7 +39,7 @@ _TIED_SHOWN = 5
 @click.option(
     "--only", metavar="NAME", help="Export only the part of the state with this name, such as `model`."
 )
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@forced("OUT")
 @json_option
 def export(
     as_json: bool, target: Target, destination: Path, kind: str, only: str | None, force: bool

@@ -22,6 +22,7 @@ from holdfast.errors import ConfigError, DamageError
 from holdfast.faultpoint import identify
 from holdfast.image.manifest import Key, Manifest, State
 from operator_side.commands.claimed import claimed, read_back
+from operator_side.commands.options import count, exit_codes
 from operator_side.commands.target import URL, Target
 
 _STEP_MAX = 2**62 - 1
@@ -30,7 +31,11 @@ _STEP_MAX = 2**62 - 1
 @click.command(
     "import",
     short_help="Make a checkpoint from a file of torch.save, safetensors or DCP.",
-    epilog=examples(
+    epilog=exit_codes(
+        "3 FILE has a value that cannot be saved; the message names its path",
+        "8 another process is writing to this run",
+    )
+    + examples(
         "holdfast import checkpoint.pt s3://bucket/new --step 4999",
         "holdfast import checkpoint.pt /mnt/new --step 4999 --rename model_state_dict=model --drop epoch",
         "holdfast import model.safetensors /mnt/tuned --step 0 --under model",
@@ -39,11 +44,12 @@ _STEP_MAX = 2**62 - 1
 )
 @click.argument("path", metavar="FILE", type=click.Path(exists=True, path_type=Path))
 @click.argument("target", metavar="URL", type=URL)
-@click.option(
+@count(
     "--step",
-    type=click.IntRange(0, _STEP_MAX),
+    "Last training step that was done when FILE was saved; training continues with the next step.",
+    least=0,
+    most=_STEP_MAX,
     required=True,
-    help="Last training step that was done when FILE was saved; training continues with the next step.",
 )
 @click.option(
     "--under",
@@ -89,9 +95,6 @@ def import_state(
     running on it. The command reads the checkpoint back at the end; run it again after an interruption.
 
     The command needs the trainers' packages (the extra `trainer`).
-
-    Exit codes: 3 FILE has a value that cannot be saved, and the message names its path; 8 another process is writing to
-    this run.
 
     JSON: {"url", "step", "attempt", "file", "nbytes", "crc32", "state", "format", "names": [name], "tensors"}.
     """

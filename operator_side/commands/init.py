@@ -9,6 +9,7 @@ import click
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json
 from holdfast.errors import ConfigError
+from operator_side.commands.options import count
 
 _LAUNCHERS = ("mpirun", "torchrun", "slurm", "kubernetes", "skypilot")
 
@@ -28,27 +29,14 @@ _LAUNCHERS = ("mpirun", "torchrun", "slurm", "kubernetes", "skypilot")
     show_default=True,
     help="Launcher of the job, for the line that starts it.",
 )
-@click.option(
-    "-n",
-    "--ranks",
-    type=click.IntRange(1),
-    default=2,
-    show_default=True,
-    help="Number of training ranks; per machine, for single-machine launchers.",
-)
+@count("-n --ranks", "Number of training ranks; per machine, for single-machine launchers.", 2)
 @click.option(
     "--store",
     default="s3://bucket/run",
     show_default=True,
     help="URL of the run, for the line that starts it.",
 )
-@click.option(
-    "--every",
-    type=click.IntRange(1),
-    default=100,
-    show_default=True,
-    help="Training steps between two checkpoints.",
-)
+@count("--every", "Training steps between two checkpoints.", 100)
 @json_option
 def init(as_json: bool, script: Path | None, launcher: str, ranks: int, store: str, every: int) -> None:
     """Print the lines that SCRIPT needs, with their places, and the lines that start the job. Nothing is written.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from pathlib import Path
@@ -12,7 +11,8 @@ import click
 
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json
-from holdfast.errors import ConfigError, StoreMissing
+from holdfast.errors import StoreMissing
+from operator_side.commands.options import DOLLARS_PER_HOUR, check_dollars_per_hour, exit_codes, file, number
 
 _ROWS_LEAST = 14  # of one run in a window: who, how far, how much is at risk
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @click.command(
     short_help="Watch a run: its progress, and what a kill right now would lose.",
-    epilog=examples(
+    epilog=exit_codes("5 there is no such run on this machine or in the store")
+    + examples(
         "holdfast status",
         "ssh -t stager holdfast status --dollars-per-hour 12.40",
         "holdfast status s3://bucket/run --json",
@@ -35,24 +36,9 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Print the state once and end; this is the default where stdout is not a terminal.",
 )
-@click.option(
-    "--interval-seconds",
-    type=click.FloatRange(0.1, 3600),
-    default=1.0,
-    show_default=True,
-    help="Seconds between two updates.",
-)
-@click.option(
-    "--dollars-per-hour",
-    type=click.FloatRange(0),
-    envvar="HOLDFAST_DOLLARS_PER_HOUR",
-    help="Price of all machines of the run in US dollars per hour, to show losses in dollars.",
-)
-@click.option(
-    "--runtime-dir",
-    type=click.Path(path_type=Path),
-    help="Directory with the rings of this machine. Default: /dev/shm/holdfast-UID.",
-)
+@number("--interval-seconds", "Seconds between two updates.", 1.0, least=0.1, most=3600)
+@DOLLARS_PER_HOUR
+@file("--runtime-dir", "Directory with the rings of this machine. Default: /dev/shm/holdfast-UID.")
 @json_option
 def status(
     as_json: bool,
@@ -70,11 +56,8 @@ def status(
 
     JSON: {"runs": [{"run", "attempt", "is_running", "levels", "loss_trainers", "loss_node", "flights", "ring",
     "ranks", …}]}; docs/status.md describes every field.
-
-    Exit code 5: there is no such run on this machine or in the store.
     """
-    if dollars_per_hour is not None and not math.isfinite(dollars_per_hour):
-        raise ConfigError(f"--dollars-per-hour {dollars_per_hour}: expected a price in US dollars")
+    check_dollars_per_hour(dollars_per_hour)
     watches = _Watches(run, runtime_dir, dollars_per_hour)
     pictures = watches.look()
     if as_json:
