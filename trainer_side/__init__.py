@@ -16,7 +16,7 @@ tiers/        local tiers in memory, persistent memory, files and the store
 ranks/        MPI, torch.distributed, deadlines
 notice/       preemption notices of this machine, and the step at which all ranks save after one
 pace/         `every="auto"`: measures what checkpoints cost, and asks for another interval
-doors/        the parts of `holdfast export` and `holdfast import` that need torch
+convert/      the parts of `holdfast export` and `holdfast import` that need torch
 joining, ledger, transfer, checks    how a rank joins the job, the counts of its checkpoints, the state of one step on
               its way, and the trainers' part of `holdfast doctor`
 opaque        keeps torch.compile out of all of this

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from holdfast.image.manifest import Key
 
 
-_GROUP = "holdfast.doors"
+_GROUP = "holdfast.converters"
 
 
 class Exported(NamedTuple):
@@ -31,7 +31,7 @@ class Exported(NamedTuple):
     tied: Mapping[str, str]
 
 
-class Foreign(Protocol):
+class ImportSource(Protocol):
     """A file or folder of another tool. It was read, and can be published as a checkpoint."""
 
     @property
@@ -55,7 +55,7 @@ class Foreign(Protocol):
     def image(self, key: Key) -> Image: ...
 
 
-def door(name: str) -> Any:
+def converter(name: str) -> Any:
     """Load the exporter or importer that is registered under this name.
 
     Raises:

@@ -1,6 +1,6 @@
 """`holdfast export URL[@STEP] OUT --to safetensors|dcp|torch`: a checkpoint in a format that other tools read.
 
-The writing is done by the trainers' package (trainer_side/doors), which has torch; `torch` is the portable file itself.
+trainer_side/convert writes it, which has torch; `torch` is the portable file itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from holdfast.command.doors import Exported, door
+from holdfast.command.converters import Exported, converter
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json
 from holdfast.command.place import place, place_folder
@@ -68,7 +68,7 @@ def export(
             f"--only {only} cannot be combined with --to torch, which copies the whole file; leave --only out, and let "
             "torch.load(OUT, mmap=True) read only the part that is used"
         )
-    write = None if kind == "torch" else door(f"export-{kind}")
+    write = None if kind == "torch" else converter(f"export-{kind}")
     catalog, manifest = target.find()
     if manifest.state is State.BAD:
         raise ConfigError(

@@ -15,7 +15,7 @@ from holdfast.checkpoints.assembly import publish_image
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.publish import ManifestFacts, Times
 from holdfast.checkpoints.slice_sets import complete_sets
-from holdfast.command.doors import Foreign, door
+from holdfast.command.converters import ImportSource, converter
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json, progress_bar
 from holdfast.errors import ConfigError, DamageError
@@ -100,7 +100,7 @@ def import_state(
     """
     identify("tool")
     renamed = dict(_pair(text) for text in renames)
-    foreign: Foreign = door("import")(path, under=under, renamed=renamed, dropped=dropped)
+    source: ImportSource = converter("import")(path, under=under, renamed=renamed, dropped=dropped)
     catalog = target.catalog()
     store = catalog.store
     with claimed(store) as ours:
@@ -108,21 +108,21 @@ def import_state(
             _refuse_beside_others(catalog)
         now = time.time()
         key = Key(ours.attempt, step)
-        with progress_bar(path.name, foreign.image_bytes, hidden=as_json) as advance:
+        with progress_bar(path.name, source.image_bytes, hidden=as_json) as advance:
             manifest = publish_image(
                 ours,
                 key,
-                foreign.image(key),
+                source.image(key),
                 _nothing_to_read,
                 progress=advance,
                 facts=ManifestFacts(
                     Times(now, now),
-                    {"imported": {"from": path.name[:255], "format": foreign.kind}},
+                    {"imported": {"from": path.name[:255], "format": source.kind}},
                     "import",
                 ),
             )
         manifest = read_back(ours.store, manifest, quiet=as_json)
-    _say(store.url, manifest, foreign, as_json=as_json)
+    _say(store.url, manifest, source, as_json=as_json)
     if manifest.state is State.BAD:
         raise DamageError(f"{manifest.file}: {manifest.note}; run the command again with --force")
 
@@ -149,8 +149,8 @@ def _nothing_to_read(*_: object) -> None:
     raise AssertionError("the image reads by itself")
 
 
-def _say(url: str, manifest: Manifest, foreign: Foreign, *, as_json: bool) -> None:
-    names = list(foreign.names)
+def _say(url: str, manifest: Manifest, source: ImportSource, *, as_json: bool) -> None:
+    names = list(source.names)
     if as_json:
         said: dict[str, Any] = {
             "url": url,
@@ -160,9 +160,9 @@ def _say(url: str, manifest: Manifest, foreign: Foreign, *, as_json: bool) -> No
             "nbytes": manifest.image_bytes,
             "crc32": manifest.image_crc32,
             "state": manifest.state.value,
-            "format": foreign.kind,
+            "format": source.kind,
             "names": names,
-            "tensors": foreign.tensors,
+            "tensors": source.tensors,
         }
         print_json(said)
         return

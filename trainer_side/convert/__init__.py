@@ -3,7 +3,7 @@
 out   contents   a checkpoint of a run, read storage by storage, each byte under its CRC-32
         ├► safetensors_out, by way of tensor_names and plain_values
         └► dcp_out
-in    foreign    a file of torch.save, or safetensors_in, or dcp_in, as a state
+in    import_source   a file of torch.save, or safetensors_in, or dcp_in, as a state
         └► publishing   that state as the image of a checkpoint of one rank
 
 safetensors_format   what reader and writer share

@@ -34,8 +34,6 @@ class Contents:
     """One checkpoint. `stream` and `load` may be called from several threads.
 
     Args:
-        store: The run.
-        manifest: The checkpoint.
         only: A name at the top of the state: of the tree, nothing but what is under it.
 
     Attributes:

@@ -28,8 +28,8 @@ from torch.futures import Future
 
 from holdfast.errors import ConfigError, DamageError, HoldfastError, StateError
 from holdfast.pickle_price import check_pickle
-from trainer_side.doors.dcp_claims import check_claims
-from trainer_side.doors.dcp_parts import Patterns, StoredTensor, stored_tensor
+from trainer_side.convert.dcp_claims import check_claims
+from trainer_side.convert.dcp_parts import Patterns, StoredTensor, stored_tensor
 from trainer_side.state.pickle_bounds import NOT_READABLE
 
 _METADATA = ".metadata"

@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from holdfast.command.doors import Exported
+from holdfast.command.converters import Exported
 from holdfast.command.output import progress_bar
 from holdfast.command.place import write_folder
 from holdfast.errors import HoldfastError, StateError
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
-from trainer_side.doors.contents import Contents, dense
-from trainer_side.doors.dcp_names import write_names
-from trainer_side.doors.tensor_names import flatten
+from trainer_side.convert.contents import Contents, dense
+from trainer_side.convert.dcp_names import write_names
+from trainer_side.convert.tensor_names import flatten
 
 
 def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None, quiet: bool) -> Exported:

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from holdfast.errors import DamageError
 from holdfast.image.regions import Pattern, Region
-from trainer_side.doors.contents import bytes_of
-from trainer_side.doors.dcp_claims import file_part, told_part
+from trainer_side.convert.contents import bytes_of
+from trainer_side.convert.dcp_claims import file_part, told_part
 from trainer_side.state.pickle_bounds import NOT_READABLE
 
 _STORAGE = "data/0"  # where torch.save puts the bytes of a tensor alone
@@ -32,7 +32,6 @@ class _StoredPart(NamedTuple):
     """Where one part lies.
 
     Attributes:
-        path: The file.
         offset: In the file: of its first byte, or of what torch.save wrote.
         length: Of what torch.save wrote; 0: the bytes lie in the file as the tensor has them.
     """

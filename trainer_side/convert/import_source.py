@@ -18,11 +18,11 @@ import torch
 
 from holdfast.errors import ConfigError, DamageError, StateError
 from holdfast.image.manifest import Key
-from trainer_side.doors.dcp_in import read_dcp
-from trainer_side.doors.dcp_names import read_names
-from trainer_side.doors.dcp_parts import StoredTensor
-from trainer_side.doors.publishing import StateImage, plan_state
-from trainer_side.doors.safetensors_in import read_safetensors
+from trainer_side.convert.dcp_in import read_dcp
+from trainer_side.convert.dcp_names import read_names
+from trainer_side.convert.dcp_parts import StoredTensor
+from trainer_side.convert.publishing import StateImage, plan_state
+from trainer_side.convert.safetensors_in import read_safetensors
 from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle, refuse_packed
 from trainer_side.state.position_names import Position, Positions, from_record, to_trailer
 from trainer_side.state.tree import tensor_paths
@@ -31,12 +31,11 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _NAMES_SHOWN = 8
 
 
-class Import:
-    """A state that was read, ready to be published. See `holdfast.command.doors.Foreign`.
+class ImportedState:
+    """A state that was read, ready to be published. See `holdfast.command.converters.ImportSource`.
 
     Args:
         kind: What it was read from.
-        tree: The state.
         stored: What has the bytes of tensors that are not in memory.
         names: Of what has numbers in it.
 
@@ -72,9 +71,9 @@ class Import:
         return StateImage(key, self._tree, self._skeleton, self._stored, self._trailer)
 
 
-def open_foreign(
+def open_import_source(
     path: Path, *, under: str | None, renamed: Mapping[str, str], dropped: Sequence[str]
-) -> Import:
+) -> ImportedState:
     """Open a file or folder; for `holdfast import`.
 
     Args:
@@ -99,7 +98,7 @@ def open_foreign(
     named = _named(tree, str(path), renamed, dropped)
     if part is not None and under is None:
         names = {}  # of a part that lies at the top now
-    return Import(kind, named, stored, _moved(names, under, part, renamed))
+    return ImportedState(kind, named, stored, _moved(names, under, part, renamed))
 
 
 def _moved(
@@ -119,7 +118,7 @@ def _moved(
     }
 
 
-class _Foreign(NamedTuple):
+class _Loaded(NamedTuple):
     """What was read: the format, the tree, the part of a state that it is, what has bytes of it, and its names."""
 
     kind: str
@@ -129,20 +128,20 @@ class _Foreign(NamedTuple):
     names: Positions
 
 
-def _read(path: Path) -> _Foreign:
+def _read(path: Path) -> _Loaded:
     if path.is_dir():
         tree, stored = read_dcp(path)
         part, names = read_names(path)
-        return _Foreign("dcp", tree, part, stored, names)
+        return _Loaded("dcp", tree, part, stored, names)
     if not path.is_file():  # to open a FIFO would wait for whoever writes into it
         raise ConfigError(f"{path}: expected a file or a directory, it is a FIFO, a socket or a device")
     with path.open("rb") as file:
         magic = file.read(16)
     if magic[:4] == _ZIP_MAGIC:
-        return _Foreign("torch", _read_torch(path), None, (), _names(path))
+        return _Loaded("torch", _read_torch(path), None, (), _names(path))
     if magic[8:9] == b"{":
         found = read_safetensors(path)
-        return _Foreign("safetensors", found.tree, found.only, (), found.names)
+        return _Loaded("safetensors", found.tree, found.only, (), found.names)
     raise DamageError(
         f"{path}: the file begins with {magic[:4]!r}, so it is neither a torch file in zip format nor a safetensors "
         "file; if it is an older torch file, load it with torch.load and save it with torch.save"

@@ -19,8 +19,8 @@ from holdfast.image.layout import CHUNK_BYTES, Layout
 from holdfast.image.manifest import Key
 from holdfast.image.regions import Extent
 from holdfast.wire.state_messages import Agreement
-from trainer_side.doors.contents import bytes_of
-from trainer_side.doors.dcp_parts import StoredTensor
+from trainer_side.convert.contents import bytes_of
+from trainer_side.convert.dcp_parts import StoredTensor
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Skeleton, capture, plan
 from trainer_side.state.tree import classify

@@ -16,8 +16,8 @@ import torch
 
 from holdfast.errors import DamageError
 from holdfast.price import PLAIN_FACTOR, check_price, json_price
-from trainer_side.doors.plain_values import decode
-from trainer_side.doors.safetensors_format import (
+from trainer_side.convert.plain_values import decode
+from trainer_side.convert.safetensors_format import (
     DTYPES,
     HEADER_BYTES_MAX,
     LENGTH_BYTES,

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.command.doors import Exported
+from holdfast.command.converters import Exported
 from holdfast.command.output import progress_bar
 from holdfast.command.place import write_whole
 from holdfast.errors import StateError
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
-from trainer_side.doors.contents import Contents, bytes_of, dense
-from trainer_side.doors.plain_values import encode
-from trainer_side.doors.safetensors_format import (
+from trainer_side.convert.contents import Contents, bytes_of, dense
+from trainer_side.convert.plain_values import encode
+from trainer_side.convert.safetensors_format import (
     DTYPES,
     HEADER_BYTES_MAX,
     LENGTH_BYTES,
@@ -35,7 +35,7 @@ from trainer_side.doors.safetensors_format import (
     VALUES,
     VALUES_FORMAT,
 )
-from trainer_side.doors.tensor_names import Flat, flatten
+from trainer_side.convert.tensor_names import Flat, flatten
 from trainer_side.state.position_names import to_rows
 
 _READERS = 4
@@ -62,15 +62,10 @@ class SafetensorsPlan:
     """The plan of the file: its header and the places of its tensors, none of which is read yet.
 
     Args:
-        contents: The checkpoint.
         only: The part of it that `contents` has, by name.
 
     Raises:
         StateError: A dtype or a value has no place in such a file; names it.
-
-    Attributes:
-        nbytes: Size of the file.
-        tensors: What it holds.
     """
 
     def __init__(self, contents: Contents, *, only: str | None = None) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.errors import StateError
-from trainer_side.doors.contents import Contents
+from trainer_side.convert.contents import Contents
 from trainer_side.state.tree import Named
 
 
@@ -20,9 +20,7 @@ class Flat:
     """One tensor.
 
     Attributes:
-        name: Its flat name.
         path: Its path in the tree.
-        tensor: The tensor.
         tied_to: The flat name of the first tensor that is the same; empty for the first itself.
     """
 

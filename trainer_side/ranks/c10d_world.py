@@ -29,6 +29,7 @@ from trainer_side.ranks.c10d_peers import C10dPeers
 from trainer_side.ranks.c10d_store import JobStore, StoreMailbox, append, open_job_store, store_errors, take
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import LonePeers, Peers
+from trainer_side.ranks.ports import no_stager
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 _T = TypeVar("_T")
@@ -45,9 +46,6 @@ _NAMED = 8  # of many ranks that are missing, so many are named
 
 class C10dWorld:
     """The job as its ranks met in its store. Making it is collective; once per process, by `joined.join_world`.
-
-    Args:
-        config: Settings.
 
     Attributes:
         rank: This rank. `ranks`: how many there are.
@@ -106,10 +104,7 @@ class C10dWorld:
         """
         config = self._config
         if config.stager is None:
-            raise ConfigError(
-                f"no stager in this job of {self.ranks} trainers; {self.stager_advice}, or set tiers "
-                '(HOLDFAST_TIERS="memory,nvme:/mnt/nvme0") and store to keep checkpoints in local tiers'
-            )
+            raise no_stager(self)
         if self._port is None:
             self._port = self._connect(config.stager, 0, config.start_seconds_max)
         return self._port

@@ -65,9 +65,6 @@ class Crew(Generic[_T, _R]):
     """Runs `work` on each item, in order, in `threads` threads.
 
     Daemon threads, not a pool: the interpreter would wait at its end for a request that hangs.
-
-    Attributes:
-        futures: One for each item.
     """
 
     def __init__(self, work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> None:

@@ -32,11 +32,11 @@ from holdfast.errors import DamageError
 from holdfast.store import open_store
 from tests.support.blocked import environment_without
 from tests.support.restoring import publish
-from tests.unit.trainer_side.doors.test_safetensors_out import training_state
+from tests.unit.trainer_side.convert.test_safetensors_out import training_state
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same, bring_back
 from tests.unit.trainer_side.state.test_skeleton import DTYPES, _bits, _filled, _same
-from trainer_side.doors.dcp_in import _RecordsOnly, read_dcp
-from trainer_side.doors.dcp_out import write_dcp
+from trainer_side.convert.dcp_in import _RecordsOnly, read_dcp
+from trainer_side.convert.dcp_out import write_dcp
 from trainer_side.state.tree import tensor_paths
 
 Command = Callable[..., tuple[int, str, str]]

@@ -23,11 +23,11 @@ from holdfast.command import cli
 from holdfast.errors import ConfigError, DamageError, StateError
 from holdfast.store import open_store
 from tests.support.restoring import publish
-from tests.unit.trainer_side.doors.test_safetensors_out import training_state
+from tests.unit.trainer_side.convert.test_safetensors_out import training_state
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same, bring_back
 from tests.unit.trainer_side.state.test_skeleton import _same, _states
-from trainer_side.doors.foreign import open_foreign
-from trainer_side.doors.safetensors_out import write_safetensors
+from trainer_side.convert.import_source import open_import_source
+from trainer_side.convert.safetensors_out import write_safetensors
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
 
@@ -229,7 +229,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ConfigError, match="expected a file or a directory"):
-            open_foreign(path, under=None, renamed={}, dropped=[])
+            open_import_source(path, under=None, renamed={}, dropped=[])
 
 
 def test_entries_that_share_their_bytes_are_refused(tmp_path: Path) -> None:
@@ -238,4 +238,4 @@ def test_entries_that_share_their_bytes_are_refused(tmp_path: Path) -> None:
         archive.writestr("archive/data/0", bytes(1 << 16))
         archive.filelist *= 64  # the directory names the same bytes again and again
     with pytest.raises(DamageError, match="its entries say"):
-        open_foreign(path, under=None, renamed={}, dropped=[])
+        open_import_source(path, under=None, renamed={}, dropped=[])

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from holdfast.command import cli
-from tests.unit.trainer_side.doors.test_dcp import saved_by_dcp
+from tests.unit.trainer_side.convert.test_dcp import saved_by_dcp
 from tests.unit.trainer_side.restore.named import publish_named
 from tests.unit.trainer_side.restore.test_joining_by_name import Net, assert_own, mark, names_of
 from tests.unit.trainer_side.restore.test_restore import bring_back
