@@ -49,8 +49,6 @@ class Program:
 
     Attributes:
         model: As of `benchmarks.workload`.
-        ranks: How many.
-        every: Iterations between two checkpoints.
         compute_seconds, update_seconds: Of an iteration; both are timed waits, as if a device worked.
     """
 
@@ -69,7 +67,6 @@ class Attempt:
         first_step: The step that it begins with.
         begun: When it began to train.
         restore_seconds: Of its restore, the wait for the stager included.
-        ends: When each step ended.
     """
 
     first_step: int
@@ -95,9 +92,7 @@ class Supervised:
     """One `holdfast run`. A context manager: at its end no process of it is left.
 
     Args:
-        program: What it runs.
         folders: Where it writes; the caller removes them.
-        name: Of its own folder.
     """
 
     def __init__(

@@ -193,9 +193,6 @@ class ByHoldfast(Way):
     """A local tier and no stager, as one of `STRATEGIES`.
 
     Args:
-        training: What is saved.
-        folder: For what it writes.
-        strategy: A name.
         more: Other objects of the state.
     """
 

@@ -25,7 +25,6 @@ class Shared:
     """See the module.
 
     Args:
-        sizes: Of everything.
         folder: For what outlives a phase.
 
     Attributes:

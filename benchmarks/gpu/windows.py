@@ -36,13 +36,7 @@ class Windows:
     """The windows of one way.
 
     Args:
-        training: What is saved.
-        saver: The way.
         gb_per_second: Of a bare copy to pinned memory.
-        steps_min: Of a window.
-
-    Attributes:
-        training, saver: As given.
     """
 
     def __init__(self, training: DeviceTraining, saver: Way, gb_per_second: float, steps_min: int) -> None:

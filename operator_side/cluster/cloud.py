@@ -98,7 +98,6 @@ class Ec2:
     """EC2 itself.
 
     Args:
-        file: Region and launch templates.
         client: A boto3 EC2 client; None makes one from the environment.
     """
 

@@ -31,7 +31,6 @@ class ClusterFile(BaseModel):
         trainer_launch_template, stager_launch_template: Templates of the machines to start.
         bucket, run_prefix, store_url: Store of the run's checkpoints.
         project, run_id: Tags of every machine of the run.
-        tags: Further tags.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")

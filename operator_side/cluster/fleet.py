@@ -20,7 +20,6 @@ class Ec2Fleet:
     """The running trainers as hosts. Lost trainers are replaced in the same zone.
 
     Args:
-        file: The outputs of Terraform.
         cluster: Asks EC2 for replacements.
         cloud: EC2.
         slots: Number of ranks on each trainer.

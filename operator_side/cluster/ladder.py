@@ -40,7 +40,6 @@ class FleetWish:
     Attributes:
         types: Instance types to choose from.
         subnets: Subnets, the best first; each is in one zone.
-        nodes: Number of training nodes.
         nodes_min: Smallest number of training nodes to accept.
         more_types: Further instance types to accept.
         on_demand_max: Largest number of on-demand nodes to accept.

@@ -53,7 +53,6 @@ class Raised:
     """The cluster after `up`.
 
     Attributes:
-        generation: Generation of these machines.
         made: Ids of the machines that this call made; the others existed before.
     """
 
@@ -82,7 +81,6 @@ class Cluster:
     """The machines of one run.
 
     Args:
-        file: The outputs of Terraform.
         cloud: EC2.
         state: File that records the generation of an unfinished `up`.
         clock: Unix seconds.

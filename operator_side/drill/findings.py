@@ -32,7 +32,6 @@ class KillFinding:
     """The result of one kill.
 
     Attributes:
-        kill: The kill.
         last_step: Last step before the kill, of the rank that was furthest.
         resumed_from: Step of the checkpoint from which training resumed; -1: the beginning; None: it did not resume.
         staged_step: Newest step that was staged before the kill.
@@ -42,7 +41,6 @@ class KillFinding:
         notice: What came of the notice; empty if there was none.
         compared: Steps whose files were compared with the reference, until the next kill.
         unequal: Steps among them that differ.
-        wrong: Descriptions of what failed.
     """
 
     kill: Kill

@@ -49,7 +49,6 @@ class Setup:
 
     Attributes:
         command: Command of the user's script.
-        ranks: Number of training ranks.
         settings: Of the stager, each as NAME=VALUE.
         options: Further options for `holdfast run`.
         notice_seconds: Time from a notice to the kill, as told to the ranks.
@@ -70,7 +69,6 @@ class DrillRun(abc.ABC):
     """A running job. On leaving the context, none of its processes runs any more.
 
     Args:
-        setup: The job.
         folder: New folder for store, logs and diary.
     """
 

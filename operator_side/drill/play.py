@@ -34,7 +34,6 @@ class DrillOutcome:
     Attributes:
         planned: The kills that were drawn.
         findings: One for each kill that came.
-        files: Every comparison of files.
         before: Files from before the first kill that differ: the script itself is not deterministic.
         constant: Names of values that differ between the runs, but never change within a run.
         samples: Comparison of the samples; None: they were not seen.

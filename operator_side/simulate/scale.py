@@ -32,7 +32,6 @@ class Shape:
     """The size of a job.
 
     Attributes:
-        ranks: Number of training ranks.
         image_bytes: Size of a whole checkpoint.
         chunk_bytes: Size of a chunk, as in the settings.
     """
@@ -157,7 +156,6 @@ class Machine:
     """A type of machine on AWS.
 
     Attributes:
-        name: Its name there.
         gigabits: Sustained gigabits per second, each way.
         memory_bytes: Memory of the whole machine.
     """

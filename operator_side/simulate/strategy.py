@@ -19,7 +19,6 @@ class Strategy:
     """One way to checkpoint, as the replay sees it.
 
     Attributes:
-        name: For people.
         stall_us: How long training waits for each checkpoint.
         safe_us: From `save()` until it survives the loss of training machines: staged with a stager, else durable.
         durable_us: From `save()` until it is in the store; it counts as in flight until then.

@@ -59,7 +59,6 @@ class StrategyGoodput:
         share: Useful iterations, as a share of the ideal's.
         useful_per_hour: Useful iterations in an hour of wall time.
         redone: Repeated iterations for each interruption.
-        interruptions: Interruptions in a window.
         training: Share of the wall time in which training ran; the rest are restarts, restores and waits for machines.
         dollars: Price of a useful iteration on spot machines; None without prices or without a useful iteration.
     """
@@ -122,7 +121,6 @@ class Total:
     """One strategy at one interval and one MTBF.
 
     Attributes:
-        strategy, every, mtbf_hours: Which.
         hours: Time until all iterations were done; None: in some sample over 256 times the ideal's time.
     """
 

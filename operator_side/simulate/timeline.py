@@ -19,7 +19,6 @@ class Timeline:
 
     Args:
         every: Iterations between two saves (k).
-        iteration_us: Time of one iteration.
         stall_us: How long a save holds the training thread.
         durable_us: How long a save is in flight.
         places: How many checkpoints may be in flight (N).

@@ -78,8 +78,6 @@ class Setting:
 
     Attributes:
         table: Its table; empty: the top, which holds for every role.
-        name, value: A setting of holdfast/config.py.
-        why: The comment above it.
     """
 
     table: str
@@ -96,7 +94,6 @@ class Tuned:
         question: The question that they answer.
         every: Iterations between two checkpoints: an argument of `Checkpointer`, and no setting.
         advice: The reasons for the interval.
-        settings: Lines of the file.
         notes: Facts to know that are no settings.
     """
 

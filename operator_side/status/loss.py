@@ -31,7 +31,6 @@ class LossInputs:
     """The facts that the loss follows from.
 
     Attributes:
-        now_unix: Current time.
         running_since_unix: When the job's stager was ready; None: no job runs.
         staged: The newest checkpoint that is whole in ring or store. `durable`: the newest in the store.
         newest: The newest checkpoint that a rank has saved, also if it was lost.

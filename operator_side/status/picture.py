@@ -178,8 +178,6 @@ class RunEvidence:
     """Everything that one look found out about a run.
 
     Attributes:
-        flusher: State of the flusher.
-        stager: State of the stager.
         flusher_said: Answer of the flusher; None: it gave none.
         stager_said: Answer of the stager; None: it gave none.
         ring: The ring, from its files; None: there is none.

@@ -73,11 +73,7 @@ class RingLook:
 
 
 class RingFiles:
-    """Reads a ring's files repeatedly; each layout once.
-
-    Args:
-        directory: The run's runtime directory.
-    """
+    """Reads a ring's files repeatedly; each layout once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

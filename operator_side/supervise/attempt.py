@@ -24,12 +24,7 @@ _READ_BYTES = 1 << 16
 
 
 class Attempt:
-    """A started mpirun. Main thread: the kernel ties processes to the thread that starts them.
-
-    Args:
-        command: The mpirun line.
-        environment: For mpirun.
-    """
+    """A started mpirun. Main thread: the kernel ties processes to the thread that starts them."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(

@@ -54,7 +54,6 @@ class Seen:
 
     Attributes:
         command: Name of the command, for people.
-        host: This machine.
         rank: This rank, as far as the launcher tells; else 0.
         pid: Process id of the command.
         status: Its exit code, or minus the number of the signal.

@@ -33,7 +33,6 @@ class Host(NamedTuple):
     """A host for training ranks.
 
     Attributes:
-        name: Its name for mpirun.
         slots: Largest number of ranks on it.
         noticed: Whether the cloud has announced that the host will be taken away.
     """

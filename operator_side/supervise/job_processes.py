@@ -40,7 +40,6 @@ class JobProcesses:
 
     Args:
         command: Makes the mpirun line of an attempt.
-        environment: For mpirun.
         files: Where the log files go, and where the ring is.
         relay: Called with (stream, text) for each line of the job.
     """

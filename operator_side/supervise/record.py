@@ -18,7 +18,6 @@ class RunRecord:
     """The running attempt.
 
     Attributes:
-        number: Number of the attempt.
         ranks: Number of trainers; the stager has this number as its rank.
         hosts: Hosts of the attempt; None: everything runs on this machine.
         begun_at: When the attempt was launched.
@@ -38,8 +37,6 @@ class RunRecord:
         given_up: Why the supervisor ends the attempt; empty while it does not.
         first_death_at: When the first process was lost, or the stager ended.
         progressed: Whether the attempt has staged a step newer than any before.
-        progress_at: When it last did.
-        mpirun_status: Exit status of mpirun.
     """
 
     number: int

@@ -106,7 +106,6 @@ class Supervisor:
     """Runs a job until it is done, stopped, or not worth another attempt. Main thread: it handles signals.
 
     Args:
-        core: Decides what to do.
         job: The processes of the job.
         watch: Asks the fleet for its hosts; started here.
         files: Where the run keeps its files.

@@ -91,7 +91,6 @@ class Evidence:
     """All that is known when the launcher has ended.
 
     Attributes:
-        ranks: Number of trainers.
         mpirun_status: Exit code of the launcher, or minus the number of the signal.
         began: Host of each process that began, by rank.
         deaths: Processes that reported how they ended, in this order.
@@ -100,7 +99,6 @@ class Evidence:
         noticed: Hosts of this attempt with a preemption notice.
         given_up: Why the supervisor ended the attempt; empty if it did not.
         stopping: Whether the supervisor was told to stop.
-        launcher: Name of the launcher.
     """
 
     ranks: int
@@ -120,7 +118,6 @@ class Verdict:
     """Why an attempt ended.
 
     Attributes:
-        cause: What ended it.
         message: The reason in one sentence, for people.
         mark: Equal for two attempts that ended in the same way.
         rank: The process whose log says more, or None.
