@@ -120,7 +120,6 @@ class Job:
     Args:
         ranks: Number of `trainer` processes.
         trainer, last: Arguments after the Python interpreter, of those and of the last rank.
-        folder: Where the log is written.
     """
 
     def __init__(
@@ -189,12 +188,6 @@ class Job:
 
 class StandingStager:
     """A stager that stands alone. A context manager: at its end it is asked to stop, and killed if it does not.
-
-    Args:
-        folder: Where its log is written.
-
-    Attributes:
-        joining: What ranks need in their environment.
 
     Raises:
         RuntimeError: It does not come to listen.

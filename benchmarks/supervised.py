@@ -64,8 +64,6 @@ class Attempt:
     """One launch, as far as it came.
 
     Attributes:
-        first_step: The step that it begins with.
-        begun: When it began to train.
         restore_seconds: Of its restore, the wait for the stager included.
     """
 
@@ -168,9 +166,6 @@ class Supervised:
 
     def kill(self, which: int) -> float | None:
         """SIGKILL to a rank.
-
-        Args:
-            which: One of those that live, counted round.
 
         Returns:
             When; None if no rank was there to be killed.

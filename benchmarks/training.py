@@ -48,12 +48,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run as one rank saw it.
-
-    Attributes:
-        start, end: First iteration's begin, last one's end.
-        durable: When the last checkpoint was.
-    """
+    """A training run as one rank saw it."""
 
     start: float
     end: float

@@ -44,12 +44,6 @@ def measure(options: Options) -> dict[str, Any]:
 def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
     """Train twice.
 
-    Args:
-        folder: Where all of it goes.
-        epochs: How many.
-        width: Of the hidden layers.
-        progress: Told what is under way.
-
     Raises:
         RuntimeError: A training did not come to its end.
     """

@@ -24,9 +24,6 @@ _ROUNDS = 5
 class Shared:
     """See the module.
 
-    Args:
-        folder: For what outlives a phase.
-
     Attributes:
         opened: Peers whose memory is there, by name and size.
         opening: Of holdfast's at size `large`: seconds until each slot has been used, and its bytes.

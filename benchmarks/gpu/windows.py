@@ -33,11 +33,7 @@ MANY, FEW, BARE = "niqniqni", "niqni", "n"
 
 
 class Windows:
-    """The windows of one way.
-
-    Args:
-        gb_per_second: Of a bare copy to pinned memory.
-    """
+    """The windows of one way."""
 
     def __init__(self, training: DeviceTraining, saver: Way, gb_per_second: float, steps_min: int) -> None:
         self.training, self.saver = training, saver

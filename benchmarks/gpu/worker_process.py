@@ -30,7 +30,6 @@ class WorkerProcess:
 
     Args:
         folder: In it one is made for what its phases share.
-        log: For all that it says.
     """
 
     def __init__(self, environment: dict[str, str], folder: Path, log: Path, *, quick: bool) -> None:

@@ -22,9 +22,7 @@ class Ec2Fleet:
     Args:
         cluster: Asks EC2 for replacements.
         cloud: EC2.
-        slots: Number of ranks on each trainer.
         wish: What `up` was asked for, to replace lost trainers; None: they are not replaced.
-        budget: Limit of the price of all machines.
     """
 
     def __init__(

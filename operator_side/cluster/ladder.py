@@ -38,11 +38,7 @@ class FleetWish:
     """The wanted cluster, and what to accept instead.
 
     Attributes:
-        types: Instance types to choose from.
         subnets: Subnets, the best first; each is in one zone.
-        nodes_min: Smallest number of training nodes to accept.
-        more_types: Further instance types to accept.
-        on_demand_max: Largest number of on-demand nodes to accept.
     """
 
     types: tuple[str, ...]

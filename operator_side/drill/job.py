@@ -48,11 +48,8 @@ class Setup:
     """The job of a drill.
 
     Attributes:
-        command: Command of the user's script.
-        settings: Of the stager, each as NAME=VALUE.
         options: Further options for `holdfast run`.
         notice_seconds: Time from a notice to the kill, as told to the ranks.
-        gives_notice: Whether there will be one.
         launcher: `mpirun` or `torchrun`.
     """
 
@@ -66,11 +63,7 @@ class Setup:
 
 
 class DrillRun(abc.ABC):
-    """A running job. On leaving the context, none of its processes runs any more.
-
-    Args:
-        folder: New folder for store, logs and diary.
-    """
+    """A running job. On leaving the context, none of its processes runs any more."""
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         self.folder, self._setup = folder, setup

@@ -36,10 +36,8 @@ class Kill:
 
     Attributes:
         number: Number of the kill, from 1.
-        target: The processes that are killed.
         notice: Whether the rank gets a notice first, and SIGKILL when the notice was answered or its time is over.
         rank: The rank that is killed, if it is one rank, or the rank whose wrapper is killed.
-        after_step: The kill comes after this step.
         part: Share of a step, below 1, by which it comes later.
     """
 
@@ -115,7 +113,6 @@ class Sequence:
     """Says when each kill is due. The clock is handed in.
 
     Args:
-        kills: The kills, in their order.
         notice_seconds: Seconds from a notice to the kill, if holdfast does not answer the notice earlier.
     """
 

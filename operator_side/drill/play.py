@@ -32,13 +32,10 @@ class DrillOutcome:
     """The result of a drill.
 
     Attributes:
-        planned: The kills that were drawn.
-        findings: One for each kill that came.
         before: Files from before the first kill that differ: the script itself is not deterministic.
         constant: Names of values that differ between the runs, but never change within a run.
         samples: Comparison of the samples; None: they were not seen.
         counters: Numbers on modules that no checkpoint has, and that a resume did not bring back.
-        wrong: Failures that belong to no single kill.
         measured: Names of values that were not compared, since a clock has measured them.
     """
 

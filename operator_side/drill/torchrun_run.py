@@ -80,7 +80,6 @@ class TorchrunRun(DrillRun):
     """See the module.
 
     Args:
-        folder: New folder for store, logs and diary.
         kills: How many restarts there are to be; 0: the first failure ends the run.
 
     Raises:

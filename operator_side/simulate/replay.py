@@ -82,10 +82,7 @@ class ReplayOutcome:
     """The results of a replay; arrays are (lane, window).
 
     Attributes:
-        useful: Iterations that count at the window's end.
         redone: Iterations that were lost and have to be repeated.
-        interruptions: How often the job was ended.
-        training_us: Time in which training ran, stalls included.
         finished_us: When the target was reached; -1: not within the window, or there is none.
         event_steps: Number of rounds of the replay's loop; it does not depend on the number of lanes.
     """

@@ -32,7 +32,6 @@ class Shape:
     """The size of a job.
 
     Attributes:
-        image_bytes: Size of a whole checkpoint.
         chunk_bytes: Size of a chunk, as in the settings.
     """
 
@@ -52,11 +51,9 @@ class Load:
 
     Attributes:
         slice_bytes: Bytes that one rank sends, and the size of each of its staging areas.
-        chunks: Number of chunks in the image.
         frames_max: Most frames of all ranks together. A chunk comes as one frame from each rank with bytes in it; a
             rank shares at most its first and its last chunk with others, unless values have an owner.
         control_messages_max: Most messages to and from the stager when no step is declined and no part is repeated.
-        journal_writes: Changes of state in the ring's journal.
         part_bytes_min: Smallest size of a part in S3 for such a file, in whole chunks.
     """
 
@@ -157,7 +154,6 @@ class Machine:
 
     Attributes:
         gigabits: Sustained gigabits per second, each way.
-        memory_bytes: Memory of the whole machine.
     """
 
     name: str

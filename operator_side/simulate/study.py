@@ -136,7 +136,6 @@ class SimulatedLosses:
 
     Attributes:
         mtbf_hours: Mean hours between two losses of a training machine.
-        provision_us: Time until a lost machine is replaced.
         stager_mtbf_us: Mean time between losses of the stager's machine; None: it is never lost.
     """
 

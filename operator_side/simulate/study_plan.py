@@ -32,7 +32,6 @@ class Replayed:
 
     Attributes:
         trace, job: The trace and the job that were replayed.
-        rows: Every strategy at every interval.
         event_steps: See `ReplayOutcome`.
         on_demand_dollars: Price of an iteration on demand; None without prices.
         advice: Strategy → the advice, or the reason why its bound cannot be kept.

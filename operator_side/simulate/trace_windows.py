@@ -21,7 +21,6 @@ class Column:
     """One window.
 
     Attributes:
-        first_count: Number of machines at its begin.
         time_us, lost, count, stager_lost: For each event its time, the machines lost, the machines left, and whether
             the stager's node was lost (0 or 1).
     """

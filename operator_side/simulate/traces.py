@@ -40,9 +40,7 @@ class Trace:
 
     Attributes:
         time_us: Time of each row since the first one, never less than that of the row before.
-        count: Number of machines from then on.
         lost: Number of machines that were lost at that moment.
-        end_us: Time of the last row.
     """
 
     name: str

@@ -91,10 +91,7 @@ class Tuned:
     """The chosen settings.
 
     Attributes:
-        question: The question that they answer.
         every: Iterations between two checkpoints: an argument of `Checkpointer`, and no setting.
-        advice: The reasons for the interval.
-        notes: Facts to know that are no settings.
     """
 
     question: Question

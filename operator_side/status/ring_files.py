@@ -59,9 +59,7 @@ class RingLook:
     """The state of a ring at one moment.
 
     Attributes:
-        attempt: The attempt whose chunks the ring takes.
         chunks: Name of a state → number of chunks.
-        trouble: Sentences on what could not be read.
     """
 
     attempt: int

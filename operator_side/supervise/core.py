@@ -69,7 +69,6 @@ class Core:
     Args:
         pause_seconds: Random pause before restart number n (1, 2, …) in a row without progress; number 1 follows an
             attempt that made progress, or the first one.
-        first_attempt: Number of the first attempt.
         newest_step: Newest step in the store, -1 for none.
 
     Attributes:

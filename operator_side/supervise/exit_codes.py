@@ -55,10 +55,8 @@ class Seen:
     Attributes:
         command: Name of the command, for people.
         rank: This rank, as far as the launcher tells; else 0.
-        pid: Process id of the command.
         status: Its exit code, or minus the number of the signal.
         told: Signals that this wrapper got, and passed on.
-        reports: What ranks have reported, in order (holdfast/supervised.py).
         tail: The end of what the command wrote to stderr.
         out_of_memory: Whether the kernel has killed a process of this cgroup to free memory.
     """

@@ -33,7 +33,6 @@ class Host(NamedTuple):
     """A host for training ranks.
 
     Attributes:
-        slots: Largest number of ranks on it.
         noticed: Whether the cloud has announced that the host will be taken away.
     """
 

@@ -12,8 +12,6 @@ class Limits:
     """Settings of a supervised run, units in the names.
 
     Attributes:
-        ranks: Number of trainers that are wanted.
-        ranks_min: Smallest number of trainers to start with.
         crashes_max: The run ends after this many equal crashes in a row without progress.
         set_aside_max: So many checkpoints in a row are set aside before, if the crashes came after their restore.
         restarts_max: The run ends after this many restarts in a row without progress, whatever the cause.
@@ -22,8 +20,6 @@ class Limits:
             before all had joined.
         stall_seconds_max: Time without a newly staged step after which the attempt is ended; None: no limit.
         grace_seconds: Time from asking the ranks to end until mpirun is asked to end them.
-        kill_seconds: Time from asking mpirun until SIGKILL.
-        hosts_seconds_max: Time to wait for enough hosts.
         look_seconds_max: Time to wait for the fleet's answer before a verdict.
     """
 

@@ -106,9 +106,7 @@ class Supervisor:
     """Runs a job until it is done, stopped, or not worth another attempt. Main thread: it handles signals.
 
     Args:
-        job: The processes of the job.
         watch: Asks the fleet for its hosts; started here.
-        files: Where the run keeps its files.
         last_look: Gives the verdict to end with, once the flusher has ended or is left to itself.
         drain_seconds_max: Seconds to wait at the end until the flusher has made everything durable.
         clock: Monotonic seconds.

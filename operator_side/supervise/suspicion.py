@@ -22,11 +22,7 @@ from operator_side.supervise.verdict import OUT_OF_MEMORY, Cause, Verdict
 
 
 class SetAside(NamedTuple):
-    """A checkpoint to set aside: the next attempt is to be restored from the one before.
-
-    Attributes:
-        crashes: After its restore, all the same way.
-    """
+    """A checkpoint to set aside: the next attempt is to be restored from the one before."""
 
     key: Key
     before: Key

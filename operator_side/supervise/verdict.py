@@ -95,10 +95,8 @@ class Evidence:
         began: Host of each process that began, by rank.
         deaths: Processes that reported how they ended, in this order.
         lost_first: Ranks that the stager lost before any process reported a failure of its own.
-        gone: Hosts of this attempt that are gone.
         noticed: Hosts of this attempt with a preemption notice.
         given_up: Why the supervisor ended the attempt; empty if it did not.
-        stopping: Whether the supervisor was told to stop.
     """
 
     ranks: int

@@ -43,11 +43,7 @@ _STDIN, _STDERR = 0, 2
 
 
 class WrappedRank:
-    """Runs the command. Main thread: it handles signals, and the kernel ties processes to the thread that starts them.
-
-    Args:
-        command: The command with its arguments.
-    """
+    """Runs the command. Main thread: it handles signals, and is the thread to which the kernel ties the process."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)

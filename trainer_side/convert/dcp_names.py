@@ -22,7 +22,6 @@ class DcpNames(NamedTuple):
 
     Attributes:
         only: The part of the state that is in the folder, by name; None: all of it.
-        names: By path in the state.
     """
 
     only: str | None

@@ -47,7 +47,6 @@ class StoredTensor:
     Args:
         tensor: Its place in the tree, whose memory is never touched.
         pattern: Which regions its parts are.
-        parts: In the order of the regions.
     """
 
     def __init__(self, tensor: torch.Tensor, pattern: Pattern, parts: list[_StoredPart]) -> None:

@@ -35,9 +35,7 @@ class ImportedState:
     """A state that was read, ready to be published. See `holdfast.command.converters.ImportSource`.
 
     Args:
-        kind: What it was read from.
         stored: What has the bytes of tensors that are not in memory.
-        names: Of what has numbers in it.
 
     Raises:
         StateError: It cannot be saved; names the path.

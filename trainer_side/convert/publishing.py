@@ -50,7 +50,6 @@ class StateImage:
     """The image of a tree. See `holdfast.checkpoints.assembly.Image`.
 
     Args:
-        key: What it is published as.
         tree: The state; its tensors must stay as they are.
         skeleton: What `plan_state` gave for it.
         stored: What has the bytes of tensors whose memory does not have them.

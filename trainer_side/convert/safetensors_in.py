@@ -35,7 +35,6 @@ class SafetensorsState(NamedTuple):
     """What is in a file.
 
     Attributes:
-        tree: The state, or a part of it.
         only: The name that the part had in the state (`--only`).
         names: Of what has numbers in it; their paths begin at the top of the state.
     """

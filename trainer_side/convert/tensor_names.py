@@ -20,7 +20,6 @@ class Flat:
     """One tensor.
 
     Attributes:
-        path: Its path in the tree.
         tied_to: The flat name of the first tensor that is the same; empty for the first itself.
     """
 
