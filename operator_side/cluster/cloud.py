@@ -1,4 +1,4 @@
-"""The EC2 calls that a cluster needs, behind an interface, so that refusals can be tested without an account.
+"""The EC2 calls that a cluster needs. Tests override them, so that refusals need no account.
 
 Every call that makes something carries a ClientToken, so that repeating it gives the same machines. A refusal for lack
 of capacity is an answer (`FleetAnswer.codes`), because something else can be asked for; any other refusal is an error
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.errors import ConfigError, PeerLost
 from operator_side.cluster.file import ClusterFile, Template
@@ -25,7 +25,7 @@ class Node:
 
     Attributes:
         state: State in EC2: `pending`, `running`, `shutting-down`, `terminated`, …
-        address: Private address; empty while there is none.
+        address: Private address; empty at first.
         is_spot: Whether it is a spot instance; otherwise it is on demand.
         reason: State reason in EC2, such as `Server.SpotInstanceTermination`.
     """
@@ -67,35 +67,8 @@ class Price:
     per_hour: float
 
 
-class Cloud(Protocol):
-    """The part of EC2 that `raising` needs."""
-
-    def nodes(self, marks: Mapping[str, str]) -> tuple[Node, ...]:
-        """Every machine with all these tags, including terminated ones that EC2 still lists."""
-
-    def check_templates(self) -> None:
-        """Raise ConfigError if a launch template, its version, or its image does not exist."""
-
-    def create_trainers(
-        self, order: Order, tags: Mapping[str, str], token: str, price_max: float | None
-    ) -> FleetAnswer:
-        """Start all machines of the order, or none."""
-
-    def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> FleetAnswer:
-        """Start one on-demand machine."""
-
-    def terminate(self, ids: Sequence[str]) -> None:
-        """End these machines. Machines that no longer exist are not an error."""
-
-    def leftovers(self, marks: Mapping[str, str]) -> tuple[str, ...]:
-        """Ids of volumes, network interfaces and open spot requests with these tags."""
-
-    def spot_prices(self, types: Sequence[str]) -> tuple[Price, ...]:
-        """Newest spot prices in every zone of the region."""
-
-
 class Ec2:
-    """EC2 itself.
+    """EC2.
 
     Args:
         client: A boto3 EC2 client; None makes one from the environment.
@@ -106,11 +79,13 @@ class Ec2:
         self._client = client if client is not None else _client(file.region)
 
     def nodes(self, marks: Mapping[str, str]) -> tuple[Node, ...]:
+        """Every machine with all these tags, including terminated ones that EC2 still lists."""
         filters = [{"Name": f"tag:{name}", "Values": [value]} for name, value in marks.items()]
         pages = self._pages("describe_instances", "Reservations", Filters=filters)
         return tuple(_node(instance) for group in pages for instance in group["Instances"])
 
     def check_templates(self) -> None:
+        """Raise ConfigError if a launch template, its version, or its image does not exist."""
         for name, template in (
             ("trainer", self._file.trainer_launch_template),
             ("stager", self._file.stager_launch_template),
@@ -139,6 +114,7 @@ class Ec2:
     def create_trainers(
         self, order: Order, tags: Mapping[str, str], token: str, price_max: float | None
     ) -> FleetAnswer:
+        """Start all machines of the order, or none."""
         spot = order.nodes - order.on_demand
         same = {"SingleInstanceType": True, "SingleAvailabilityZone": True}
         template = _template(self._file.trainer_launch_template)
@@ -186,6 +162,7 @@ class Ec2:
         return FleetAnswer(ids)
 
     def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> FleetAnswer:
+        """Start one on-demand machine."""
         said = self._refusable(
             "run_instances",
             "the stager",
@@ -201,6 +178,7 @@ class Ec2:
         return FleetAnswer(tuple(instance["InstanceId"] for instance in said["Instances"]))
 
     def terminate(self, ids: Sequence[str]) -> None:
+        """End these machines. Machines that no longer exist are not an error."""
         if not ids:
             return
         try:
@@ -210,6 +188,7 @@ class Ec2:
                 raise
 
     def leftovers(self, marks: Mapping[str, str]) -> tuple[str, ...]:
+        """Ids of volumes, network interfaces and open spot requests with these tags."""
         filters = [{"Name": f"tag:{name}", "Values": [value]} for name, value in marks.items()]
         volumes = self._pages("describe_volumes", "Volumes", Filters=filters)
         interfaces = self._pages("describe_network_interfaces", "NetworkInterfaces", Filters=filters)
@@ -221,6 +200,7 @@ class Ec2:
         )
 
     def spot_prices(self, types: Sequence[str]) -> tuple[Price, ...]:
+        """Newest spot prices in every zone of the region."""
         found: dict[tuple[str, str], tuple[datetime, float]] = {}
         history = self._pages(
             "describe_spot_price_history",

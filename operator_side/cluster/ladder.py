@@ -1,4 +1,4 @@
-"""What to ask for next when EC2 says no: a pure decision.
+"""The next request when EC2 refuses one. Pure.
 
     no capacity:   other instance types ─► the next subnet (zone) ─► one node fewer ─► one on demand ─► give up
     spot quota:                                                      one node fewer ─► one node on demand ─► give up

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import BusyError, ConfigError, FencedError, PeerLost
-from operator_side.cluster.cloud import Cloud, Node
+from operator_side.cluster.cloud import Ec2, Node
 from operator_side.cluster.file import ClusterFile
 from operator_side.cluster.ladder import FleetWish, Order, first_order, next_order
 
@@ -35,7 +35,7 @@ _TOKEN_CHARACTERS = 48  # EC2 takes 64
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What the cluster may cost, in US dollars per hour.
+    """Largest price of the cluster, in US dollars per hour.
 
     Attributes:
         per_hour: Largest price of all machines, including the stager; None: no limit.
@@ -90,7 +90,7 @@ class Cluster:
     def __init__(
         self,
         file: ClusterFile,
-        cloud: Cloud,
+        cloud: Ec2,
         state: Path,
         *,
         clock: Callable[[], float] = time.time,
