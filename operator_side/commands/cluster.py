@@ -166,7 +166,7 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
 @_SLOTS
 @json_option
 def status(as_json: bool, path: Path, **options: Any) -> None:
-    """Show the machines of the cluster, what they cost, and which were taken away.
+    """Show the machines of the cluster, their prices, and the machines that were taken away.
 
     JSON: {"per_hour", "nodes": [as of up], "taken": [as of up, "reason"]}. per_hour is null where a price is not known.
     """

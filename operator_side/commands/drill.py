@@ -29,7 +29,7 @@ from operator_side.commands.options import (
 
 if TYPE_CHECKING:
     from operator_side.drill.findings import KillFinding
-    from operator_side.drill.play import DrillOutcome
+    from operator_side.drill.run_drill import DrillOutcome
 
 
 _FAILED_EXIT_CODE = 1
@@ -83,7 +83,7 @@ _FAILED_EXIT_CODE = 1
     type=click.Choice(["mpirun", "torchrun"]),
     default="mpirun",
     show_default=True,
-    help="What starts the ranks: `holdfast run`, which uses mpirun; or torchrun, beside a stager that stands alone.",
+    help="Launcher of the ranks: `holdfast run`, which uses mpirun; or torchrun, beside a standing stager.",
 )
 @COMMAND
 @json_option
@@ -93,8 +93,8 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
 
     SIGKILL goes in turn to one rank, to all ranks, to all ranks and the stager, and to the launcher (mpirun or
     torchrun); or to one rank after a preemption notice. Give COMMAND few steps and frequent checkpoints: it needs one
-    more checkpoint than kills. Each run has a store of its own, and no real store is touched; COMMAND's other writes do
-    take place.
+    more checkpoint than kills. Each run has a store of its own, and no real store is touched; COMMAND's other writes
+    happen.
 
     The drill passes if training resumes from the newest staged step each time, every later checkpoint equals that of
     the undisturbed run bit for bit, no sample is skipped or repeated (checked if the script uses ResumableSampler), and
@@ -104,10 +104,10 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
     JSON: {"passed", "seed", "directory", "kills": [{"number", "what", "after_step", "last_step", "resumed_from",
     "lost_steps", "lost_seconds", "phases", "notice", "compared": [step], "unequal": [step], "exact", "wrong": [text]}],
     "files_compared", "files_differ", "constant": [name], "samples": null or {"trained", "skipped", "repeated"},
-    "counters": [text], "measured": [name], "wrong": [text]}. `measured` was not compared: a clock has measured it.
+    "counters": [text], "measured": [name], "wrong": [text]}. `measured` names times, which are not compared.
     """
     from operator_side.drill.job import Setup
-    from operator_side.drill.play import check_folder, play
+    from operator_side.drill.run_drill import check_folder, run_drill
 
     given = folder is not None
     folder = folder or Path(tempfile.mkdtemp(prefix="holdfast-drill-"))
@@ -126,7 +126,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
         launcher=options["launcher"],
     )
     try:
-        outcome = play(
+        outcome = run_drill(
             setup,
             folder,
             kills=options["kills"],

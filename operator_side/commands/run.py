@@ -98,14 +98,14 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 )
 @count(
     "--crashes-max",
-    "Give up after this many equal crashes in a row without a newer checkpoint. As many crashes after the"
-    " restore of one checkpoint set that checkpoint aside first (--set-aside-max).",
+    "Give up after this many equal crashes in a row without a newer checkpoint. If they follow the restore of "
+    "one checkpoint, that checkpoint is set aside first (--set-aside-max).",
     2,
 )
 @count(
     "--set-aside-max",
-    "Largest number of checkpoints in a row to set aside because the job crashed --crashes-max times the "
-    "same way after the restore of each; the next attempt goes back to the one before. 0: none.",
+    "Largest number of checkpoints in a row to set aside because of equal crashes after the restore of each; the "
+    "next attempt resumes from the checkpoint before. 0: none.",
     2,
     least=0,
 )
@@ -134,8 +134,8 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     Start the command on the stager's machine, which must not be a spot machine. When ranks or their hosts are lost, the
     job is restarted on the hosts that are left, and resumes from the newest checkpoint. The same crash --crashes-max
     times in a row without a newer checkpoint counts as a bug: the command then ends and shows the end of the log of the
-    rank that crashed. As many crashes after the restore of one checkpoint set that checkpoint aside first: the job then
-    resumes from the checkpoint before it. This happens at most --set-aside-max times in a row.
+    rank that crashed. If these crashes follow the restore of one checkpoint, the command sets that checkpoint aside
+    first and resumes the job from the one before it, at most --set-aside-max times in a row.
     """
     from holdfast.command.output import say
     from holdfast.config import StagerConfig

@@ -1,4 +1,4 @@
-"""What a drill has shown of each kill, from the logs of the run. Pure.
+"""Results of a drill for each kill, from the logs of the run. Pure.
 
 diary   the last step before the kill, and which samples the loops got      events   what was staged before it
 status  lost ─► ended ─► launched ─► joined ─► restored ─► training         compare  the files after it
@@ -37,7 +37,7 @@ class KillFinding:
         staged_step: Newest step that was staged before the kill.
         lost_seconds: Seconds that these steps had taken before the kill.
         phases: Seconds from the kill to each mark of the resumption (`lost_seconds`, …), and `seconds` in all.
-        notice: What came of the notice; empty if there was none.
+        notice: Result of the notice; empty without a notice.
         compared: Steps whose files were compared with the reference, until the next kill.
     """
 

@@ -139,10 +139,10 @@ class DrillRun(abc.ABC):
         return "\n".join(text.splitlines()[-lines:])
 
     def _start(self, line: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        # The leash ties it to this process, so that a killed drill leaves nothing behind.
-        leash = [sys.executable, "-P", "-m", "operator_side.supervise.leash", str(os.getpid())]
+        # Tied to this process, so that a killed drill leaves nothing behind.
+        tied = [sys.executable, "-P", "-m", "operator_side.supervise.attempt", str(os.getpid())]
         return subprocess.Popen(
-            [*leash, *line], stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, env=env
+            [*tied, *line], stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, env=env
         )
 
     def _rank(self, rank: int) -> list[int]:
@@ -174,7 +174,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def parent_of(pid: int) -> int:
-    """The process that started this one; 0 if there is none any more."""
+    """The process that started this one; 0 if it is gone."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[_PARENT_FIELD])

@@ -119,7 +119,7 @@ class Sequence:
     def __init__(self, kills: Listed[Kill], *, notice_seconds: float) -> None:
         self._left = list(kills)
         self._notice_seconds = notice_seconds
-        self._has_staged = False  # before, a kill would only show that the script begins anew
+        self._has_staged = False  # before, a kill would only show that the script begins again
         self._trains = False  # every rank has done its first step since the last kill
         self._step, self._stepped_at = -1, 0.0
         self._step_seconds = 0.0

@@ -153,7 +153,7 @@ class TorchrunRun(DrillRun):
         self._end_stager()
 
     def _end_stager(self) -> None:
-        """What is staged goes into the store first."""
+        """Staged checkpoints go into the store first."""
         if self._stager.poll() is None:
             self._flusher.let_go()
             end(self._stager)

@@ -1,4 +1,4 @@
-"""What a run's time went into: new work, work done twice, stalls, getting back. Pure arithmetic on attempts.
+"""How a run's time was used: new work, work done twice, stalls, getting back. Pure arithmetic on attempts.
 
     launched ─starting─► training ─────────────► lost ─getting back─► training ────► ended ─nobody ran it─► launched
                              saved │◄─ done twice ─►│
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from holdfast.telemetry.rows import CheckpointRow
 from operator_side.report.attempts import ReportedAttempt
 from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_trainers
-from operator_side.status.picture import Interval, interval_of
+from operator_side.status.run_status import Interval, interval_of
 
 _HOUR_SECONDS = 3600.0
 _SAME_SECONDS = 0.001

@@ -142,7 +142,7 @@ def _rates(rows: Iterable[CheckpointRow], seconds: str) -> list[float]:
 
 
 def _worst_ranks(row: CheckpointRow) -> list[tuple[int, RankTimes]]:
-    """Those with the longest stalls, by number."""
+    """The ranks with the longest stalls, by number."""
     return sorted(
         sorted(row.ranks.items(), key=lambda one: one[1].seconds.get("cst_seconds", 0.0))[-_RANKS_MAX:]
     )

@@ -1,6 +1,6 @@
-"""What was measured of each way to checkpoint: a JSON file, or the figures that this tree's benchmarks left.
+"""Measured costs of each way to checkpoint: a JSON file, or the figures that this tree's benchmarks left.
 
-No figure stands in the code. What does is how a way works: how many checkpoints it has under way, whether a node keeps
+The code has no figures, only how each way works: how many checkpoints it has under way, whether a node keeps
 what is staged, whether it acts on a notice.
 
     {"source": "…", "iteration_seconds": 0.2, "restart_seconds": 17, "strategies": {"holdfast": {

@@ -1,4 +1,4 @@
-"""What a checkpoint comes to at a size that nobody has at hand: messages, journal, memory, and the stager's network.
+"""Costs of a checkpoint at a size too large to try: messages, journal, memory, and the stager's network.
 
     Shape (ranks, image, chunk) ─► Load: what one checkpoint is made of
     rates in and out, memory    ─► Ring: how large, and when all of it is staged
@@ -81,7 +81,7 @@ class Load:
 
     @staticmethod
     def control_messages(ranks: int, frames: int) -> int:
-        """Most messages to and from the stager for so many frames of all ranks together."""
+        """Largest number of messages to and from the stager for this number of frames of all ranks."""
         return _MESSAGES_PER_RANK * ranks + _MESSAGES_PER_FRAME * frames
 
 

@@ -1,7 +1,7 @@
-"""What the replays come to: goodput by interval, total time by MTBF, and money.
+"""Results of the replays: goodput by interval, total time by MTBF, and money.
 
 Goodput (PCcheck, figs. 2 and 9) is useful iterations in a window of a trace, as a share of what the ideal reaches in
-the same window. Total time (LightCheck, fig. 9 and table II) is from the begin until so many iterations are done, under
+the same window. Total time (LightCheck, fig. 9 and table II) is from the begin until all iterations are done, under
 made-up losses. Each figure has its spread over windows: median, least, greatest.
 """
 

@@ -1,4 +1,4 @@
-"""What was asked for, checked; and what a trace came to."""
+"""The checked options of `holdfast simulate`, and the results of one trace."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StudyPlan:
     """The traces' replays that were asked for.
 
     Attributes:
-        profile, leads_seconds: What was measured, and the notices to try.
+        profile, leads_seconds: Measured costs, and the notice times to try.
         nodes: Number of machines of the job; None: as many as a trace ever has.
         nodes_min: Smallest number of machines that it runs with.
         offsets, seed: How many windows or made-up traces, and from which seed.

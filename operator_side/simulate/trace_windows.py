@@ -1,4 +1,4 @@
-"""What the replay walks through: events by place, one column for each window of a trace.
+"""Events that the replay walks through, by place; one column for each window of a trace.
 
 Many windows of one trace, begun at seeded offsets, give the spread of a figure; nothing is wrapped around, so no loss
 is invented. Columns are of different length; short ones are filled up with events at the end at which nothing happens.

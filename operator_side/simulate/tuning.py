@@ -1,4 +1,4 @@
-"""From what was measured to settings: which, and why. What comes out is the text of a `holdfast.toml`.
+"""Settings with their reasons from measured costs: the text of a `holdfast.toml`.
 
 Profile ─► places (N with the least time to durable / N) ─► Cost ─┐
 trace or MTBF, prices ────────────────────────────────────► Hazard ┴─► Advice: the interval

@@ -1,4 +1,4 @@
-"""What a kill right now would lose: steps, seconds, dollars. Pure arithmetic on what is known of a run.
+"""The loss if the run were killed now: steps, seconds, dollars. Pure arithmetic.
 
     work ──────────saved────────────saved──────────now
                      │ newest durable │ newest staged
@@ -55,7 +55,7 @@ class Lost:
         steps: Lost steps; None: not known.
         is_estimate: Whether the steps since the newest save are estimated.
         dollars: Price of the lost time; None without a price.
-        since_step: The step that training would resume from; None: it would begin anew.
+        since_step: The step that training would resume from; None: the beginning.
     """
 
     steps: int | None

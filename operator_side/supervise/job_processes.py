@@ -72,7 +72,7 @@ class JobProcesses:
         wait_readable([wakes, *(self._attempt.descriptors if self._attempt else [])], seconds)
 
     def hear(self) -> tuple[list[Report], int | None]:
-        """What the processes have reported, and the exit status of mpirun if it has just ended."""
+        """Reports of the processes, and the exit status of mpirun if it has just ended."""
         attempt, output = self._attempt, self._output
         if attempt is None or output is None:
             return [], None

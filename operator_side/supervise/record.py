@@ -1,4 +1,4 @@
-"""What is known of the running attempt: which processes began, ended or are silent, and which hosts are gone.
+"""Facts about the running attempt: which processes began, ended or are silent, and which hosts are gone.
 
 A host counts as gone when two looks in a row missed it: a single failed ssh ends no attempt.
 """
@@ -23,7 +23,7 @@ class RunRecord:
         began: Host of each process that has begun, by rank.
         met: Whether all ranks and the stager have joined.
         restored_from: The checkpoint that every rank has restored; None before that, and in a new run.
-        before: The checkpoint that they would restore if that one were set aside; None: there is none.
+        before: The checkpoint that they would restore if that one were set aside, if any.
         staged_step: The highest step that this attempt has staged; -1: none.
         lost_first: Ranks that the stager lost before any process had reported a failure of its own.
         silent_since: Ranks that the stager does not hear, and since when.

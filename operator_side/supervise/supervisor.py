@@ -53,7 +53,7 @@ class FleetWatch(threading.Thread):
     """Asks the fleet for its hosts, in a thread of its own: at intervals, and at once when told to.
 
     Attributes:
-        replace: So many more slots are asked for at each look.
+        replace: Number of further slots to ask for at each look.
     """
 
     def __init__(self, fleet: Fleet, poll_seconds: float) -> None:
@@ -74,7 +74,7 @@ class FleetWatch(threading.Thread):
         return self._answers
 
     def take(self) -> Iterator[tuple[Host, ...] | None]:
-        """What was seen since the last call."""
+        """Events since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._answers)
         while not self._seen.empty():

@@ -16,8 +16,8 @@
     no process ever began                                   unlaunched
 
 The order matters. When one rank is killed, the others end with exceptions about broken connections; and a host that
-vanished reports nothing, while the ranks of the other hosts crash. So causes from outside come before crashes, and an
-unreported death comes before the errors of the processes that survived it.
+vanished reports nothing, while the ranks of the other hosts crash. Causes from outside therefore come before crashes,
+and an unreported death comes before the errors of the processes that survived it.
 """
 
 from __future__ import annotations

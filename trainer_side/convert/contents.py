@@ -37,7 +37,7 @@ class Contents:
         only: A name at the top of the state: of the tree, nothing but what is under it.
 
     Attributes:
-        names: Of what the tree has by number only; their paths begin at the top of the state.
+        names: Names of objects that the tree has by number only; their paths begin at the top of the state.
 
     Raises:
         DamageError: The file is not as it was written.

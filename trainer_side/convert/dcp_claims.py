@@ -1,4 +1,4 @@
-"""What the metadata of a DCP folder claims, held against the files that are there, before memory is taken for it.
+"""Checks the metadata of a DCP folder against its files before memory is allocated for it.
 
     each place      its file is there and reaches so far; all together claim no byte twice; it is a torch file, unpacked
     each tensor     its chunks lie in it and make it up, each element once; each chunk has its bytes in its place
@@ -86,7 +86,7 @@ def _check_file(path: Path, places: list[tuple[int, int]]) -> None:
         if offset + length > file_bytes:
             raise DamageError(
                 f"{path}: the file has {file_bytes} bytes, and the metadata claims {length} bytes at byte {offset}; "
-                "copy it anew from where it was written"
+                "copy it again from where it was written"
             )
         if offset < free:
             raise DamageError(
@@ -123,7 +123,7 @@ class _FilePart:
         data = self._file.read(buffer.nbytes)
         if len(data) < buffer.nbytes:
             raise DamageError(
-                f"{name}: the file ends {buffer.nbytes - len(data)} bytes early; copy the folder anew"
+                f"{name}: the file ends {buffer.nbytes - len(data)} bytes early; copy the folder again"
             )
         buffer[:] = data
 
@@ -146,7 +146,7 @@ def _check_tensor(folder: Path, name: str, record: TensorStorageMetadata, places
         if nbytes > there:
             raise DamageError(
                 f"{folder}: {name!r:.200}: a chunk of {region.size} takes {nbytes} bytes, and the metadata has {there} "
-                "bytes for it; save the checkpoint anew with dcp.save"
+                "bytes for it; save the checkpoint again with dcp.save"
             )
         if region.numel:
             regions.append(region)
@@ -159,18 +159,18 @@ def _check_tiling(what: str, size: tuple[int, ...], regions: list[Region]) -> No
     if len(regions) > _ODD_CHUNKS_MAX:
         raise DamageError(
             f"{what}: the tensor of {size} is in {len(regions)} chunks that are no grid, expected at most "
-            f"{_ODD_CHUNKS_MAX}; save the checkpoint anew with dcp.save"
+            f"{_ODD_CHUNKS_MAX}; save the checkpoint again with dcp.save"
         )
     both = overlap(regions)
     if both is not None:
         one, other = (regions[number] for number in both)
         raise DamageError(
             f"{what}: the chunks {one} and {other} overlap, so the tensor of {size} has two values in one place; save "
-            "the checkpoint anew with dcp.save"
+            "the checkpoint again with dcp.save"
         )
     found = sum(region.numel for region in regions)
     if found != math.prod(size):
         raise DamageError(
             f"{what}: the tensor of {size} has {math.prod(size)} elements, its chunks have {found}; save the "
-            "checkpoint anew with dcp.save"
+            "checkpoint again with dcp.save"
         )

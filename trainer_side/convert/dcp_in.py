@@ -56,11 +56,11 @@ _RECORDS = {
 
 
 class DcpState(NamedTuple):
-    """What is in a folder.
+    """Contents of a folder.
 
     Attributes:
         tree: The state; the memory of its tensors means nothing.
-        stored: What has their bytes.
+        stored: Sources of their bytes.
     """
 
     tree: dict[str, Any]
@@ -111,7 +111,7 @@ def _explained(folder: Path, error: BaseException) -> BaseException:
         cause = str(error).rsplit("WeightsUnpickler error:", 1)[-1].strip().split("\n", 1)[0]
         return StateError(
             f"{folder}: holds what is not read without running code ({cause}); where you trust it, dcp.load it, and "
-            "save its tensors and plain values anew"
+            "save its tensors and plain values again"
         )
     return DamageError(f"{folder}: not a checkpoint that DCP reads: {error}")
 

@@ -18,7 +18,7 @@ _BYTES_MAX = 1 << 28
 
 
 class DcpNames(NamedTuple):
-    """What the file says.
+    """Contents of the file.
 
     Attributes:
         only: The part of the state that is in the folder, by name; None: all of it.

@@ -33,7 +33,7 @@ class _StoredPart(NamedTuple):
 
     Attributes:
         offset: In the file: of its first byte, or of what torch.save wrote.
-        length: Of what torch.save wrote; 0: the bytes lie in the file as the tensor has them.
+        length: Length of the part that torch.save wrote; 0: the bytes lie in the file as the tensor has them.
     """
 
     path: Path
@@ -100,7 +100,7 @@ class StoredTensor:
                 count = file.readinto(view[done:])
                 if not count:
                     raise DamageError(
-                        f"{part.path}: the file has become shorter while it was read; copy the folder anew"
+                        f"{part.path}: the file has become shorter while it was read; copy the folder again"
                     )
                 done += count
 
@@ -117,7 +117,7 @@ class StoredTensor:
         except OSError:
             raise
         except NOT_READABLE as error:
-            raise DamageError(f"{what}: not what DCP reads: {error}; copy the folder anew") from error
+            raise DamageError(f"{what}: not what DCP reads: {error}; copy the folder again") from error
 
 
 class Patterns:
@@ -173,7 +173,7 @@ def _part(path: Path, offset: int, length: int, region: Region, dtype: torch.dty
             found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise DamageError(
                 f"{what}: holds {found}, and the metadata has a part of {list(region.size)} there; save the checkpoint "
-                "anew with dcp.save"
+                "again with dcp.save"
             )
         as_it_lies = (
             type(tensor) is torch.Tensor
@@ -190,6 +190,6 @@ def _part(path: Path, offset: int, length: int, region: Region, dtype: torch.dty
         begin = reader.get_record_offset(_STORAGE) + int(tensor.storage_offset()) * tensor.itemsize
         if begin + tensor.nbytes > length:
             raise DamageError(
-                f"{what}: its tensor of {tensor.nbytes} bytes ends behind it; copy the folder anew"
+                f"{what}: its tensor of {tensor.nbytes} bytes ends behind it; copy the folder again"
             )
         return _StoredPart(path, offset + begin)

@@ -35,7 +35,7 @@ class ImportedState:
     """A state that was read, ready to be published. See `holdfast.command.converters.ImportSource`.
 
     Args:
-        stored: What has the bytes of tensors that are not in memory.
+        stored: Sources of the bytes of tensors that are not in memory.
 
     Raises:
         StateError: It cannot be saved; names the path.
@@ -82,7 +82,7 @@ def open_import_source(
 
     Raises:
         ConfigError: It cannot be read, or there is no such name.
-        DamageError: It is none of the formats.
+        DamageError: It has another format.
         StateError: It holds what `torch.load(weights_only=True)` does not take, or has no names.
     """
     try:
@@ -117,7 +117,7 @@ def _moved(
 
 
 class _Loaded(NamedTuple):
-    """What was read: the format, the tree, the part of a state that it is, what has bytes of it, and its names."""
+    """A file that was read: format, tree, part of the state, sources of its bytes, and its names."""
 
     kind: str
     tree: Any

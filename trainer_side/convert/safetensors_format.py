@@ -2,7 +2,7 @@
 
     u64 little-endian: bytes of the header │ {"name": {"dtype", "shape", "data_offsets"}, …, "__metadata__"} │ bytes …
 
-Each tensor is dense and in row-major order; no gaps, no two in one place. What else a state holds stands in
+Each tensor is dense and in row-major order; no gaps, no two in one place. All other values of a state are in
 `__metadata__`, text to text, under `holdfast`.
 """
 

@@ -32,11 +32,11 @@ _EXTENT_END = 1 << 63
 
 
 class SafetensorsState(NamedTuple):
-    """What is in a file.
+    """Contents of a file.
 
     Attributes:
         only: The name that the part had in the state (`--only`).
-        names: Of what has numbers in it; their paths begin at the top of the state.
+        names: Names of numbered objects; their paths begin at the top of the state.
     """
 
     tree: Any
@@ -60,7 +60,7 @@ def read_safetensors(path: Path) -> SafetensorsState:
         if header_bytes > HEADER_BYTES_MAX or base > len(memory):
             raise DamageError(
                 f"{path}: the file says that its header takes {header_bytes} bytes, but it has only {len(memory)} "
-                f"bytes, of which a header takes at most {HEADER_BYTES_MAX}; copy it anew, or find out who wrote it"
+                f"bytes, of which a header takes at most {HEADER_BYTES_MAX}; copy it again, or find out who wrote it"
             )
         header = _json(memory[LENGTH_BYTES:base])
         metadata = header.pop(METADATA, {})

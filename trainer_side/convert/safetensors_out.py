@@ -3,7 +3,7 @@
     names, dtypes, shapes ─► header ─► file of its full size
     each storage of the image ─► windows, under its CRC-32 ─► to where its tensors lie in the file
 
-A tensor that is not dense in its storage (a view with gaps, a transpose) is laid out anew, and for that its storage is
+A tensor that is not dense in its storage (a view with gaps, a transpose) is copied, and for that its storage is
 in memory, one at a time for each reader.
 
 Written here and not by the library, which wants all tensors in memory at once.

@@ -119,7 +119,7 @@ def store_errors(place: str, what: str) -> Iterator[None]:
 class StoreMailbox:
     """Messages among the ranks through the store: `RanksPort` and `CouncilPort`. One thread at a time.
 
-    Each rank has one key. Who sends appends a line to it; its owner takes all lines at once. A look at it costs one
+    Each rank has one key. A sender appends a line to it; its owner takes all lines at once. A look at it costs one
     round trip, and the fewer messages come, the fewer looks there are.
 
     Args:
@@ -192,7 +192,7 @@ def append(store: Any, key: str, line: str) -> None:
 
 
 def take(store: Store, key: str) -> str:
-    """What was appended to a key, which is empty from then on; empty if nothing was."""
+    """Take the text that was appended to a key; the key is empty afterwards."""
     text = store.compare_set(key, "", "")  # reads, and makes a key that is not there
     while text:
         now = store.compare_set(key, text.decode(), "")

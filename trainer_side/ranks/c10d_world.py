@@ -4,7 +4,7 @@
     rank r:  "r is here"       ──► store ──► rank 0: all are here; their hosts
 
 A store may outlive the ranks (torchrun's agent serves it), and so has what earlier starts of the job have left in it.
-So every key lies under the incarnation, which rank 0 draws anew; nobody but a living rank 0 answers a nonce.
+Every key therefore lies under the incarnation, which rank 0 draws at each start; only a living rank 0 answers a nonce.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LEAVE_SECONDS_MAX = 5.0
 _LINGER_SECONDS_MAX = 3.0
 _SLACK_SECONDS = 5.0
 _LOOPBACK = ("127.", "localhost:", "::1", "[::1]")
-_NAMED = 8  # of many ranks that are missing, so many are named
+_NAMED = 8  # most missing ranks that are named
 
 
 class C10dWorld:
@@ -216,7 +216,7 @@ class _Met(NamedTuple):
 
 
 def _launch(place: str) -> str:
-    """What rank 0 calls this job: the same when its launcher starts the ranks again, and another one for other jobs."""
+    """Name of this job: the same when its launcher starts the ranks again, and different for other jobs."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return run_id

@@ -54,7 +54,7 @@ class Connector:
     """See the module. Any thread.
 
     Args:
-        key: Of the run; None: that of a stager of this user on this machine (holdfast/stager_key.py).
+        key: Key of the run; None: that of a stager of this user on this machine (holdfast/stager_key.py).
         rank: This rank, of `ranks`.
         tls: The stager must speak TLS; None: it must not.
 

@@ -23,12 +23,12 @@ def within(
     Args:
         call: The call.
         seconds_max: How long it may take.
-        name: Of the thread.
+        name: Name of the thread.
         late: Gets what it returns after all.
 
     Raises:
         TimeoutError: It has not returned in time.
-        BaseException: What the call raised.
+        BaseException: The exception of the call.
     """
     done, guard = threading.Event(), threading.Lock()
     found: list[_T] = []

@@ -34,7 +34,7 @@ def _finalize() -> None:
     if mpi4py.rc.finalize is not False or not MPI.Is_initialized() or MPI.Is_finalized() or given_up():
         return
     # With an exception that nobody caught: the others may still work, and wait for this rank in a collective call of
-    # their own. Who waits for them without end hangs the job; who ends is seen.
+    # their own. Waiting for them without end would hang the job; a rank that ends is seen.
     failed = hasattr(sys, "last_value")
     if failed and MpiWorld.joined() is None:
         return  # nobody has met anybody yet

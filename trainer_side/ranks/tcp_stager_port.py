@@ -94,7 +94,7 @@ class TcpStagerPort:
 
         Args:
             address: `HOST:PORT`.
-            key: Of the run; None: that of a stager of this user on this machine.
+            key: Key of the run; None: that of a stager of this user on this machine.
             rank: This rank.
             ranks: How many there are.
             launch: Names the launcher's job.

@@ -1,6 +1,6 @@
-"""One picture of a run, put together from what stager, flusher, ring and store say. Pure.
+"""One status of a run, put together from what stager, flusher, ring and store say. Pure.
 
-Each checkpoint is known by (attempt, step) to all of them. What two say differently is taken from who is nearer: the
+Each checkpoint is known by (attempt, step) to all of them. If two sources disagree, the closer one wins: the
 ring for bytes, the stager for ranks, whoever says that `save()` was earlier for its time.
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
 from holdfast.telemetry.rows import StoredCheckpoint
@@ -24,10 +24,6 @@ from holdfast.telemetry.status_document import (
 )
 from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_node, lost_with_trainers
 from operator_side.status.ring_files import RingCheckpoint, RingLook
-
-if TYPE_CHECKING:
-    pass
-
 
 Key = tuple[int, int]
 LEVELS = ("staged", "durable", "verified")
@@ -106,7 +102,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class RunStatus:
     """All facts about a run. Lists have the newest last, but `ranks` has the worst first.
 
     Attributes:
@@ -180,7 +176,7 @@ class RunEvidence:
     Attributes:
         flusher_said: Answer of the flusher; None: it gave none.
         stager_said: Answer of the stager; None: it gave none.
-        ring: The ring, from its files; None: there is none.
+        ring: The ring, from its files, if any.
         stored: Checkpoints in the store, as far as it was read.
         notes: Sentences on what could not be found out.
     """
@@ -196,8 +192,8 @@ class RunEvidence:
 
 def compose(
     run: str, now_unix: float, found: RunEvidence, *, dollars_per_hour: float | None = None
-) -> Picture:
-    """Put the picture together from what was found.
+) -> RunStatus:
+    """Put the status together from what was found.
 
     Args:
         run: URL of the run, or another name for it.
@@ -229,7 +225,7 @@ def compose(
         dollars_per_hour=dollars_per_hour,
     )
     said = stager_said or flusher_said
-    return Picture(
+    return RunStatus(
         run=run,
         now_unix=now_unix,
         attempt=attempt,

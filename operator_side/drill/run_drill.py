@@ -68,7 +68,7 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"--dir {folder}: {what}; name a directory that is new or empty")
 
 
-def play(
+def run_drill(
     setup: Setup,
     folder: Path,
     *,
@@ -142,7 +142,7 @@ def disturb(
     *,
     steps: int = 0,
 ) -> list[Struck]:
-    """Follow a run of so many steps to its end and kill it as planned. Returns the kills that came, in order.
+    """Follow a run to its end and kill it as planned. Returns the kills that came, in order.
 
     None comes before the run has staged a checkpoint: there would be nothing to resume from.
 

@@ -1,7 +1,7 @@
-"""One look at a run: asks stager and flusher, reads ring and store, and gives the picture. All I/O of the command.
+"""One look at a run: asks stager and flusher, reads ring and store, and gives the status. All I/O of the command.
 
 runtime directory ─► stager, flusher (telemetry/status_socket.py) ─┐
-                   └► ring (ring_files.py) ────────────────────────┼─► compose ─► Picture
+                   └► ring (ring_files.py) ────────────────────────┼─► compose ─► RunStatus
 store ─► newest manifests, when no flusher answers ────────────────┘
 """
 
@@ -20,8 +20,8 @@ from holdfast.ring.doorbell import SOCKET_NAME
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import StatusDocument
 from holdfast.telemetry.status_socket import ask, socket_path
-from operator_side.status.picture import Peer, Picture, RunEvidence, compose
 from operator_side.status.ring_files import RingFiles, RingLook
+from operator_side.status.run_status import Peer, RunEvidence, RunStatus, compose
 
 if TYPE_CHECKING:
     from holdfast.store.base import Store
@@ -76,8 +76,8 @@ class RunWatch:
         self._store_again_at = 0.0
         self._has_looked = self._has_writer = False
 
-    def look(self) -> Picture:
-        """The picture of the run now.
+    def look(self) -> RunStatus:
+        """The status of the run now.
 
         Raises:
             StoreMissing: There is no ring, no process answers, and the store is empty.

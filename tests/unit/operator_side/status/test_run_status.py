@@ -1,4 +1,4 @@
-"""One picture of what several say; and how it looks on 80 columns, without colour, and with many ranks."""
+"""One status of what several say; and how it looks on 80 columns, without colour, and with many ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.console import Console
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import CheckpointSaid, RankSaid, StatusDocument, StatusLine
 from operator_side.commands.status_output import bar, render, spark
-from operator_side.status.picture import Interval, Peer, Picture, RunEvidence, compose
 from operator_side.status.ring_files import RingCheckpoint, RingLook
+from operator_side.status.run_status import Interval, Peer, RunEvidence, RunStatus, compose
 from tests.support.checkpoints import manifest_of, small_image
 
 NOW = 10_000.0
@@ -53,23 +53,23 @@ def in_ring(step: int, state: Any = "staged", **more: Any) -> RingCheckpoint:
     return RingCheckpoint(1, step, state, 40960, 12288, 8192, more)
 
 
-def picture(**more: Any) -> Picture:
+def status(**more: Any) -> RunStatus:
     price = more.pop("dollars_per_hour", None)
     return compose("r", NOW, RunEvidence(**{"flusher": HERE, "stager": HERE, **more}), dollars_per_hour=price)
 
 
-def steps(found: Picture) -> dict[str, int]:
+def steps(found: RunStatus) -> dict[str, int]:
     return {name: level.step for name, level in found.levels.items()}
 
 
-def shown(found: Picture, *, width: int = 80, ascii_only: bool = False, height: int | None = None) -> str:
+def shown(found: RunStatus, *, width: int = 80, ascii_only: bool = False, height: int | None = None) -> str:
     out = Console(file=io.StringIO(), width=width, force_terminal=False, color_system=None)
     out.print(render(found, ascii_only=ascii_only, height=height))
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
 
 
-def many(ranks: int = 64, flights: int = 100) -> Picture:
+def many(ranks: int = 64, flights: int = 100) -> RunStatus:
     """A run with all that there can be, long names among it."""
     long = "x" * 300
     rows = [
@@ -90,7 +90,7 @@ def many(ranks: int = 64, flights: int = 100) -> Picture:
     )
     flusher = said("flusher", checkpoint(199, held="no room: " + long), stager_attached=True)
     lying = ring(*(in_ring(100 + n, ranks={}) for n in range(flights)))
-    return picture(
+    return status(
         stager_said=stager,
         flusher_said=flusher,
         ring=lying,
@@ -108,18 +108,18 @@ def many(ranks: int = 64, flights: int = 100) -> Picture:
     ],
 )
 def test_it_says_whether_what_the_ranks_send_is_encrypted(transport: str, words: str) -> None:
-    found = picture(stager_said=said("stager", transport=transport))
+    found = status(stager_said=said("stager", transport=transport))
     assert found.document()["transport"] == transport
     assert words in shown(found, width=120)
 
 
 def test_a_stager_that_waits_for_a_job_says_where_and_nothing_of_a_loss() -> None:
-    found = picture(stager_said=said("stager", waits_at="10.0.0.1:7700"), ring=ring())
+    found = status(stager_said=said("stager", waits_at="10.0.0.1:7700"), ring=ring())
     assert not found.is_running
     text = shown(found, width=120)
     assert "stager process 4711 waits for a job at 10.0.0.1:7700; " in text
     assert "LOSES" not in text
-    staged = picture(stager_said=said("stager", waits_at="10.0.0.1:7700"), ring=ring(in_ring(95)))
+    staged = status(stager_said=said("stager", waits_at="10.0.0.1:7700"), ring=ring(in_ring(95)))
     assert "LOSES" in shown(staged), "a step that only the ring has is at risk without a job, too"
 
 
@@ -127,7 +127,7 @@ def test_a_stager_that_waits_for_a_job_says_where_and_nothing_of_a_loss() -> Non
 
 
 def test_each_tells_what_it_knows_best() -> None:
-    found = picture(
+    found = status(
         flusher_said=said("flusher", done(20, read_back="verified"), done(30)),
         stager_said=said(
             "stager", checkpoint(40, saved_at_unix=NOW - 60, staged_at_unix=NOW - 59, pgt1_seconds=1.0)
@@ -145,16 +145,16 @@ def test_each_tells_what_it_knows_best() -> None:
 
 def test_a_bad_one_and_one_that_was_given_up_do_not_count() -> None:
     rows = (done(20), done(30, read_back="bad"), checkpoint(40, staged_at_unix=NOW - 1, failed="lost"))
-    assert steps(picture(flusher_said=said("flusher", *rows))) == {"staged": 20, "durable": 20}
+    assert steps(status(flusher_said=said("flusher", *rows))) == {"staged": 20, "durable": 20}
 
 
 def test_a_later_attempt_is_newer_though_its_step_is_lower() -> None:
     rows = (done(90), done(20).model_copy(update={"attempt": 2}))
-    assert steps(picture(flusher_said=said("flusher", *rows)))["durable"] == 20
+    assert steps(status(flusher_said=said("flusher", *rows)))["durable"] == 20
 
 
 def test_of_two_times_of_one_save_the_earlier_is_taken() -> None:
-    found = picture(
+    found = status(
         flusher_said=said("flusher", checkpoint(5, saved_at_unix=NOW - 1, durable_at_unix=NOW - 1)),
         stager_said=said(
             "stager", checkpoint(5, saved_at_unix=NOW - 9, staged_at_unix=NOW - 8), ranks=[{"rank": 0}]
@@ -168,7 +168,7 @@ def test_without_a_flusher_the_store_and_the_ring_tell() -> None:
         1, 20, "verified", 100, NOW - 50, NOW - 55, 1.0, 5.0, {"ranks": {"0": {"cst_seconds": 0.5}}}
     )
     staged = in_ring(30, ranks={"0": {"saved_at_unix": NOW - 40}}, stager={"staged_at_unix": NOW - 39})
-    found = picture(flusher=GONE, stager=GONE, ring=ring(staged), stored=[stored])
+    found = status(flusher=GONE, stager=GONE, ring=ring(staged), stored=[stored])
     assert steps(found) == {"staged": 30, "durable": 20, "verified": 20}
     assert (found.is_running, found.loss_trainers.seconds, found.loss_node.seconds) == (False, 0, 15)
     assert found.stall.last == 0.5
@@ -176,28 +176,28 @@ def test_without_a_flusher_the_store_and_the_ring_tell() -> None:
 
 def test_a_job_whose_ranks_have_all_gone_does_not_run() -> None:
     lost = said("stager", ranks=[{"rank": 0, "state": "lost"}, {"rank": 1, "state": "left"}])
-    assert not picture(stager_said=lost).is_running
-    assert picture(stager_said=said("stager", ranks=[{"rank": 0, "state": "silent"}])).is_running
+    assert not status(stager_said=lost).is_running
+    assert status(stager_said=said("stager", ranks=[{"rank": 0, "state": "silent"}])).is_running
 
 
 def test_the_interval_is_that_of_the_last_two_saves_of_one_job() -> None:
-    found = picture(flusher_said=said("flusher", done(20), done(30), done(45)))
+    found = status(flusher_said=said("flusher", done(20), done(30), done(45)))
     assert found.interval == Interval(15, 15.0)
     restarted = done(10).model_copy(update={"attempt": 2})
-    assert picture(flusher_said=said("flusher", done(20), restarted)).interval is None
+    assert status(flusher_said=said("flusher", done(20), restarted)).interval is None
 
 
 def test_the_interval_has_the_stagers_reason_and_none_from_one_that_says_none() -> None:
     why = "every 15 steps: 0.9 % stall, expected loss 38 s per preemption"
     flusher, line = said("flusher", done(30), done(45)), "interval: every 15 steps or 15.0 s"
-    found = picture(flusher_said=flusher, stager_said=said("stager", interval_why=why))
+    found = status(flusher_said=flusher, stager_said=said("stager", interval_why=why))
     assert found.interval == Interval(15, 15.0, why)
     assert found.document()["interval"]["why"] == why
     assert f"{line}, from the last two saves\n  auto: 0.9 % stall, expected loss 38 s" in shown(found)
     another = said("stager", interval_why="every 41 steps: 0.1 % stall")
-    assert "auto: every 41 steps: 0.1 % stall" in shown(picture(flusher_said=flusher, stager_said=another))
+    assert "auto: every 41 steps: 0.1 % stall" in shown(status(flusher_said=flusher, stager_said=another))
     for older in (said("stager"), None):
-        found = picture(flusher_said=flusher, stager_said=older)
+        found = status(flusher_said=flusher, stager_said=older)
         assert found.interval == Interval(15, 15.0)
         assert line in shown(found)
         assert "auto" not in shown(found)
@@ -217,7 +217,7 @@ def test_the_document_is_json_and_has_all_of_it() -> None:
     }
     assert len(found["ranks"]) == 64
     assert found["flights"][0]["step"] == 100
-    assert picture().document()["ring"] is None
+    assert status().document()["ring"] is None
 
 
 def test_every_field_of_the_document_is_in_the_page() -> None:
@@ -238,7 +238,7 @@ def test_every_field_of_the_document_is_in_the_page() -> None:
 
 def test_it_says_what_a_newcomer_wants_to_know() -> None:
     text = shown(
-        picture(
+        status(
             stager_said=said("stager", done(90), ranks=[{"rank": 0, "host": "spot-7", "step": 90}]),
             ring=ring(in_ring(95, "receiving")),
             dollars_per_hour=3600.0,
@@ -313,7 +313,7 @@ def test_words_from_outside_do_not_steer_the_terminal() -> None:
 
 
 def test_a_run_of_which_nothing_is_known_is_drawn_too() -> None:
-    text = shown(picture(flusher=GONE, stager=GONE))
+    text = shown(status(flusher=GONE, stager=GONE))
     assert "no stager; no flusher" in text
     assert "no training job" in text
 
