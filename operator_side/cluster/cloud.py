@@ -25,7 +25,6 @@ class Node:
 
     Attributes:
         state: State in EC2: `pending`, `running`, `shutting-down`, `terminated`, …
-        address: Private address; empty at first.
         is_spot: Whether it is a spot instance; otherwise it is on demand.
         reason: State reason in EC2, such as `Server.SpotInstanceTermination`.
     """

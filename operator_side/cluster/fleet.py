@@ -20,8 +20,6 @@ class Ec2Fleet:
     """The running trainers as hosts. Lost trainers are replaced in the same zone.
 
     Args:
-        cluster: Asks EC2 for replacements.
-        cloud: EC2.
         wish: What `up` was asked for, to replace lost trainers; None: they are not replaced.
     """
 

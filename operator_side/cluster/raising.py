@@ -67,7 +67,6 @@ class Standing:
     """The cluster at this moment.
 
     Attributes:
-        taken: Nodes that EC2 took away.
         per_hour: Price in US dollars per hour at the newest spot prices; None if a price is not known.
     """
 
@@ -81,10 +80,7 @@ class Cluster:
     """The machines of one run.
 
     Args:
-        cloud: EC2.
         state: File that records the generation of an unfinished `up`.
-        clock: Unix seconds.
-        sleep: Waits for some seconds.
     """
 
     def __init__(

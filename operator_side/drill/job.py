@@ -48,9 +48,7 @@ class Setup:
     """The job of a drill.
 
     Attributes:
-        options: Further options for `holdfast run`.
         notice_seconds: Time from a notice to the kill, as told to the ranks.
-        launcher: `mpirun` or `torchrun`.
     """
 
     command: Sequence[str]

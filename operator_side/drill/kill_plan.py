@@ -63,13 +63,6 @@ class Kill:
 def plan(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[int]) -> list[Kill]:
     """Draw the kills. The same arguments give the same kills.
 
-    Args:
-        seed: Seed of the random choice.
-        kills: Number of kills.
-        ways: `notice`, `none`, or `both` in turn; or `wrapper`.
-        ranks: Number of training ranks.
-        checkpoints: Steps that the reference run saved.
-
     Raises:
         ConfigError: The run has too few checkpoints.
     """

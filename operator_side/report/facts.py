@@ -74,15 +74,7 @@ def gather(
     dollars_per_hour: float | None = None,
     notes: Iterable[str] = (),
 ) -> RunFacts:
-    """Put the facts of a run together.
-
-    Args:
-        run: URL of the run.
-        log: Its event logs; may be empty.
-        stored: Its manifests; may be empty.
-        dollars_per_hour: Price of all machines; None: no money is shown.
-        notes: Sentences on what could not be read.
-    """
+    """Put the facts of a run together."""
     checkpoints = gather_checkpoints(log.events, stored)
     attempts = gather_attempts(log.events)
     begin, end = _bounds(log.events, checkpoints.rows, attempts)

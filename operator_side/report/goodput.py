@@ -38,7 +38,6 @@ class Interruption:
         back: The attempt that trained again; None: none is known.
         down_seconds: From the first sign of the loss until training went on, or to the last known time.
         lost: Seconds of work that had to be repeated; None: not known.
-        dollars: Price of both, if a price is given.
     """
 
     attempt: ReportedAttempt

@@ -35,13 +35,7 @@ _Item = TypeVar("_Item")
 
 
 def page(facts: RunFacts, *, made_at_unix: float, version: str) -> bytes:
-    """Make the whole file.
-
-    Args:
-        facts: Facts to show.
-        made_at_unix: Time that the page names as its own.
-        version: Version of holdfast.
-    """
+    """Make the whole file."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, finalize=_printable, trim_blocks=True, lstrip_blocks=True
     )

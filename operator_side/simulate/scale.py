@@ -116,12 +116,6 @@ def best_ring(shape: Shape, *, in_rate: float, out_rate: float, memory_bytes: in
     Twice the image where there is room: then the next checkpoint comes in while a slow store still takes the last one,
     and a restart finds one whole. Else the image once. Else all the room there is, and the rest streams through.
 
-    Args:
-        shape: The job.
-        in_rate: Bytes per second into the stager.
-        out_rate: Bytes per second into the store.
-        memory_bytes: Memory of the stager's machine.
-
     Raises:
         ConfigError: A rate is not more than 0, or the smallest ring does not fit; the message says what is needed.
     """

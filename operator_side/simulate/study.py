@@ -56,9 +56,6 @@ class StrategyGoodput:
 
     Attributes:
         strategy, every: Its name, and the iterations between two checkpoints.
-        share: Useful iterations, as a share of the ideal's.
-        useful_per_hour: Useful iterations in an hour of wall time.
-        redone: Repeated iterations for each interruption.
         training: Share of the wall time in which training ran; the rest are restarts, restores and waits for machines.
         dollars: Price of a useful iteration on spot machines; None without prices or without a useful iteration.
     """
@@ -135,7 +132,6 @@ class SimulatedLosses:
     """Random losses of machines.
 
     Attributes:
-        mtbf_hours: Mean hours between two losses of a training machine.
         stager_mtbf_us: Mean time between losses of the stager's machine; None: it is never lost.
     """
 

@@ -66,7 +66,6 @@ class StudyPlan:
         offsets, seed: How many windows or made-up traces, and from which seed.
         window_hours: Length of a window; None: half of the trace.
         overhead_max: Largest share of training time that checkpoints may cost, for the advice.
-        prices: Prices of machines; None: no dollars are shown.
         stager_mtbf_hours: Mean hours between losses of the stager's node; None: it is never lost.
     """
 

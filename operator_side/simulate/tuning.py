@@ -52,7 +52,6 @@ class Question:
         stager: The stager's machine; None: one is chosen.
         stager_memory_bytes: Memory of the stager's machine, where the table does not have its type.
         store_rate: Bytes per second into the store; None: as measured.
-        store: URL of the run; None: the file names none.
     """
 
     profile: TrainingProfile

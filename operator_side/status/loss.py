@@ -35,7 +35,6 @@ class LossInputs:
         staged: The newest checkpoint that is whole in ring or store. `durable`: the newest in the store.
         newest: The newest checkpoint that a rank has saved, also if it was lost.
         step_seconds: Wall time of a step, from the last saves; None: not known yet.
-        dollars_per_hour: Price of all machines; None: not given.
     """
 
     now_unix: float
@@ -54,7 +53,6 @@ class Lost:
     Attributes:
         steps: Lost steps; None: not known.
         is_estimate: Whether the steps since the newest save are estimated.
-        dollars: Price of the lost time; None without a price.
         since_step: The step that training would resume from; None: the beginning.
     """
 

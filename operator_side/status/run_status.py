@@ -178,7 +178,6 @@ class RunEvidence:
         stager_said: Answer of the stager; None: it gave none.
         ring: The ring, from its files, if any.
         stored: Checkpoints in the store, as far as it was read.
-        notes: Sentences on what could not be found out.
     """
 
     flusher: Peer

@@ -56,8 +56,6 @@ class RunWatch:
     Args:
         directory: Its runtime directory on this machine; it need not exist.
         url: URL of the run; None: the one that stager and flusher name.
-        dollars_per_hour: Price of all machines; None: no money is shown.
-        clock: Gives Unix seconds.
     """
 
     def __init__(

@@ -20,7 +20,6 @@ class RunRecord:
     Attributes:
         ranks: Number of trainers; the stager has this number as its rank.
         hosts: Hosts of the attempt; None: everything runs on this machine.
-        began: Host of each process that has begun, by rank.
         met: Whether all ranks and the stager have joined.
         restored_from: The checkpoint that every rank has restored; None before that, and in a new run.
         before: The checkpoint that they would restore if that one were set aside, if any.

@@ -109,7 +109,6 @@ class Supervisor:
         watch: Asks the fleet for its hosts; started here.
         last_look: Gives the verdict to end with, once the flusher has ended or is left to itself.
         drain_seconds_max: Seconds to wait at the end until the flusher has made everything durable.
-        clock: Monotonic seconds.
     """
 
     def __init__(

@@ -92,7 +92,6 @@ class Evidence:
 
     Attributes:
         mpirun_status: Exit code of the launcher, or minus the number of the signal.
-        began: Host of each process that began, by rank.
         deaths: Processes that reported how they ended, in this order.
         lost_first: Ranks that the stager lost before any process reported a failure of its own.
         noticed: Hosts of this attempt with a preemption notice.
@@ -116,7 +115,6 @@ class Verdict:
     """Why an attempt ended.
 
     Attributes:
-        message: The reason in one sentence, for people.
         mark: Equal for two attempts that ended in the same way.
         rank: The process whose log says more, or None.
         exit_code: Exit code of the command if this was the last attempt.

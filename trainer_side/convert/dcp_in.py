@@ -60,7 +60,6 @@ class DcpState(NamedTuple):
 
     Attributes:
         tree: The state; the memory of its tensors means nothing.
-        stored: Sources of their bytes.
     """
 
     tree: dict[str, Any]

@@ -51,9 +51,7 @@ class StateImage:
 
     Args:
         tree: The state; its tensors must stay as they are.
-        skeleton: What `plan_state` gave for it.
         stored: Sources of the bytes of tensors that are not in memory.
-        trailer: As for `plan_state`.
     """
 
     def __init__(

@@ -56,11 +56,6 @@ class JobStore(NamedTuple):
 def open_job_store(rank: int, ranks: int, seconds_max: float) -> JobStore:
     """Find the store, or on rank 0 serve it.
 
-    Args:
-        rank: This rank.
-        ranks: How many there are.
-        seconds_max: How long to try to reach it.
-
     Raises:
         ConfigError: Nothing says where it is, or it is of a kind that carries no messages.
         PeerLost: Nobody serves it.
@@ -125,8 +120,6 @@ class StoreMailbox:
     Args:
         store: A connection that nobody else uses.
         place: Where it is, for messages of errors.
-        rank: This rank. `ranks`: how many there are.
-        clock: Seconds that only go forward.
     """
 
     def __init__(

@@ -48,9 +48,7 @@ class C10dWorld:
     """The job as its ranks met in its store. Making it is collective; once per process, by `joined.join_world`.
 
     Attributes:
-        rank: This rank. `ranks`: how many there are.
         local_rank: This rank among those on its machine: LOCAL_RANK, or counted by host names.
-        one_machine: All ranks are on one machine.
         has_stager: The setting `stager` names one.
         launch: Names the job; the same for each start by the same launcher.
         incarnation: 16 random bytes that all ranks of this start of the job have, and no other start.

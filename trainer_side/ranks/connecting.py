@@ -55,7 +55,6 @@ class Connector:
 
     Args:
         key: Key of the run; None: that of a stager of this user on this machine (holdfast/stager_key.py).
-        rank: This rank, of `ranks`.
         tls: The stager must speak TLS; None: it must not.
 
     Raises:

@@ -20,12 +20,6 @@ def within(
 ) -> _T:
     """Make a call without waiting for it any longer than that.
 
-    Args:
-        call: The call.
-        seconds_max: How long it may take.
-        name: Name of the thread.
-        late: Gets what it returns after all.
-
     Raises:
         TimeoutError: It has not returned in time.
         BaseException: The exception of the call.

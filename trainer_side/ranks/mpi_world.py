@@ -73,8 +73,6 @@ class MpiWorld:
     Attributes:
         rank: This rank among the trainers. `ranks`: how many there are.
         stager: Rank of the stager among all processes of the MPI job; None if the job has none.
-        local_rank: This rank among the trainers on this machine.
-        one_machine: All trainers are on it.
         stager_advice: How the job gets a stager, for messages.
     """
 

@@ -101,10 +101,6 @@ class World(Protocol):
     """The job as its ranks met at start-up.
 
     Attributes:
-        rank: This rank. `ranks`: how many there are.
-        local_rank: This rank among those on this machine.
-        one_machine: All ranks are on it.
-        has_stager: The job has a stager.
         stager_advice: How a job like this one gets a stager, for messages: a command and what else is to be done.
     """
 
