@@ -1,5 +1,12 @@
 """The tools that a person runs: `holdfast run`, `cluster`, `drill`, `doctor`, `report`, `status` and the rest.
 
-Each command is a file in commands/. The work behind a command has a room: supervise/ (`holdfast run`),
-cluster/, drill/, doctor/, report/, status/, simulate/ (also `tune`); `holdfast init` has onboarding.py.
+commands/      one file for each command
+supervise/     `holdfast run` and `holdfast rank`: restart a job after a preemption, stop it after a bug
+cluster/       `holdfast cluster`: machines on AWS
+script_lines   `holdfast init`: the lines for a script, and the lines that start it
+drill/         `holdfast drill`: kills a script and checks how it resumes
+doctor/        `holdfast doctor`: checks a machine before a run
+report/        `holdfast report`: a page about a run
+status/        `holdfast status`: a run while it goes on
+simulate/      `holdfast simulate` and `holdfast tune`
 """

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from holdfast.errors import BusyError, ConfigError
-from operator_side.cluster.cloud import Ec2
+from operator_side.cluster.ec2 import Ec2
 from operator_side.cluster.file import ClusterFile
 from operator_side.cluster.ladder import FleetWish
 from operator_side.cluster.raising import TRAIN, Budget, Cluster

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import BusyError, ConfigError, FencedError, PeerLost
-from operator_side.cluster.cloud import Ec2, Node
+from operator_side.cluster.ec2 import Ec2, Node
 from operator_side.cluster.file import ClusterFile
 from operator_side.cluster.ladder import FleetWish, Order, first_order, next_order
 

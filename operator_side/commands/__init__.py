@@ -8,7 +8,7 @@ status, report                        a run while it goes on, and afterwards
 simulate, tune                        what a trace of preemptions would do to a job; settings from measured figures
 explain, completion, init             what to do about an error; completion for shells; lines for a script
 
-target, partial, claimed              what several of them share
+options, target, partial, claimed     shared by several of them
 simulate_output, status_output        how the terminal shows a study and a run
 reference                             makes docs/cli.md of all commands
 

@@ -16,7 +16,7 @@ from holdfast.errors import BusyError, ConfigError
 from operator_side.commands.options import ON_DEMAND_PRICE, STAGER_PRICE, count, exit_codes, file, number
 
 if TYPE_CHECKING:
-    from operator_side.cluster.cloud import Node
+    from operator_side.cluster.ec2 import Node
     from operator_side.cluster.file import ClusterFile
     from operator_side.cluster.raising import Budget, Cluster
 
@@ -225,7 +225,7 @@ def down(as_json: bool, path: Path, wait_seconds_max: float) -> None:
 
 
 def _cluster(path: Path) -> tuple[ClusterFile, Cluster]:
-    from operator_side.cluster.cloud import Ec2
+    from operator_side.cluster.ec2 import Ec2
     from operator_side.cluster.file import ClusterFile
     from operator_side.cluster.fleet import state_path
     from operator_side.cluster.raising import Cluster

@@ -46,7 +46,7 @@ def init(as_json: bool, script: Path | None, launcher: str, ranks: int, store: s
 
     JSON: {"by_hand": text, "notes": [text], "start": [{"where", "line"}]}.
     """
-    from operator_side.onboarding import Launcher, script_lines, start_lines
+    from operator_side.script_lines import Launcher, script_lines, start_lines
 
     lines, note = script_lines("" if script is None else _read(script), every=every)
     start = start_lines(Launcher(launcher), str(script or "train.py"), ranks=ranks, store=store)

@@ -4,5 +4,9 @@
       │  └─ drilled run: job ── events, status, diary of the ranks ──► kill_plan ── Strike, GiveNotice ──► job
       └─ findings (pure): resumed, lost, recovery, samples ◄── events, status, diary      compare ◄── both stores
 
-values   what a portable file holds beside its tensors, read without torch and without running anything
+run_drill, kill_plan                  runs the script twice, with kills drawn from a seed
+job, supervised_run, torchrun_run     one run: `holdfast run`, or torchrun beside a stager
+run_progress                          the progress that is shown meanwhile
+findings, batches                     the finding of each kill; the batches that a resumed run trained on
+compare, measured_times, values       checkpoints compared value by value; times that a clock measured
 """

@@ -8,4 +8,10 @@ supervisor ── events ─► core ── actions ─► supervisor     core, 
     └─ rank           around each process of the job: reports how it ended, which mpirun does not
 
 `holdfast rank`, for other engines: wrapped_rank ── what one machine sees ─► exit_codes ─► verdict ─► an exit code
+
+core, record, limits, verdict, suspicion, resumption    decisions, all pure
+supervisor, supervisor_messages                  the loop around the core; its events and actions
+hosts, flusher, job_processes, job_output, attempt    what the loop works with
+rank                                             around each process of a job: reports how it ended
+wrapped_rank, exit_codes                         `holdfast rank`
 """

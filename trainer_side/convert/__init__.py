@@ -6,7 +6,13 @@ out   contents   a checkpoint of a run, read storage by storage, each byte under
 in    import_source   a file of torch.save, or safetensors_in, or dcp_in, as a state
         └► publishing   that state as the image of a checkpoint of one rank
 
-safetensors_format   what reader and writer share
+contents                              out: a checkpoint, storage by storage
+safetensors_out, dcp_out              out: the formats
+import_source, publishing             in: a file as a state, and that state as a checkpoint
+safetensors_in, dcp_in                in: the formats
+dcp_claims, dcp_parts, dcp_names      in: the checked claims, stored parts and names of a DCP folder
+safetensors_format                    shared by reader and writer
+tensor_names, plain_values            flat names of tensors; other values as JSON
 
 The commands are operator_side/commands/export.py and import_state.py.
 The reasons: docs/design/024-doors.md.

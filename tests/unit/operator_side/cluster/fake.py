@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from operator_side.cluster.cloud import Ec2, FleetAnswer, Node, Price
+from operator_side.cluster.ec2 import Ec2, FleetAnswer, Node, Price
 from operator_side.cluster.ladder import Order
 
 

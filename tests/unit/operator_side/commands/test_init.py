@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from holdfast.errors import ConfigError
 from operator_side.commands.init import _LAUNCHERS, init
-from operator_side.onboarding import Launcher, script_lines, start_lines
+from operator_side.script_lines import Launcher, script_lines, start_lines
 from tests.support.doc_commands import why_not
 from tests.support.job import REPOSITORY
 

@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError, NoCredenti
 from botocore.stub import ANY, Stubber
 
 from holdfast.errors import ConfigError, PeerLost
-from operator_side.cluster.cloud import Ec2
+from operator_side.cluster.ec2 import Ec2
 from operator_side.cluster.ladder import Order
 from tests.unit.operator_side.cluster.test_raising import FILE
 
