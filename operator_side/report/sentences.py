@@ -46,7 +46,7 @@ def _course(facts: RunFacts) -> Iterator[str]:
     assert facts.end_unix is not None
     span = f"from {moment(facts.begin_unix)} to {moment(facts.end_unix)}, {brief(facts.end_unix - facts.begin_unix)}"
     if not facts.attempts:
-        yield f"The logs cover {span}; it is not known when the run trained and when it stood still."
+        yield f"The record of the run reaches {span}; it does not say when the run trained and when it stood still."
         return
     last = facts.attempts[-1]
     how = {

@@ -113,7 +113,7 @@ def test_every_section_is_there_and_has_its_figures() -> None:
         "emergency_staged",
         "Step 4, attempt 1: verified, durable after 0.67 s",
         "How full the ring was, and how large it is, is not in the logs",
-        "What to look at",
+        "Points to check",
     ):
         assert words in found.text
 
