@@ -1,14 +1,12 @@
 """Export and import: checkpoints become files that other tools read, and files of other tools become checkpoints.
 
-out   contents   a checkpoint of a run, read storage by storage, each byte under its CRC-32
-        ├► safetensors_out, by way of tensor_names and plain_values
-        └► dcp_out
-in    import_source   a file of torch.save, or safetensors_in, or dcp_in, as a state
-        └► publishing   that state as the image of a checkpoint of one rank
+    out   contents ─► safetensors_out, by way of tensor_names and plain_values
+                   └► dcp_out
+    in    import_source (a file of torch.save, or safetensors_in, or dcp_in) ─► publishing
 
-contents                              out: a checkpoint, storage by storage
+contents                              out: a checkpoint, read storage by storage, each byte under its CRC-32
 safetensors_out, dcp_out              out: the formats
-import_source, publishing             in: a file as a state, and that state as a checkpoint
+import_source, publishing             in: a file as a state, and that state as a checkpoint of one rank
 safetensors_in, dcp_in                in: the formats
 dcp_claims, dcp_parts, dcp_names      in: the checked claims, stored parts and names of a DCP folder
 safetensors_format                    shared by reader and writer
