@@ -56,7 +56,6 @@ class Shape:
         ring_bytes: Size of the stager's ring; None: it grows, as it does where nobody has set it.
         store: Path or URL of the run; empty: a folder beside what the other peers write.
         folder: Where all peers write; None is the place for temporary files.
-        environment: More settings of all processes.
         launcher: `mpirun`, with the stager in the job; or `torchrun`, beside one that stands alone.
     """
 
@@ -382,11 +381,6 @@ class Clusters:
     @contextlib.contextmanager
     def running(self, shape: Shape, progress: Progress, *, fresh: bool = False) -> Iterator[Cluster]:
         """The job that runs, if it is of this shape, else a new one.
-
-        Args:
-            shape: What is needed.
-            progress: Told what is under way.
-            fresh: A new one in any case.
 
         Raises:
             RuntimeError: As `benchmarks.cluster.running`.

@@ -18,12 +18,7 @@ __all__ = ["install"]
 
 
 def install(workload: Workload, seconds: float) -> None:
-    """Let an update of all parameters of `workload` take `seconds` from now on, in this process.
-
-    Args:
-        workload: Its optimizer is AdamW.
-        seconds: Of one whole update.
-    """
+    """Let an update of all parameters of `workload` take `seconds` from now on, in this process."""
     gradient = _split_gradient if workload.is_sharded else _gradient
     for parameter in workload.model.parameters():
         parameter.grad = gradient(parameter)

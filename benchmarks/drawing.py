@@ -415,11 +415,6 @@ PICTURES: dict[str, tuple[str, str, Callable[[Axes, Document], None]]] = {
 def draw(name: str, document: Document, folder: Path = FOLDER) -> Path:
     """Draw one picture of `PICTURES`.
 
-    Args:
-        name: Of the picture.
-        document: Of its experiment.
-        folder: Where the SVG goes.
-
     Returns:
         The file.
     """

@@ -36,7 +36,6 @@ class Layouts:
 
     Args:
         model: As of `benchmarks.workload`.
-        folder: On shared memory.
     """
 
     def __init__(self, model: str, folder: Path) -> None:

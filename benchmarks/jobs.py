@@ -118,11 +118,8 @@ class Job:
     """One mpirun. A context manager: at its end it is asked to stop, and killed if it does not.
 
     Args:
-        name: For its log.
         ranks: Number of `trainer` processes.
         trainer, last: Arguments after the Python interpreter, of those and of the last rank.
-        environment: Their environment.
-        folder: Where the log is written.
     """
 
     def __init__(
@@ -191,15 +188,6 @@ class Job:
 
 class StandingStager:
     """A stager that stands alone. A context manager: at its end it is asked to stop, and killed if it does not.
-
-    Args:
-        command: It, without its address.
-        environment: Its environment.
-        folder: Where its log is written.
-
-    Attributes:
-        process: It.
-        joining: What ranks need in their environment.
 
     Raises:
         RuntimeError: It does not come to listen.

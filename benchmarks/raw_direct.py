@@ -51,7 +51,6 @@ class DirectWriter:
 
     Args:
         folder: Where the file is written; not a tmpfs.
-        nbytes: Size of the image.
         chunk_bytes: Size of one write; a multiple of 4096.
     """
 

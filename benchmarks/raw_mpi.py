@@ -37,12 +37,7 @@ _Under = dict[int, tuple[int, Any]]  # by slot: the chunk, and its request
 
 
 class _Memory:
-    """Slots of one chunk each, shared and touched: the first touch of fresh pages is many times slower.
-
-    Args:
-        slots: How many.
-        chunk_bytes: Size of one.
-    """
+    """Slots of one chunk each, shared and touched: the first touch of fresh pages is many times slower."""
 
     def __init__(self, slots: int, chunk_bytes: int) -> None:
         import numpy as np

@@ -14,13 +14,7 @@ __all__ = ["MultipartWriter", "RangeReader"]
 
 
 class MultipartWriter:
-    """Uploads the same bytes again and again; the server is the one the environment names.
-
-    Args:
-        bucket: Of this upload.
-        nbytes: Size of the object.
-        part_bytes: Size of a part.
-    """
+    """Uploads the same bytes again and again; the server is the one the environment names."""
 
     def __init__(self, bucket: str, nbytes: int, part_bytes: int) -> None:
         self._bucket, self._nbytes, self._part_bytes = bucket, nbytes, part_bytes
@@ -56,13 +50,7 @@ class MultipartWriter:
 
 
 class RangeReader:
-    """Reads one object again and again, each byte once, and keeps nothing of it.
-
-    Args:
-        bucket: Where it is.
-        key: Which it is.
-        request_bytes: Size of a range.
-    """
+    """Reads one object again and again, each byte once, and keeps nothing of it."""
 
     def __init__(self, bucket: str, key: str, request_bytes: int) -> None:
         self._client = _bare_client()

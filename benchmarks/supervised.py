@@ -49,8 +49,6 @@ class Program:
 
     Attributes:
         model: As of `benchmarks.workload`.
-        ranks: How many.
-        every: Iterations between two checkpoints.
         compute_seconds, update_seconds: Of an iteration; both are timed waits, as if a device worked.
     """
 
@@ -66,10 +64,7 @@ class Attempt:
     """One launch, as far as it came.
 
     Attributes:
-        first_step: The step that it begins with.
-        begun: When it began to train.
         restore_seconds: Of its restore, the wait for the stager included.
-        ends: When each step ended.
     """
 
     first_step: int
@@ -95,9 +90,7 @@ class Supervised:
     """One `holdfast run`. A context manager: at its end no process of it is left.
 
     Args:
-        program: What it runs.
         folders: Where it writes; the caller removes them.
-        name: Of its own folder.
     """
 
     def __init__(
@@ -173,9 +166,6 @@ class Supervised:
 
     def kill(self, which: int) -> float | None:
         """SIGKILL to a rank.
-
-        Args:
-            which: One of those that live, counted round.
 
         Returns:
             When; None if no rank was there to be killed.

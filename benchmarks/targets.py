@@ -44,9 +44,6 @@ class Target:
     """One figure to reach.
 
     Attributes:
-        what: The figure.
-        wanted: The demand.
-        experiment: Whose document says it.
         judge: From that document; None where it holds nothing about it.
         limit: What the machine itself allows, from the documents; empty where nothing of that kind was measured.
     """

@@ -33,7 +33,6 @@ class Sample:
         stall_seconds: In `save()`, before updates, and in them.
         first_update_seconds: Of that, before and in the first update: the one that may wait.
         stall_cpu_seconds: Of the stall, what the training thread was on a core: the rest it slept, or waited for one.
-        marks: Moments on the way.
     """
 
     start: float
@@ -49,14 +48,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run as one rank saw it.
-
-    Attributes:
-        start, end: First iteration's begin, last one's end.
-        durable: When the last checkpoint was.
-        iteration_seconds: Of each iteration.
-        saves: Checkpoints that were taken.
-    """
+    """A training run as one rank saw it."""
 
     start: float
     end: float

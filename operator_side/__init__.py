@@ -3,7 +3,7 @@
 commands/      one file for each command
 supervise/     `holdfast run` and `holdfast rank`: restart a job after a preemption, stop it after a bug
 cluster/       `holdfast cluster`: machines on AWS
-onboarding/    `holdfast init`: the lines for a script, and the line that starts it
+script_lines   `holdfast init`: the lines for a script, and the lines that start it
 drill/         `holdfast drill`: kills a script and checks how it resumes
 doctor/        `holdfast doctor`: checks a machine before a run
 report/        `holdfast report`: a page about a run

@@ -30,7 +30,7 @@ tiers/         local tiers in memory, persistent memory, files and the store
 ranks/         the other ranks: MPI, torch.distributed, TCP to the stager, deadlines
 notice/        preemption notices of this machine, and the step at which all ranks save after one
 pace/          `every="auto"`: measures the cost of checkpoints, and asks for another interval
-doors/         the parts of `holdfast export` and `holdfast import` that need torch
+convert/        the parts of `holdfast export` and `holdfast import` that need torch
 frameworks/    Lightning, Trainer, Accelerate, torchtitan
 
 joining, leaving     a rank's start in its job, and its end, with an exception or without

@@ -59,8 +59,6 @@ class Options:
         rounds: Instead of the experiment's own number; 0 leaves it.
         model: Instead of the experiment's own; empty leaves it.
         folder: Where everything is written; None is the place for temporary files.
-        progress: Told what is under way.
-        clusters: Where jobs come from.
     """
 
     quick: bool = False

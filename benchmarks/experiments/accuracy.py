@@ -21,7 +21,7 @@ from operator_side.drill.compare import compare, constants
 from operator_side.drill.findings import Struck, examine
 from operator_side.drill.job import DrillRun, Setup, wait_until
 from operator_side.drill.kill_plan import Kill, KillTarget
-from operator_side.drill.play import disturb
+from operator_side.drill.run_drill import disturb
 from operator_side.drill.supervised_run import SupervisedRun
 
 __all__ = ["grids", "measure", "run"]
@@ -43,12 +43,6 @@ def measure(options: Options) -> dict[str, Any]:
 
 def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
     """Train twice.
-
-    Args:
-        folder: Where all of it goes.
-        epochs: How many.
-        width: Of the hidden layers.
-        progress: Told what is under way.
 
     Raises:
         RuntimeError: A training did not come to its end.

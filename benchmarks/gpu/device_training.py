@@ -64,7 +64,6 @@ class DeviceTraining:
 
     Args:
         sizes: Of the model. It has fewer layers where `free_bytes` have no room for four checkpoints.
-        free_bytes: Of the folder that checkpoints go to.
     """
 
     def __init__(self, sizes: ModelSizes, free_bytes: int) -> None:
@@ -190,14 +189,7 @@ class Way:
 
 
 class ByHoldfast(Way):
-    """A local tier and no stager, as one of `STRATEGIES`.
-
-    Args:
-        training: What is saved.
-        folder: For what it writes.
-        strategy: A name.
-        more: Other objects of the state.
-    """
+    """A local tier and no stager, as one of `STRATEGIES`."""
 
     keeps = (
         "a copy on the device that save() queues on the training's stream (from the second save on, where there is "
@@ -257,14 +249,7 @@ class ByHoldfast(Way):
 
 @contextmanager
 def saved_by(strategy: str, training: DeviceTraining, folder: Path, **more: Any) -> Iterator[ByHoldfast]:
-    """holdfast with one of `STRATEGIES`. What it has written is gone afterwards.
-
-    Args:
-        strategy: Its name.
-        training: What is saved.
-        folder: For what it writes.
-        more: Other objects of the state.
-    """
+    """holdfast with one of `STRATEGIES`. What it has written is gone afterwards."""
     join_alone()
     mine = folder / strategy
     shutil.rmtree(mine, ignore_errors=True)

@@ -28,13 +28,8 @@ class Sizes:
     """How large everything is; a toy size rehearses the code and measures nothing that counts.
 
     Attributes:
-        rounds: Of each measurement of a copy.
-        copy_bytes: Of one bare copy.
         large_bytes, small_bytes: Of the states of 30 large and of many small tensors.
-        small_tensors: How many.
         large, small, tiny: Models that train. `small` and `large` are saved by every peer.
-        steps: Of one run.
-        every: Steps from one save to the next.
         window_steps_min: Of a window that is compared with another one.
     """
 
@@ -87,8 +82,6 @@ class Measured:
 
     Args:
         path: Where they are written, at each new one.
-        phase: Its name.
-        seconds: How long the phase may take.
         folder: For what it writes beside its figures; empty.
     """
 

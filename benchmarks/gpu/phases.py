@@ -18,7 +18,6 @@ class TimedPhase:
     """One phase.
 
     Attributes:
-        name: Of its JSON.
         module: Has `measure`.
         seconds_max: It should end so long after the phases before it should have; what they leave is added to it.
         alone: It runs in a process of its own.

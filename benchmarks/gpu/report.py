@@ -56,10 +56,7 @@ class GpuRun:
     """The documents of a folder.
 
     Attributes:
-        on: Card, driver, torch, commit.
-        phases: Name ─► document.
         ways: Of holdfast and its peers, at each size.
-        folder: Theirs.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -24,10 +24,6 @@ _ROUNDS = 5
 class Shared:
     """See the module.
 
-    Args:
-        sizes: Of everything.
-        folder: For what outlives a phase.
-
     Attributes:
         opened: Peers whose memory is there, by name and size.
         opening: Of holdfast's at size `large`: seconds until each slot has been used, and its bytes.

@@ -33,17 +33,7 @@ MANY, FEW, BARE = "niqniqni", "niqni", "n"
 
 
 class Windows:
-    """The windows of one way.
-
-    Args:
-        training: What is saved.
-        saver: The way.
-        gb_per_second: Of a bare copy to pinned memory.
-        steps_min: Of a window.
-
-    Attributes:
-        training, saver: As given.
-    """
+    """The windows of one way."""
 
     def __init__(self, training: DeviceTraining, saver: Way, gb_per_second: float, steps_min: int) -> None:
         self.training, self.saver = training, saver

@@ -29,10 +29,7 @@ class WorkerProcess:
     """A process for one phase after the other.
 
     Args:
-        environment: Of it.
         folder: In it one is made for what its phases share.
-        log: For all that it says.
-        quick: Toy sizes.
     """
 
     def __init__(self, environment: dict[str, str], folder: Path, log: Path, *, quick: bool) -> None:

@@ -28,10 +28,6 @@ class ClusterFile(BaseModel):
     Attributes:
         region, availability_zone, subnet_id: Place for which the launch templates were made.
         security_group_ids, placement_group: Part of the launch templates; here for people.
-        trainer_launch_template, stager_launch_template: Templates of the machines to start.
-        bucket, run_prefix, store_url: Store of the run's checkpoints.
-        project, run_id: Tags of every machine of the run.
-        tags: Further tags.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from holdfast.errors import BusyError, ConfigError
-from operator_side.cluster.cloud import Ec2
+from operator_side.cluster.ec2 import Ec2
 from operator_side.cluster.file import ClusterFile
 from operator_side.cluster.ladder import FleetWish
 from operator_side.cluster.raising import TRAIN, Budget, Cluster
@@ -20,12 +20,7 @@ class Ec2Fleet:
     """The running trainers as hosts. Lost trainers are replaced in the same zone.
 
     Args:
-        file: The outputs of Terraform.
-        cluster: Asks EC2 for replacements.
-        cloud: EC2.
-        slots: Number of ranks on each trainer.
         wish: What `up` was asked for, to replace lost trainers; None: they are not replaced.
-        budget: Limit of the price of all machines.
     """
 
     def __init__(

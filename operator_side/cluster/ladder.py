@@ -1,4 +1,4 @@
-"""What to ask for next when EC2 says no: a pure decision.
+"""The next request when EC2 refuses one. Pure.
 
     no capacity:   other instance types ─► the next subnet (zone) ─► one node fewer ─► one on demand ─► give up
     spot quota:                                                      one node fewer ─► one node on demand ─► give up
@@ -38,12 +38,7 @@ class FleetWish:
     """The wanted cluster, and what to accept instead.
 
     Attributes:
-        types: Instance types to choose from.
         subnets: Subnets, the best first; each is in one zone.
-        nodes: Number of training nodes.
-        nodes_min: Smallest number of training nodes to accept.
-        more_types: Further instance types to accept.
-        on_demand_max: Largest number of on-demand nodes to accept.
     """
 
     types: tuple[str, ...]

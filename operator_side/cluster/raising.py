@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import BusyError, ConfigError, FencedError, PeerLost
-from operator_side.cluster.cloud import Cloud, Node
+from operator_side.cluster.ec2 import Ec2, Node
 from operator_side.cluster.file import ClusterFile
 from operator_side.cluster.ladder import FleetWish, Order, first_order, next_order
 
@@ -35,7 +35,7 @@ _TOKEN_CHARACTERS = 48  # EC2 takes 64
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What the cluster may cost, in US dollars per hour.
+    """Largest price of the cluster, in US dollars per hour.
 
     Attributes:
         per_hour: Largest price of all machines, including the stager; None: no limit.
@@ -53,7 +53,6 @@ class Raised:
     """The cluster after `up`.
 
     Attributes:
-        generation: Generation of these machines.
         made: Ids of the machines that this call made; the others existed before.
     """
 
@@ -68,7 +67,6 @@ class Standing:
     """The cluster at this moment.
 
     Attributes:
-        taken: Nodes that EC2 took away.
         per_hour: Price in US dollars per hour at the newest spot prices; None if a price is not known.
     """
 
@@ -82,17 +80,13 @@ class Cluster:
     """The machines of one run.
 
     Args:
-        file: The outputs of Terraform.
-        cloud: EC2.
         state: File that records the generation of an unfinished `up`.
-        clock: Unix seconds.
-        sleep: Waits for some seconds.
     """
 
     def __init__(
         self,
         file: ClusterFile,
-        cloud: Cloud,
+        cloud: Ec2,
         state: Path,
         *,
         clock: Callable[[], float] = time.time,

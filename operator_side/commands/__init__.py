@@ -1,14 +1,14 @@
 """The tools of the `holdfast` command, one file each. They need neither torch nor MPI.
 
 ls, inspect, verify, pull, assemble   read a store, or write to it: target (`URL[@STEP]`) ─► Catalog ─► output
-export, import_state                  files of other tools; the parts that need torch come from trainer_side.doors
+export, import_state                  files of other tools; the parts that need torch come from trainer_side.convert
 run, cluster, doctor, drill           the supervised job, machines on AWS, a check of this machine, kills as a test
 rank_command                          exit codes for engines that restart jobs themselves
 status, report                        a run while it goes on, and afterwards
 simulate, tune                        what a trace of preemptions would do to a job; settings from measured figures
 explain, completion, init             what to do about an error; completion for shells; lines for a script
 
-target, partial, claimed              what several of them share
+options, target, partial, claimed     shared by several of them
 simulate_output, status_output        how the terminal shows a study and a run
 reference                             makes docs/cli.md of all commands
 

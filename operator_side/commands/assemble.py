@@ -22,6 +22,7 @@ from holdfast.faultpoint import identify
 from holdfast.image.manifest import Manifest, State
 from holdfast.store.base import Store
 from operator_side.commands.claimed import claimed, read_back
+from operator_side.commands.options import exit_codes
 from operator_side.commands.target import TARGET, Target
 
 _log = logging.getLogger("holdfast.cli")
@@ -35,7 +36,13 @@ class _Outcome(NamedTuple):
 @click.command(
     "assemble",
     short_help="Make a checkpoint file from slices that ranks wrote to the store.",
-    epilog=examples(
+    epilog=exit_codes(
+        "0 the file was made, or there was nothing to do",
+        "5 there is no complete set of slices",
+        "6 the slices are damaged; nothing was published",
+        "8 another process is writing to this run",
+    )
+    + examples(
         "holdfast assemble s3://bucket/run@1000 --keep-slices",
         "holdfast assemble s3://bucket/run",
     ),
@@ -56,9 +63,6 @@ def assemble_command(as_json: bool, target: Target, keep_slices: bool) -> None:
     the claim on the run, so it is refused while a flusher works on the run. It checks every byte and reads the file
     back before it removes the slices of this step and, without @STEP, the slices of all older steps. Run it again
     after an interruption.
-
-    Exit codes: 0 the file was made, or there was nothing to do; 5 there is no complete set of slices; 6 the slices are
-    damaged and nothing was published; 8 another process is writing to this run.
 
     JSON: {"url", "assembled": {"step", "attempt", "file", "nbytes", "crc32", "state"} or null, "removed": [name]}.
     """

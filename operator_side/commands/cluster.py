@@ -13,37 +13,25 @@ import click
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json, seconds, table
 from holdfast.errors import BusyError, ConfigError
+from operator_side.commands.options import ON_DEMAND_PRICE, STAGER_PRICE, count, exit_codes, file, number
 
 if TYPE_CHECKING:
-    from operator_side.cluster.cloud import Node
+    from operator_side.cluster.ec2 import Node
     from operator_side.cluster.file import ClusterFile
     from operator_side.cluster.raising import Budget, Cluster
 
 
-_FILE = click.option(
-    "--from",
-    "path",
-    type=click.Path(path_type=Path),
-    default="terraform-output.json",
-    show_default=True,
-    help="File with the output of `terraform output -json`.",
-)
-_BUDGET = click.option(
+_FILE = file("--from path", "File with the output of `terraform output -json`.", "terraform-output.json")
+_BUDGET = number(
     "--budget-per-hour",
-    type=click.FloatRange(0, min_open=True),
-    help="Largest price of the cluster in US dollars per hour; a cluster that costs more is refused.",
+    "Largest price of the cluster in US dollars per hour; a cluster that costs more is refused.",
+    above=0,
 )
-_STAGER_PRICE = click.option(
-    "--stager-price",
-    type=click.FloatRange(0),
-    default=0.0,
-    help="Price of the stager in US dollars per hour, which EC2 does not tell; used for the budget.",
+_HOSTFILE = file(
+    "--hostfile", "File to write with the addresses of the trainers, as mpirun's --hostfile expects it."
 )
-_ON_DEMAND_PRICE = click.option(
-    "--on-demand-price",
-    type=click.FloatRange(0),
-    help="Price of one on-demand trainer in US dollars per hour; used for the budget.",
-)
+_SLOTS = count("--slots", "Training ranks on each node.", 1)
+_WAIT = number("--wait-seconds-max", "Seconds that machines may take to start or to end.", 600.0)
 
 
 @click.group(
@@ -63,20 +51,18 @@ def cluster() -> None:
 
 @cluster.command(
     short_help="Start the cluster: the stager, and all trainers or none.",
-    epilog=examples(
+    epilog=exit_codes("10 no capacity was found; nothing was started")
+    + examples(
         "holdfast cluster up --nodes 8 --types c7i.4xlarge,c6i.4xlarge --hostfile hosts",
         "holdfast cluster up --nodes 8 --nodes-min 4 --types g6.xlarge --on-demand-max 2 "
         "--on-demand-price 0.81 --budget-per-hour 20",
     ),
 )
 @_FILE
-@click.option(
-    "--nodes", type=click.IntRange(1), required=True, help="Number of training nodes that are wanted."
-)
-@click.option(
+@count("--nodes", "Number of training nodes that are wanted.", required=True)
+@count(
     "--nodes-min",
-    type=click.IntRange(1),
-    help="Smallest number of training nodes to accept where capacity is short. Default: the value of --nodes.",
+    "Smallest number of training nodes to accept where capacity is short. Default: the value of --nodes.",
 )
 @click.option(
     "--types",
@@ -94,39 +80,25 @@ def cluster() -> None:
     multiple=True,
     help="ID of a further subnet, in another zone, for when capacity is short; repeatable.",
 )
-@click.option(
+@count(
     "--on-demand-max",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Largest number of training nodes that may be on-demand instances where spot capacity is short.",
+    "Largest number of training nodes that may be on-demand instances where spot capacity is short.",
+    0,
+    least=0,
 )
-@click.option(
-    "--slots", type=click.IntRange(1), default=1, show_default=True, help="Training ranks on each node."
-)
+@_SLOTS
 @_BUDGET
-@_STAGER_PRICE
-@_ON_DEMAND_PRICE
-@click.option(
-    "--hostfile",
-    type=click.Path(path_type=Path),
-    help="File to write with the addresses of the trainers, as mpirun's --hostfile expects it.",
-)
-@click.option(
-    "--wait-seconds-max",
-    type=click.FloatRange(0),
-    default=600.0,
-    show_default=True,
-    help="Seconds that machines may take to start.",
-)
+@STAGER_PRICE
+@ON_DEMAND_PRICE
+@_HOSTFILE
+@_WAIT
 @json_option
 def up(as_json: bool, path: Path, **options: Any) -> None:
     """Start the machines of the cluster, or those of them that are missing. The command may be interrupted and run
     again.
 
     Where EC2 has no capacity, the command tries --more-types, then the further subnets, then fewer nodes down to
-    --nodes-min, then on-demand nodes up to --on-demand-max. If none of these helps it ends with exit code 10, and
-    starts nothing.
+    --nodes-min, then on-demand nodes up to --on-demand-max.
 
     JSON: {"generation", "made", "hostfile", "mpirun", "run", "nodes": [{"id", "role", "state", "type", "address",
     "zone", "spot", "launched"}]}.
@@ -183,29 +155,18 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
 
 @cluster.command(
     short_help="Show the nodes, their ages and prices, and which were taken away.",
-    epilog=examples("holdfast cluster status", "holdfast cluster status --budget-per-hour 20 --json"),
+    epilog=exit_codes("10 the cluster costs more than --budget-per-hour")
+    + examples("holdfast cluster status", "holdfast cluster status --budget-per-hour 20 --json"),
 )
 @_FILE
 @_BUDGET
-@_STAGER_PRICE
-@_ON_DEMAND_PRICE
-@click.option(
-    "--hostfile",
-    type=click.Path(path_type=Path),
-    help="File to write with the addresses of the running trainers, as mpirun's --hostfile expects it.",
-)
-@click.option(
-    "--slots",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Training ranks on each node, written into --hostfile.",
-)
+@STAGER_PRICE
+@ON_DEMAND_PRICE
+@_HOSTFILE
+@_SLOTS
 @json_option
 def status(as_json: bool, path: Path, **options: Any) -> None:
-    """Show the machines of the cluster, what they cost, and which were taken away.
-
-    Exit code 10: the cluster costs more than --budget-per-hour.
+    """Show the machines of the cluster, their prices, and the machines that were taken away.
 
     JSON: {"per_hour", "nodes": [as of up], "taken": [as of up, "reason"]}. per_hour is null where a price is not known.
     """
@@ -241,22 +202,15 @@ def status(as_json: bool, path: Path, **options: Any) -> None:
 
 @cluster.command(
     short_help="End every machine of the run, and check that none is left.",
-    epilog=examples("holdfast cluster down", "holdfast cluster down --from other/terraform-output.json"),
+    epilog=exit_codes("9 something is left; the message names it")
+    + examples("holdfast cluster down", "holdfast cluster down --from other/terraform-output.json"),
 )
 @_FILE
-@click.option(
-    "--wait-seconds-max",
-    type=click.FloatRange(0),
-    default=600.0,
-    show_default=True,
-    help="Seconds that machines may take to end.",
-)
+@_WAIT
 @json_option
 def down(as_json: bool, path: Path, wait_seconds_max: float) -> None:
     """End every machine with the run's tags, wait until they have ended, and check that no instance, volume, network
     interface or spot request is left. Everything that Terraform made stays.
-
-    Exit code 9: something is left; the message names it.
 
     JSON: {"ended": [ids]}.
     """
@@ -271,7 +225,7 @@ def down(as_json: bool, path: Path, wait_seconds_max: float) -> None:
 
 
 def _cluster(path: Path) -> tuple[ClusterFile, Cluster]:
-    from operator_side.cluster.cloud import Ec2
+    from operator_side.cluster.ec2 import Ec2
     from operator_side.cluster.file import ClusterFile
     from operator_side.cluster.fleet import state_path
     from operator_side.cluster.raising import Cluster

@@ -13,6 +13,7 @@ from holdfast.command.output import console, json_option, print_json, table
 from holdfast.config import RING_BYTES, RING_CHUNKS_MIN, default_runtime_dir, parse_size
 from holdfast.errors import ConfigError
 from holdfast.image.layout import CHUNK_BYTES
+from operator_side.commands.options import exit_codes, file
 from operator_side.doctor import examine
 
 _STYLE = {
@@ -25,7 +26,10 @@ _STYLE = {
 
 @click.command(
     short_help="Check this machine, its MPI and the store before a run.",
-    epilog=examples(
+    epilog=exit_codes(
+        "0 fit for a run, perhaps with warnings", "2 something must be fixed first; the output says what"
+    )
+    + examples(
         "holdfast doctor                                           # this machine",
         "holdfast doctor --store s3://bucket/run                   # and the store, as the flusher will use it",
         "holdfast doctor --hostfile hosts --store s3://bucket/run  # and the network between two hosts",
@@ -42,11 +46,7 @@ _STYLE = {
 @click.option(
     "--chunk-bytes", default=str(CHUNK_BYTES), show_default="16MiB", help="Size of a chunk, such as 16MiB."
 )
-@click.option(
-    "--runtime-dir",
-    type=click.Path(path_type=Path),
-    help="Directory in which the ring will be. Default: /dev/shm/holdfast-UID.",
-)
+@file("--runtime-dir", "Directory in which the ring will be. Default: /dev/shm/holdfast-UID.")
 @click.option(
     "--hostfile",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -65,8 +65,6 @@ def doctor(
     is killed to see that another one notices), permissions and speed of the store, clocks, and network.
 
     The command takes about ten seconds and leaves nothing behind.
-
-    Exit codes: 0 fit for a run, perhaps with warnings; 2 something must be fixed first, and the output says what.
 
     JSON: {"fit": bool, "findings": [{"check", "state": "ok|warn|fail|skipped", "seen", "fix"}]}.
     """

@@ -14,10 +14,22 @@ import click
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json, seconds, table
 from holdfast.errors import ConfigError
+from operator_side.commands.options import (
+    COMMAND,
+    MPIRUN_OPTIONS,
+    SETTINGS,
+    ULFM,
+    WRAPS_COMMAND,
+    count,
+    exit_codes,
+    file,
+    number,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from operator_side.drill.findings import KillFinding
-    from operator_side.drill.play import DrillOutcome
+    from operator_side.drill.run_drill import DrillOutcome
 
 
 _FAILED_EXIT_CODE = 1
@@ -25,23 +37,17 @@ _FAILED_EXIT_CODE = 1
 
 @click.command(
     short_help="Kill your own script at random points, and check that it resumes exactly.",
-    epilog=examples(
+    epilog=exit_codes("0 the drill passed", "1 the drill failed")
+    + examples(
         "holdfast drill -n 2 --kills 3 -- python examples/train_gpt.py --steps 60 --every 5",
         "holdfast drill -n 2 --launcher torchrun -- python examples/train_gpt.py --steps 60 --every 5",
-        "holdfast drill -n 2 --with notice --seed 7 --dir drilled -- python examples/train_gpt.py --steps 60 --every 5",
+        "holdfast drill -n 2 --with notice --seed 7 --dir drilled -- python examples/train_gpt.py --steps 60 "
+        "--every 5",
     ),
-    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    context_settings=WRAPS_COMMAND,
 )
-@click.option(
-    "-n",
-    "--ranks",
-    type=click.IntRange(1),
-    required=True,
-    help="Number of training ranks; all run on this machine.",
-)
-@click.option(
-    "--kills", type=click.IntRange(1), default=3, show_default=True, help="How many times the job is killed."
-)
+@count("-n --ranks", "Number of training ranks; all run on this machine.", required=True)
+@count("--kills", "How many times the job is killed.", 3)
 @click.option(
     "--with",
     "ways",
@@ -58,48 +64,28 @@ _FAILED_EXIT_CODE = 1
     show_default=True,
     help="Seed of the random choice of the processes that are killed, and of the steps after which it happens.",
 )
-@click.option(
-    "--dir",
-    "folder",
-    type=click.Path(path_type=Path),
-    help="New or empty directory for both runs; it is kept. Default: a temporary one, kept if the drill fails.",
+@file(
+    "--dir folder",
+    "New or empty directory for both runs; it is kept. Default: a temporary one, kept if the drill fails.",
 )
-@click.option(
+@number(
     "--notice-seconds",
-    type=click.FloatRange(0.1),
-    default=30.0,
-    show_default=True,
-    help="Seconds from a preemption notice to the kill; the kill comes earlier if the checkpoint is staged earlier.",
+    "Seconds from a preemption notice to the kill; the kill comes earlier if the checkpoint is staged earlier.",
+    30.0,
+    least=0.1,
 )
-@click.option(
-    "--seconds-max",
-    type=click.FloatRange(1),
-    default=1800.0,
-    show_default=True,
-    help="Seconds that the whole drill may take.",
-)
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Setting of the stager, as for `holdfast run`; repeatable.",
-)
-@click.option(
-    "--ulfm/--no-ulfm",
-    default=True,
-    show_default=True,
-    help="Ask MPI to survive the death of a rank, as for `holdfast run`.",
-)
-@click.option("--mpirun-options", default="", help="More options for mpirun, as for `holdfast run`.")
+@number("--seconds-max", "Seconds that the whole drill may take.", 1800.0, least=1)
+@SETTINGS
+@ULFM
+@MPIRUN_OPTIONS
 @click.option(
     "--launcher",
     type=click.Choice(["mpirun", "torchrun"]),
     default="mpirun",
     show_default=True,
-    help="Launcher of the ranks: `holdfast run`, which uses mpirun; or torchrun, beside a stager that stands alone.",
+    help="Launcher of the ranks: `holdfast run`, which uses mpirun; or torchrun, beside a standing stager.",
 )
-@click.argument("command", nargs=-1, required=True)
+@COMMAND
 @json_option
 def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **options: Any) -> None:
     """Run COMMAND twice under `holdfast run` or torchrun: once undisturbed, and once killed at random points and
@@ -107,8 +93,8 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
 
     SIGKILL goes in turn to one rank, to all ranks, to all ranks and the stager, and to the launcher (mpirun or
     torchrun); or to one rank after a preemption notice. Give COMMAND few steps and frequent checkpoints: it needs one
-    more checkpoint than kills. Each run has a store of its own, and no real store is touched; COMMAND's other writes do
-    take place.
+    more checkpoint than kills. Each run has a store of its own, and no real store is touched; COMMAND's other writes
+    happen.
 
     The drill passes if training resumes from the newest staged step each time, every later checkpoint equals that of
     the undisturbed run bit for bit, no sample is skipped or repeated (checked if the script uses ResumableSampler), and
@@ -118,12 +104,10 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
     JSON: {"passed", "seed", "directory", "kills": [{"number", "what", "after_step", "last_step", "resumed_from",
     "lost_steps", "lost_seconds", "phases", "notice", "compared": [step], "unequal": [step], "exact", "wrong": [text]}],
     "files_compared", "files_differ", "constant": [name], "samples": null or {"trained", "skipped", "repeated"},
-    "counters": [text], "measured": [name], "wrong": [text]}. `measured` was not compared: a clock has measured it.
-
-    Exit codes: 0 the drill passed; 1 it failed; other codes as for every command.
+    "counters": [text], "measured": [name], "wrong": [text]}. `measured` names times, which are not compared.
     """
     from operator_side.drill.job import Setup
-    from operator_side.drill.play import check_folder, play
+    from operator_side.drill.run_drill import check_folder, run_drill
 
     given = folder is not None
     folder = folder or Path(tempfile.mkdtemp(prefix="holdfast-drill-"))
@@ -142,7 +126,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
         launcher=options["launcher"],
     )
     try:
-        outcome = play(
+        outcome = run_drill(
             setup,
             folder,
             kills=options["kills"],
@@ -167,9 +151,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
 
 def _check(options: Mapping[str, Any]) -> None:
     """Refuse what does not go together."""
-    for setting in options["settings"]:
-        if "=" not in setting:
-            raise ConfigError(f"--set {setting}: expected NAME=VALUE, such as ring_bytes=2GiB")
+    settings_of(options["settings"])
     if options["launcher"] != "torchrun":
         return
     if options["ways"] == "wrapper":

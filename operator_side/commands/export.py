@@ -1,6 +1,6 @@
 """`holdfast export URL[@STEP] OUT --to safetensors|dcp|torch`: a checkpoint in a format that other tools read.
 
-The writing is done by the trainers' package (trainer_side/doors), which has torch; `torch` is the portable file itself.
+trainer_side/convert writes it, which has torch; `torch` is the portable file itself.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import click
 
-from holdfast.command.doors import Exported, door
+from holdfast.command.converters import Exported, converter
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json
 from holdfast.command.place import place, place_folder
 from holdfast.errors import ConfigError
 from holdfast.image.manifest import Manifest, State
+from operator_side.commands.options import forced
 from operator_side.commands.pull import pull_file
 from operator_side.commands.target import TARGET, Target
 
@@ -38,7 +39,7 @@ _TIED_SHOWN = 5
 @click.option(
     "--only", metavar="NAME", help="Export only the part of the state with this name, such as `model`."
 )
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@forced("OUT")
 @json_option
 def export(
     as_json: bool, target: Target, destination: Path, kind: str, only: str | None, force: bool
@@ -67,7 +68,7 @@ def export(
             f"--only {only} cannot be combined with --to torch, which copies the whole file; leave --only out, and let "
             "torch.load(OUT, mmap=True) read only the part that is used"
         )
-    write = None if kind == "torch" else door(f"export-{kind}")
+    write = None if kind == "torch" else converter(f"export-{kind}")
     catalog, manifest = target.find()
     if manifest.state is State.BAD:
         raise ConfigError(

@@ -15,7 +15,7 @@ from holdfast.checkpoints.assembly import publish_image
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.publish import ManifestFacts, Times
 from holdfast.checkpoints.slice_sets import complete_sets
-from holdfast.command.doors import Foreign, door
+from holdfast.command.converters import ImportSource, converter
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json, progress_bar
 from holdfast.errors import ConfigError, DamageError
@@ -23,6 +23,7 @@ from holdfast.faultpoint import identify
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest, State
 from operator_side.commands.claimed import claimed, read_back
+from operator_side.commands.options import count, exit_codes
 from operator_side.commands.target import URL, Target
 
 _STEP_MAX = 2**62 - 1
@@ -31,7 +32,11 @@ _STEP_MAX = 2**62 - 1
 @click.command(
     "import",
     short_help="Make a checkpoint from a file of torch.save, safetensors or DCP.",
-    epilog=examples(
+    epilog=exit_codes(
+        "3 FILE has a value that cannot be saved; the message names its path",
+        "8 another process is writing to this run",
+    )
+    + examples(
         "holdfast import checkpoint.pt s3://bucket/new --step 4999",
         "holdfast import checkpoint.pt /mnt/new --step 4999 --rename model_state_dict=model --drop epoch",
         "holdfast import model.safetensors /mnt/tuned --step 0 --under model",
@@ -40,11 +45,12 @@ _STEP_MAX = 2**62 - 1
 )
 @click.argument("path", metavar="FILE", type=click.Path(exists=True, path_type=Path))
 @click.argument("target", metavar="URL", type=URL)
-@click.option(
+@count(
     "--step",
-    type=click.IntRange(0, _STEP_MAX),
+    "Last training step that was done when FILE was saved; training continues with the next step.",
+    least=0,
+    most=_STEP_MAX,
     required=True,
-    help="Last training step that was done when FILE was saved; training continues with the next step.",
 )
 @click.option(
     "--under",
@@ -91,14 +97,11 @@ def import_state(
 
     The command needs the trainers' packages (the extra `trainer`).
 
-    Exit codes: 3 FILE has a value that cannot be saved, and the message names its path; 8 another process is writing to
-    this run.
-
     JSON: {"url", "step", "attempt", "file", "nbytes", "crc32", "state", "format", "names": [name], "tensors"}.
     """
     identify("tool")
     renamed = dict(_pair(text) for text in renames)
-    foreign: Foreign = door("import")(path, under=under, renamed=renamed, dropped=dropped)
+    source: ImportSource = converter("import")(path, under=under, renamed=renamed, dropped=dropped)
     catalog = target.catalog()
     store = catalog.store
     with claimed(store) as ours:
@@ -106,21 +109,21 @@ def import_state(
             _refuse_beside_others(catalog)
         now = time.time()
         key = CheckpointId(ours.attempt, step)
-        with progress_bar(path.name, foreign.image_bytes, hidden=as_json) as advance:
+        with progress_bar(path.name, source.image_bytes, hidden=as_json) as advance:
             manifest = publish_image(
                 ours,
                 key,
-                foreign.image(key),
+                source.image(key),
                 _nothing_to_read,
                 progress=advance,
                 facts=ManifestFacts(
                     Times(now, now),
-                    {"imported": {"from": path.name[:255], "format": foreign.kind}},
+                    {"imported": {"from": path.name[:255], "format": source.kind}},
                     "import",
                 ),
             )
         manifest = read_back(ours.store, manifest, quiet=as_json)
-    _say(store.url, manifest, foreign, as_json=as_json)
+    _say(store.url, manifest, source, as_json=as_json)
     if manifest.state is State.BAD:
         raise DamageError(f"{manifest.file}: {manifest.note}; run the command again with --force")
 
@@ -147,8 +150,8 @@ def _nothing_to_read(*_: object) -> None:
     raise AssertionError("the image reads by itself")
 
 
-def _say(url: str, manifest: Manifest, foreign: Foreign, *, as_json: bool) -> None:
-    names = list(foreign.names)
+def _say(url: str, manifest: Manifest, source: ImportSource, *, as_json: bool) -> None:
+    names = list(source.names)
     if as_json:
         said: dict[str, Any] = {
             "url": url,
@@ -158,9 +161,9 @@ def _say(url: str, manifest: Manifest, foreign: Foreign, *, as_json: bool) -> No
             "nbytes": manifest.image_bytes,
             "crc32": manifest.image_crc32,
             "state": manifest.state.value,
-            "format": foreign.kind,
+            "format": source.kind,
             "names": names,
-            "tensors": foreign.tensors,
+            "tensors": source.tensors,
         }
         print_json(said)
         return

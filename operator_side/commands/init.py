@@ -9,6 +9,7 @@ import click
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json
 from holdfast.errors import ConfigError
+from operator_side.commands.options import count
 
 _LAUNCHERS = ("mpirun", "torchrun", "slurm", "kubernetes", "skypilot")
 
@@ -17,7 +18,6 @@ _LAUNCHERS = ("mpirun", "torchrun", "slurm", "kubernetes", "skypilot")
     short_help="Print the lines that a training script needs, and the line that starts it.",
     epilog=examples(
         "holdfast init train.py",
-        "holdfast init train.py | patch -p1",
         "holdfast init train.py --launcher slurm --ranks 8 --store s3://bucket/run",
     ),
 )
@@ -29,55 +29,35 @@ _LAUNCHERS = ("mpirun", "torchrun", "slurm", "kubernetes", "skypilot")
     show_default=True,
     help="Launcher of the job, for the line that starts it.",
 )
-@click.option(
-    "-n",
-    "--ranks",
-    type=click.IntRange(1),
-    default=2,
-    show_default=True,
-    help="Number of training ranks; those of one machine where the launcher is for one machine.",
-)
+@count("-n --ranks", "Number of training ranks; per machine, for single-machine launchers.", 2)
 @click.option(
     "--store",
     default="s3://bucket/run",
     show_default=True,
     help="URL of the run, for the line that starts it.",
 )
-@click.option(
-    "--every",
-    type=click.IntRange(1),
-    default=100,
-    show_default=True,
-    help="Training steps from one checkpoint to the next.",
-)
+@count("--every", "Training steps between two checkpoints.", 100)
 @json_option
 def init(as_json: bool, script: Path | None, launcher: str, ranks: int, store: str, every: int) -> None:
-    """Print the lines that holdfast needs in SCRIPT as a diff, and the lines that start the job. Nothing is written.
+    """Print the lines that SCRIPT needs, with their places, and the lines that start the job. Nothing is written.
 
-    The training loop is found by reading the script, which is not run. Where it cannot be found, or is of a kind that
-    cannot be changed by itself (`while`, gradients that are accumulated over turns, Lightning), and without SCRIPT, the
-    lines are printed with the places where they belong. Lines that begin with `note:` on stderr name what a person
-    should look at.
+    The command reads which framework SCRIPT imports, to print its lines, and does not run it. Without SCRIPT it prints
+    the lines for a training loop of your own. A line on stderr that begins with `note:` names the page that says more.
 
-    JSON: {"diff", "by_hand", "notes": [text], "start": [{"where", "line"}]}; of `diff` and `by_hand` one is empty.
+    JSON: {"by_hand": text, "notes": [text], "start": [{"where", "line"}]}.
     """
-    from operator_side.onboarding.script_edits import BY_HAND, ScriptEdits, edits_of
-    from operator_side.onboarding.start_lines import Launcher, start_lines
+    from operator_side.script_lines import Launcher, script_lines, start_lines
 
-    if script is None:
-        edits = ScriptEdits("", BY_HAND.replace("100", str(every)), [])
-    else:
-        edits = edits_of(_read(script), str(script), every=every)
+    lines, note = script_lines("" if script is None else _read(script), every=every)
     start = start_lines(Launcher(launcher), str(script or "train.py"), ranks=ranks, store=store)
     if as_json:
-        lines = [{"where": where, "line": line} for where, line in start]
-        print_json({"diff": edits.diff, "by_hand": edits.by_hand, "notes": edits.notes, "start": lines})
+        begin = [{"where": where, "line": line} for where, line in start]
+        print_json({"by_hand": lines, "notes": [note], "start": begin})
         return
-    click.echo(edits.diff or edits.by_hand)
+    click.echo(lines)
     for where, line in start:
         click.echo(f"# {where}:\n{line}")
-    for note in edits.notes:
-        click.echo(f"note: {note}", err=True)
+    click.echo(f"note: {note}", err=True)
 
 
 def _read(path: Path) -> str:

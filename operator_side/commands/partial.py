@@ -30,11 +30,6 @@ def partial(path: Path, crc32: int, nbytes: int) -> Iterator[int]:
     On leaving without an error, the file is synced and renamed to `path`, and partial files of other checkpoints for
     the same path are removed.
 
-    Args:
-        path: Destination.
-        crc32: CRC-32 of the whole file.
-        nbytes: Size of the whole file.
-
     Raises:
         BusyError: Another process writes the same file.
         StoreError: Something that is not the caller's own file stands there; it is left as it is.

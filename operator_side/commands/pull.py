@@ -24,6 +24,7 @@ from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import Manifest, step_file_name
 from holdfast.ring.pages import direct_window
 from holdfast.store.base import Store
+from operator_side.commands.options import forced
 from operator_side.commands.partial import partial
 from operator_side.commands.target import TARGET, Target
 
@@ -41,7 +42,7 @@ _READS_MAX = 2  # a wrong chunk may have changed only on its way here
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
-@click.option("--force", is_flag=True, help="Replace DEST if it exists.")
+@forced("DEST")
 @json_option
 def pull(as_json: bool, target: Target, destination: Path, force: bool) -> None:
     """Copy a checkpoint of the run at URL to DEST, which is a file name or a directory.

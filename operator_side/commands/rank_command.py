@@ -5,26 +5,37 @@ from __future__ import annotations
 import click
 
 from holdfast.command.examples import examples
+from operator_side.commands.options import COMMAND, WRAPS_COMMAND, count, exit_codes
 
 
 @click.command(
     "rank",
     short_help="Run a rank or torchrun, and end with 75 if it is worth another start.",
-    epilog=examples(
+    epilog=exit_codes(
+        "0 done",
+        "1 the script raised an exception of its own",
+        "2-10 the class of the error, as for every command",
+        "9 the job was lost more than --restarts-max times in a row without a newer checkpoint",
+        "75 preempted, or processes of a job that had joined the stager were lost: start the job again",
+        "130 ended by SIGINT",
+        "137 memory ran out",
+        "128+N ended by signal N, through its own fault",
+        "other the exit code of the script",
+    )
+    + examples(
         "holdfast rank -- torchrun --nproc-per-node 8 train.py",
         "holdfast rank -- python train.py",
     ),
-    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    context_settings=WRAPS_COMMAND,
 )
-@click.option(
+@count(
     "--restarts-max",
-    type=click.IntRange(0),
-    default=8,
-    show_default=True,
-    help="Largest number of attempts of the job in a row without a newer checkpoint; after more of them the exit code "
-    "is no longer 75.",
+    "Largest number of attempts of the job in a row without a newer checkpoint; after more of them the "
+    "exit code is no longer 75.",
+    8,
+    least=0,
 )
-@click.argument("command", nargs=-1, required=True)
+@COMMAND
 def rank_command(command: tuple[str, ...], restarts_max: int) -> int:
     """Run COMMAND, which is one rank of a job or the torchrun of one machine, and tell a preemption from a bug.
 
@@ -32,12 +43,6 @@ def rank_command(command: tuple[str, ...], restarts_max: int) -> int:
     so that SIGTERM is a preemption notice where the setting `watch` names `sigterm`. SIGHUP is passed on as SIGTERM,
     unless it is ignored at the start, as under nohup. COMMAND's output is passed through. When COMMAND has ended, one
     line on stderr says why, and the exit code says what to do.
-
-    Exit codes: 0 done; 75 preempted, or processes of the job were lost: start the job again; 1 the script raised an
-    exception of its own; 2 to 10 the class of the error, as for every command; 130 ended by SIGINT; 137 out of memory;
-    128 + N ended by signal N through its own fault; otherwise the exit code of the script. A job that was killed or has
-    lost a process ends with 75 only if it had joined the stager, and at most --restarts-max times in a row without a
-    newer checkpoint; after that with 9, or with 128 + N.
     """
     from holdfast.command.output import say
     from operator_side.supervise.exit_codes import AGAIN, coded_end

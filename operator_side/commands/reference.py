@@ -165,7 +165,7 @@ def _exit_codes() -> str:
     rows.append("| 130 | | interrupted (Ctrl-C) |")
     head = "## Exit codes\n\n| code | in `--json` | meaning |\n|---|---|---|\n"
     return (
-        f"{head}{chr(10).join(rows)}\n\nWhere a command narrows the meaning of a code, its description says so. "
+        f"{head}{chr(10).join(rows)}\n\nA command with codes of its own lists them. "
         "`holdfast run` ends with the exit code of the process that crashed, and `holdfast rank` with 75 where another "
         "start may help.\n"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from pathlib import Path
@@ -14,7 +13,8 @@ from holdfast import __version__
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json
 from holdfast.command.place import place, write_whole
-from holdfast.errors import ConfigError, StoreError, StoreMissing
+from holdfast.errors import StoreError, StoreMissing
+from operator_side.commands.options import DOLLARS_PER_HOUR, check_dollars_per_hour, exit_codes, file, forced
 from operator_side.commands.target import URL, Target
 
 if TYPE_CHECKING:
@@ -27,34 +27,22 @@ _FAULTS_SHOWN = 20
 
 @click.command(
     short_help="Write one HTML page about a run: what happened, and what it cost.",
-    epilog=examples(
+    epilog=exit_codes("5 there is no such run, and no event log was given")
+    + examples(
         "holdfast report s3://bucket/run --events ~/.local/state/holdfast/runs/logs",
         "holdfast report /mnt/run --events rank-0.jsonl --events stager.jsonl --output night.html",
     ),
 )
 @click.argument("target", metavar="RUN", type=URL)
-@click.option(
-    "--events",
-    "events",
+@file(
+    "--events events",
+    "Event log, or log directory of `holdfast run`; repeatable.",
     metavar="FILE",
-    type=click.Path(path_type=Path),
     multiple=True,
-    help="Event log, or log directory of `holdfast run`; repeatable.",
 )
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    default=Path(_FILE),
-    show_default=True,
-    help="File to write, or the directory for it.",
-)
-@click.option("--force", is_flag=True, help="Replace the file of --output if it exists.")
-@click.option(
-    "--dollars-per-hour",
-    type=click.FloatRange(0),
-    envvar="HOLDFAST_DOLLARS_PER_HOUR",
-    help="Price of all machines of the run in US dollars per hour, to show losses in dollars.",
-)
+@file("--output", "File to write, or the directory for it.", Path(_FILE))
+@forced("the file of --output")
+@DOLLARS_PER_HOUR
 @json_option
 def report(
     as_json: bool,
@@ -72,16 +60,13 @@ def report(
 
     JSON: {"file", "nbytes", "happened": [sentence, …], "look_at": [{"text", "section"}], "unknown": […], "checkpoints",
     "interruptions", "goodput"}; goodput is null if it is not known.
-
-    Exit code 5: there is no such run, and no event log was given.
     """
     from holdfast.telemetry.event_reading import read_logs
     from operator_side.report.facts import gather
     from operator_side.report.page import page
     from operator_side.report.sentences import look_at, what_happened
 
-    if dollars_per_hour is not None and not math.isfinite(dollars_per_hour):
-        raise ConfigError(f"--dollars-per-hour {dollars_per_hour}: expected a price in US dollars")
+    check_dollars_per_hour(dollars_per_hour)
     path = place(output, _FILE, force=force)
     log = read_logs(events)
     notes: list[str] = []

@@ -17,6 +17,18 @@ import click
 
 from holdfast.command.examples import examples
 from holdfast.errors import ConfigError, FencedError, NotDurable, StoreError, StoreMissing, help_for
+from operator_side.commands.options import (
+    COMMAND,
+    MPIRUN_OPTIONS,
+    SETTINGS,
+    ULFM,
+    WRAPS_COMMAND,
+    count,
+    exit_codes,
+    file,
+    number,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from holdfast.config import StagerConfig
@@ -32,20 +44,25 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 
 @click.command(
     short_help="Run a training job, and restart it after a preemption.",
-    epilog=examples(
+    epilog=exit_codes(
+        "0 the job is done, and its newest checkpoint is durable",
+        "9 hosts or ranks were lost too often",
+        "11 the job is done, but its newest checkpoint is not durable",
+        "130 ended by SIGTERM, Ctrl-C or SIGHUP (a closed terminal)",
+        "137 a process was killed because memory ran out",
+        "other the exit code of the process that crashed",
+    )
+    + examples(
         "holdfast run -n 8 --store s3://bucket/run -- python train.py",
         "holdfast run -n 16 --min-ranks 8 --hosts hosts --store /mnt/nfs/run -- python train.py",
         "holdfast run -n 8 --set keep_last=5 --set ring_bytes=8GiB --store s3://bucket/run -- python train.py",
     ),
-    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    context_settings=WRAPS_COMMAND,
 )
-@click.option(
-    "-n", "--ranks", type=click.IntRange(1), required=True, help="Number of training ranks that are wanted."
-)
-@click.option(
+@count("-n --ranks", "Number of training ranks that are wanted.", required=True)
+@count(
     "--min-ranks",
-    type=click.IntRange(1),
-    help="Smallest number of training ranks to start with where hosts are missing. Default: the value of --ranks.",
+    "Smallest number of training ranks to start with where hosts are missing. Default: the value of --ranks.",
 )
 @click.option("--store", help="URL of the run: a path, s3://bucket/run, or another URL that fsspec knows.")
 @click.option(
@@ -54,26 +71,18 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     help="Make the directories above the run's own, too. Without it a path whose parent directory does not exist is "
     "refused, because its file system may not be mounted.",
 )
-@click.option(
-    "--hosts",
-    "--hostfile",
-    type=click.Path(path_type=Path),
-    help="File of hosts for training ranks, one `name slots=8` per line; read again every --poll-seconds.",
+@file(
+    "--hosts --hostfile",
+    "File of hosts for training ranks, one `name slots=8` per line; read again every --poll-seconds.",
 )
 @click.option("--slurm", is_flag=True, help="Run the training ranks on the hosts of this Slurm allocation.")
-@click.option(
-    "--cluster",
-    type=click.Path(path_type=Path),
-    help="Run on the machines that `holdfast cluster up` started; the file given to its --from.",
-)
+@file("--cluster", "Run on the machines that `holdfast cluster up` started; the file given to its --from.")
 @click.option("--agent", help="Command that starts another command on a host, in place of ssh.")
 @click.option(
     "--stager-host", help="Name under which the other hosts reach this machine. Default: its host name."
 )
-@click.option(
-    "--ulfm/--no-ulfm", default=True, show_default=True, help="Ask MPI to survive the death of a rank."
-)
-@click.option("--mpirun-options", default="", help='More options for mpirun, such as "--mca btl tcp,self".')
+@ULFM
+@MPIRUN_OPTIONS
 @click.option(
     "--export",
     "exported",
@@ -81,89 +90,52 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     metavar="NAME",
     help="Environment variable to pass on to the other hosts; repeatable.",
 )
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Setting of the stager, such as keep_last=5; repeatable.",
-)
-@click.option(
+@SETTINGS
+@file(
     "--logs",
-    type=click.Path(path_type=Path),
-    help="Directory for status.jsonl, the event log and the output of each rank. Default: one for each run in "
+    "Directory for status.jsonl, the event log and the output of each rank. Default: one for each run in "
     "~/.local/state/holdfast/runs.",
 )
-@click.option(
+@count(
     "--crashes-max",
-    type=click.IntRange(1),
-    default=2,
-    show_default=True,
-    help="Give up after this many equal crashes in a row without a newer checkpoint. As many crashes after the restore "
-    "of one checkpoint set that checkpoint aside first (--set-aside-max).",
+    "Give up after this many equal crashes in a row without a newer checkpoint. If they follow the restore of "
+    "one checkpoint, that checkpoint is set aside first (--set-aside-max).",
+    2,
 )
-@click.option(
+@count(
     "--set-aside-max",
-    type=click.IntRange(0),
-    default=2,
-    show_default=True,
-    help="Largest number of checkpoints in a row to set aside because the job crashed --crashes-max times the same way "
-    "after the restore of each; the next attempt goes back to the one before. 0: none.",
+    "Largest number of checkpoints in a row to set aside because of equal crashes after the restore of each; the "
+    "next attempt resumes from the checkpoint before. 0: none.",
+    2,
+    least=0,
 )
-@click.option(
+@count(
     "--restarts-max",
-    type=click.IntRange(0),
-    default=8,
-    show_default=True,
-    help="Largest number of restarts in a row without a newer checkpoint; after that the command gives up.",
+    "Largest number of restarts in a row without a newer checkpoint; after that the command gives up.",
+    8,
+    least=0,
 )
-@click.option(
-    "--grace-seconds",
-    type=click.FloatRange(0),
-    default=30.0,
-    show_default=True,
-    help="Seconds that the ranks have to end after they were told to.",
-)
-@click.option(
+@number("--grace-seconds", "Seconds that the ranks have to end after they were told to.", 30.0)
+@number(
     "--silent-seconds-max",
-    type=click.FloatRange(0),
-    default=30.0,
-    show_default=True,
-    help="Seconds that a rank may stay silent after the stager has reported it; then the attempt is ended.",
+    "Seconds that a rank may stay silent after the stager has reported it; then the attempt is ended.",
+    30.0,
 )
-@click.option(
+@number(
     "--stall-seconds-max",
-    type=click.FloatRange(0),
-    help="Seconds without a newly staged checkpoint, after which the attempt is ended. Default: no limit.",
+    "Seconds without a newly staged checkpoint, after which the attempt is ended. Default: no limit.",
 )
-@click.option(
-    "--hosts-seconds-max",
-    type=click.FloatRange(0),
-    default=1800.0,
-    show_default=True,
-    help="Seconds to wait until there are enough hosts.",
-)
-@click.option(
-    "--poll-seconds",
-    type=click.FloatRange(0.05),
-    default=15.0,
-    show_default=True,
-    help="Seconds between two looks at the list of hosts.",
-)
-@click.argument("command", nargs=-1, required=True)
+@number("--hosts-seconds-max", "Seconds to wait until there are enough hosts.", 1800.0)
+@number("--poll-seconds", "Seconds between two looks at the list of hosts.", 15.0, least=0.05)
+@COMMAND
 def run(command: tuple[str, ...], **options: Any) -> int:
     """Run COMMAND as a training job with a stager, and restart it until it is done.
 
     Start the command on the stager's machine, which must not be a spot machine. When ranks or their hosts are lost, the
     job is restarted on the hosts that are left, and resumes from the newest checkpoint. The same crash --crashes-max
     times in a row without a newer checkpoint counts as a bug: the command then ends and shows the end of the log of the
-    rank that crashed. As many crashes after the restore of one checkpoint set that checkpoint aside first: the job then
-    resumes from the checkpoint before it. This happens at most --set-aside-max times in a row.
-
-    Exit codes: 0 the job is done, and its newest checkpoint is durable; 9 hosts or ranks were lost too often; 11 the
-    newest checkpoint of a job that is done is not durable; 130 the command was ended by SIGTERM, Ctrl-C or SIGHUP (its
-    terminal was closed); 137 a process was killed because the memory was used up; otherwise the exit code of the
-    process that crashed.
+    rank that crashed. If these crashes follow the restore of one checkpoint, the command sets that checkpoint aside
+    first and resumes the job from the one before it, at most --set-aside-max times in a row.
     """
     from holdfast.command.output import say
     from holdfast.config import StagerConfig
@@ -180,7 +152,7 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     logging.getLogger("holdfast.run").setLevel(logging.INFO)
     if options["create"]:
         options["settings"] = (*options["settings"], "create=true")
-    config = StagerConfig.from_sources(store=options["store"], **_settings(options["settings"]))
+    config = StagerConfig.from_sources(store=options["store"], **settings_of(options["settings"]))
     refuse_missing_parent(config.store, create=config.create)
     fleet = _fleet(options)
     logs = _logs(options["logs"], config.store)
@@ -240,18 +212,6 @@ def _say_why(message: str, words: Sequence[str], logs: Path) -> None:
     for word in words:
         say(word)
     say(f"holdfast run: {message}; logs: {logs}")
-
-
-def _settings(pairs: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name or name == "store":
-            raise ConfigError(
-                f"--set {pair}: expected NAME=VALUE with a setting of the stager, such as ring_bytes=4GiB"
-            )
-        found[name.replace("-", "_")] = value
-    return found
 
 
 def _fleet(options: dict[str, Any]) -> Fleet:
@@ -351,7 +311,7 @@ def _mpirun(
     from operator_side.supervise.rank import STAGER, TRAINER
 
     keeper = [sys.executable, "-P", "-m", "operator_side.supervise.rank"]
-    settings = {**_settings(options["settings"]), "store": config.store, "events": str(events)}
+    settings = {**settings_of(options["settings"]), "store": config.store, "events": str(events)}
     stager = [*keeper, STAGER, sys.executable, "-P", "-m", "holdfast", "stager", *_arguments(settings)]
     more = ["--output", "tag", *shlex.split(options["mpirun_options"])]
     if options["agent"]:

@@ -11,6 +11,16 @@ import click
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json
 from holdfast.errors import ConfigError
+from operator_side.commands.options import (
+    ON_DEMAND_PRICE,
+    OVERHEAD_MAX,
+    PROFILE,
+    SPOT_PRICE,
+    STAGER_PRICE,
+    count,
+    file,
+    number,
+)
 
 if TYPE_CHECKING:
     from operator_side.simulate.profiles import TrainingProfile
@@ -43,33 +53,24 @@ _AS_GIVEN = (
     ),
 )
 @click.argument("traces", metavar="[TRACE]...", nargs=-1, type=click.Path(path_type=Path))
-@click.option(
-    "--profile",
-    type=click.Path(path_type=Path),
-    help="JSON file of measured costs of checkpoints. Default: the figures that holdfast's benchmarks measured.",
-)
-@click.option(
+@PROFILE
+@number(
     "--iteration-seconds",
-    type=click.FloatRange(1e-6, 1e6),
-    help="Seconds of one training iteration. Default: as in the profile.",
+    "Seconds of one training iteration. Default: as in the profile.",
+    least=1e-6,
+    most=1e6,
 )
-@click.option(
+@number(
     "--restart-seconds",
-    type=click.FloatRange(0, 1e6),
-    help="Seconds from a loss until the processes of the job run again. Default: as in the profile.",
+    "Seconds from a loss until the processes of the job run again. Default: as in the profile.",
+    most=1e6,
 )
-@click.option(
+@count(
     "--nodes",
-    type=click.IntRange(1, 1_000_000),
-    help="Largest number of machines that the job uses. Default: the largest number in the trace.",
+    "Largest number of machines that the job uses. Default: the largest number in the trace.",
+    most=1_000_000,
 )
-@click.option(
-    "--nodes-min",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Smallest number of machines with which the job trains.",
-)
+@count("--nodes-min", "Smallest number of machines with which the job trains.", 1)
 @click.option(
     "--every",
     default="1,10,25,50,100,250,1000",
@@ -82,74 +83,28 @@ _AS_GIVEN = (
     show_default=True,
     help="Seconds between a preemption notice and the loss (0: no notice), separated by commas, such as 0,30,120.",
 )
-@click.option(
-    "--offsets",
-    type=click.IntRange(1, 10_000),
-    default=20,
-    show_default=True,
-    help="Number of windows of a trace that are replayed, each from another offset.",
+@count(
+    "--offsets", "Number of windows of a trace that are replayed, each from another offset.", 20, most=10000
 )
-@click.option(
-    "--window-hours",
-    type=click.FloatRange(0, min_open=True),
-    help="Length of each replayed window in hours. Default: half of the trace.",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Seed of the random offsets and of the simulated losses.",
-)
-@click.option(
-    "--overhead-max",
-    type=click.FloatRange(0, min_open=True),
-    default=0.03,
-    show_default=True,
-    help="Largest share of training time that checkpoints may cost at the advised interval; 0.03 means 3 %.",
-)
-@click.option(
-    "--spot-price",
-    type=click.FloatRange(0),
-    help="Price of one spot machine in US dollars per hour; give --on-demand-price, too.",
-)
-@click.option(
-    "--on-demand-price",
-    type=click.FloatRange(0),
-    help="Price of the same machine on demand in US dollars per hour.",
-)
-@click.option(
-    "--stager-price",
-    type=click.FloatRange(0),
-    default=0.0,
-    show_default=True,
-    help="Price of the stager's machine in US dollars per hour.",
-)
-@click.option(
+@number("--window-hours", "Length of each replayed window in hours. Default: half of the trace.", above=0)
+@count("--seed", "Seed of the random offsets and of the simulated losses.", 0, least=0)
+@OVERHEAD_MAX
+@SPOT_PRICE
+@ON_DEMAND_PRICE
+@STAGER_PRICE
+@number(
     "--stager-mtbf-hours",
-    type=click.FloatRange(0, min_open=True),
-    help="Mean hours between losses of the stager's machine. Default: it is never lost.",
+    "Mean hours between losses of the stager's machine. Default: it is never lost.",
+    above=0,
 )
 @click.option(
     "--mtbf-hours",
     default="",
     help="Mean hours between simulated losses, separated by commas, such as 0.5,2,8; shows the total time for each.",
 )
-@click.option(
-    "--iterations",
-    type=click.IntRange(1),
-    help="Number of iterations of the training whose total time --mtbf-hours asks for.",
-)
-@click.option(
-    "--provision-seconds",
-    type=click.FloatRange(0),
-    default=300.0,
-    show_default=True,
-    help="Seconds until a lost machine is replaced, for --mtbf-hours.",
-)
-@click.option(
-    "--figures", type=click.Path(path_type=Path), help="Folder for pictures of the results; needs matplotlib."
-)
+@count("--iterations", "Number of iterations of the training whose total time --mtbf-hours asks for.")
+@number("--provision-seconds", "Seconds until a lost machine is replaced, for --mtbf-hours.", 300.0)
+@file("--figures", "Folder for pictures of the results; needs matplotlib.")
 @json_option
 def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **options: Any) -> None:
     """Replay each TRACE of preemptions for every way to checkpoint and every interval, and compare the goodput.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from pathlib import Path
@@ -12,18 +11,20 @@ import click
 
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json
-from holdfast.errors import ConfigError, StoreMissing
+from holdfast.errors import StoreMissing
+from operator_side.commands.options import DOLLARS_PER_HOUR, check_dollars_per_hour, exit_codes, file, number
 
 _ROWS_LEAST = 14  # of one run in a window: who, how far, how much is at risk
 
 if TYPE_CHECKING:
-    from operator_side.status.look import RunWatch
-    from operator_side.status.picture import Picture
+    from operator_side.status.run_status import RunStatus
+    from operator_side.status.run_watch import RunWatch
 
 
 @click.command(
-    short_help="Watch a run: its progress, and what a kill right now would lose.",
-    epilog=examples(
+    short_help="Watch a run: its progress, and the loss if it were killed now.",
+    epilog=exit_codes("5 there is no such run on this machine or in the store")
+    + examples(
         "holdfast status",
         "ssh -t stager holdfast status --dollars-per-hour 12.40",
         "holdfast status s3://bucket/run --json",
@@ -35,24 +36,9 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Print the state once and end; this is the default where stdout is not a terminal.",
 )
-@click.option(
-    "--interval-seconds",
-    type=click.FloatRange(0.1, 3600),
-    default=1.0,
-    show_default=True,
-    help="Seconds between two updates.",
-)
-@click.option(
-    "--dollars-per-hour",
-    type=click.FloatRange(0),
-    envvar="HOLDFAST_DOLLARS_PER_HOUR",
-    help="Price of all machines of the run in US dollars per hour, to show losses in dollars.",
-)
-@click.option(
-    "--runtime-dir",
-    type=click.Path(path_type=Path),
-    help="Directory with the rings of this machine. Default: /dev/shm/holdfast-UID.",
-)
+@number("--interval-seconds", "Seconds between two updates.", 1.0, least=0.1, most=3600)
+@DOLLARS_PER_HOUR
+@file("--runtime-dir", "Directory with the rings of this machine. Default: /dev/shm/holdfast-UID.")
 @json_option
 def status(
     as_json: bool,
@@ -62,7 +48,7 @@ def status(
     dollars_per_hour: float | None,
     runtime_dir: Path | None,
 ) -> None:
-    """Show the progress of a run, and what a kill right now would lose. The run is not slowed down.
+    """Show the progress of a run, and the loss if it were killed now. The run is not slowed down.
 
     RUN is the URL of the run or its runtime directory; without RUN the command shows all runs of this machine. Start it
     on the stager's machine: `ssh stager holdfast status`. It asks the stager and the flusher while they live, and reads
@@ -70,23 +56,20 @@ def status(
 
     JSON: {"runs": [{"run", "attempt", "is_running", "levels", "loss_trainers", "loss_node", "flights", "ring",
     "ranks", …}]}; docs/status.md describes every field.
-
-    Exit code 5: there is no such run on this machine or in the store.
     """
-    if dollars_per_hour is not None and not math.isfinite(dollars_per_hour):
-        raise ConfigError(f"--dollars-per-hour {dollars_per_hour}: expected a price in US dollars")
+    check_dollars_per_hour(dollars_per_hour)
     watches = _Watches(run, runtime_dir, dollars_per_hour)
-    pictures = watches.look()
+    found = watches.look()
     if as_json:
-        print_json({"runs": [picture.document() for picture in pictures]})
+        print_json({"runs": [one.document() for one in found]})
         return
     out = console()
     if once or not out.is_terminal or out.is_dumb_terminal:
         from operator_side.commands.status_output import render
 
-        out.print(*(render(picture, ascii_only=out.options.ascii_only) for picture in pictures), sep="\n")
+        out.print(*(render(one, ascii_only=out.options.ascii_only) for one in found), sep="\n")
         return
-    _live(watches, pictures, interval_seconds)
+    _live(watches, found, interval_seconds)
 
 
 class _Watches:
@@ -101,19 +84,19 @@ class _Watches:
         self._run = run
         self._watches: dict[Path, RunWatch] = {}
 
-    def look(self) -> list[Picture]:
+    def look(self) -> list[RunStatus]:
         self._find()
         if not self._watches:
             raise StoreMissing(
                 f"{self._run or self._base}: there is no such run on this machine; name the URL of a run, or start the "
                 "command on the machine of its stager (`ssh HOST holdfast status`)"
             )
-        pictures = [watch.look() for watch in self._watches.values()]
-        return sorted(pictures, key=lambda picture: picture.newest_unix, reverse=True)
+        found = [watch.look() for watch in self._watches.values()]
+        return sorted(found, key=lambda one: one.newest_unix, reverse=True)
 
     def _find(self) -> None:
         from holdfast.ring.directory import runtime_directory
-        from operator_side.status.look import RunWatch, runs_in
+        from operator_side.status.run_watch import RunWatch, runs_in
 
         place = self._base if self._run is None else Path(self._run)
         for directory in runs_in(place.absolute()):
@@ -124,8 +107,8 @@ class _Watches:
             self._watches[directory] = RunWatch(directory, self._run, dollars_per_hour=self._dollars_per_hour)
 
 
-def _live(watches: _Watches, pictures: list[Picture], interval_seconds: float) -> None:
-    """Show the runs until Ctrl-C; then the last picture stays in the terminal."""
+def _live(watches: _Watches, found: list[RunStatus], interval_seconds: float) -> None:
+    """Show the runs until Ctrl-C; then the last one stays in the terminal."""
     from rich.console import Group
     from rich.live import Live
 
@@ -134,17 +117,17 @@ def _live(watches: _Watches, pictures: list[Picture], interval_seconds: float) -
     out = console()
 
     def drawn(height: int | None) -> Any:
-        count = len(pictures) if height is None else min(len(pictures), max(1, height // _ROWS_LEAST))
-        older = len(pictures) - count
+        count = len(found) if height is None else min(len(found), max(1, height // _ROWS_LEAST))
+        older = len(found) - count
         rows = None if height is None else (height - bool(older)) // count
-        shown = [render(one, ascii_only=out.options.ascii_only, height=rows) for one in pictures[:count]]
+        shown = [render(one, ascii_only=out.options.ascii_only, height=rows) for one in found[:count]]
         return Group(*shown, *([f"and {older} older runs: holdfast status --once"] if older else []))
 
     try:
         with Live(drawn(out.height), console=out, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(interval_seconds)
-                pictures = watches.look()
+                found = watches.look()
                 live.update(drawn(out.height), refresh=True)
     except KeyboardInterrupt:
         sys.stdout.flush()

@@ -1,6 +1,6 @@
-"""How a terminal shows the picture of a run: in 80 columns, and readable without colours.
+"""How a terminal shows the status of a run: in 80 columns, and readable without colours.
 
-A pure function: picture ─► renderable. With a height the lists (ranks, lines) are cut to it; the worst entries stay.
+A pure function: status ─► renderable. With a height the lists (ranks, lines) are cut to it; the worst entries stay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.text import Text
 from holdfast.command.output import plain, seconds, size, table
 from holdfast.telemetry.status_document import RankStatus, StatusLine
 from operator_side.status.loss import Lost
-from operator_side.status.picture import LEVELS, Peer, Picture, Timings, UnderWay
+from operator_side.status.run_status import LEVELS, Peer, RunStatus, Timings, UnderWay
 
 _BAR_CELLS = 16
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
@@ -30,24 +30,24 @@ _DROPPED = ("timings", "notices", "declined", "ring", "flights", "ranks", "notes
 _RANK_STYLE = {"lost": "red", "silent": "yellow", "coming": "dim", "left": "dim"}
 
 
-def render(picture: Picture, *, ascii_only: bool = False, height: int | None = None) -> RenderableType:
-    """The picture, for `rich`.
+def render(status: RunStatus, *, ascii_only: bool = False, height: int | None = None) -> RenderableType:
+    """The status, for `rich`.
 
     Args:
-        picture: The run.
+        status: The run.
         ascii_only: Use ASCII characters alone.
-        height: Lines of the terminal; lists are shortened so that the picture fits, if possible. None: no limit.
+        height: Lines of the terminal; lists are shortened so that the status fits, if possible. None: no limit.
     """
     shown = (_RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN)
-    parts = _parts(picture, ascii_only, shown)
+    parts = _parts(status, ascii_only, shown)
     if height is not None and _lines(parts) > height:
         shown = (_RANKS_SHOWN_LEAST, _FLIGHTS_SHOWN_LEAST, _LINES_SHOWN_LEAST)
-        parts = _parts(picture, ascii_only, shown)
+        parts = _parts(status, ascii_only, shown)
         for count in range(1, len(_DROPPED) + 1):
             if _lines(parts) <= height:
                 break
-            parts = _parts(picture, ascii_only, shown, without=_DROPPED[:count])
-    if height is not None:  # a wrapped line would push the end of the picture out of sight
+            parts = _parts(status, ascii_only, shown, without=_DROPPED[:count])
+    if height is not None:  # a wrapped line would push the end of the status out of sight
         for part in parts:
             if isinstance(part, Text):
                 part.no_wrap, part.overflow = True, "ellipsis"
@@ -55,21 +55,21 @@ def render(picture: Picture, *, ascii_only: bool = False, height: int | None = N
 
 
 def _parts(
-    picture: Picture, ascii_only: bool, shown: tuple[int, int, int], *, without: Sequence[str] = ()
+    status: RunStatus, ascii_only: bool, shown: tuple[int, int, int], *, without: Sequence[str] = ()
 ) -> list[RenderableType]:
     ranks, flights, lines = shown
-    idle = bool(picture.waits_at) and not picture.flights
-    loss: list[RenderableType] = [] if idle else [_loss(picture), Text()]
-    found: list[RenderableType] = [*_head(picture), Text(), _levels(picture), Text(), *loss]
+    idle = bool(status.waits_at) and not status.flights
+    loss: list[RenderableType] = [] if idle else [_loss(status), Text()]
+    found: list[RenderableType] = [*_head(status), Text(), _levels(status), Text(), *loss]
     rest: dict[str, list[RenderableType]] = {
-        "ring": _ring(picture, ascii_only),
-        "flights": _flights(picture, ascii_only, flights),
-        "timings": _timings(picture, ascii_only),
-        "ranks": _ranks(picture, ranks),
-        "declined": _declined(picture),
-        "notices": _said("notices", picture.notices, picture.now_unix, lines),
-        "troubles": _said("troubles", picture.problems, picture.now_unix, lines),
-        "notes": [Text(f"note: {plain(note)}", style="yellow") for note in picture.notes],
+        "ring": _ring(status, ascii_only),
+        "flights": _flights(status, ascii_only, flights),
+        "timings": _timings(status, ascii_only),
+        "ranks": _ranks(status, ranks),
+        "declined": _declined(status),
+        "notices": _said("notices", status.notices, status.now_unix, lines),
+        "troubles": _said("troubles", status.problems, status.now_unix, lines),
+        "notes": [Text(f"note: {plain(note)}", style="yellow") for note in status.notes],
     }
     for name, parts in rest.items():
         found += [] if name in without else parts
@@ -84,59 +84,57 @@ def _lines(parts: Iterable[RenderableType]) -> int:
 # -- who, how far, how much is at risk ---------------------------------------------------------------------------------
 
 
-def _head(picture: Picture) -> list[RenderableType]:
-    clock = datetime.fromtimestamp(picture.now_unix, UTC).strftime("%H:%M:%S UTC")
-    where = f"attempt {picture.attempt}, {clock}" if picture.attempt else clock
+def _head(status: RunStatus) -> list[RenderableType]:
+    clock = datetime.fromtimestamp(status.now_unix, UTC).strftime("%H:%M:%S UTC")
+    where = f"attempt {status.attempt}, {clock}" if status.attempt else clock
     return [
-        Text(plain(picture.run), style="bold"),
-        Text(f"{where}; {_who(picture)}"),
+        Text(plain(status.run), style="bold"),
+        Text(f"{where}; {_who(status)}"),
         Text(
-            f"{_peer('stager', picture.stager, picture)}{_OVER.get(picture.transport or '', '')}; "
-            f"{_peer('flusher', picture.flusher, picture)}"
+            f"{_peer('stager', status.stager, status)}{_OVER.get(status.transport or '', '')}; "
+            f"{_peer('flusher', status.flusher, status)}"
         ),
     ]
 
 
-def _peer(name: str, peer: Peer, picture: Picture) -> str:
+def _peer(name: str, peer: Peer, status: RunStatus) -> str:
     if peer.state == "gone":
         return f"no {name}"
-    if name == "stager" and picture.waits_at:
-        return f"stager process {peer.pid} waits for a job at {plain(picture.waits_at)}"
+    if name == "stager" and status.waits_at:
+        return f"stager process {peer.pid} waits for a job at {plain(status.waits_at)}"
     process = "" if peer.pid is None else f" process {peer.pid}"
     if peer.state == "silent":
         return f"{name}{process} does not answer ({plain(peer.note)})"
-    since = "" if peer.since_unix is None else f", {_age(picture, peer.since_unix)}"
+    since = "" if peer.since_unix is None else f", {_age(status, peer.since_unix)}"
     return f"{name}{process}{since}"
 
 
-def _who(picture: Picture) -> str:
-    if not picture.ranks:
-        return "no training job is running" if not picture.is_running else "the ranks are not known"
-    counts = Counter(rank.state for rank in picture.ranks)
-    counts["here"] += (
-        picture.ranks_total - counts.total()
-    )  # the picture names the ranks in a worse state first
+def _who(status: RunStatus) -> str:
+    if not status.ranks:
+        return "no training job is running" if not status.is_running else "the ranks are not known"
+    counts = Counter(rank.state for rank in status.ranks)
+    counts["here"] += status.ranks_total - counts.total()  # the status names the ranks in a worse state first
     named = [
         f"{counts[state]} {state}" for state in ("here", "coming", "silent", "left", "lost") if counts[state]
     ]
-    return f"{picture.ranks_total} ranks: {', '.join(named)}"
+    return f"{status.ranks_total} ranks: {', '.join(named)}"
 
 
-def _levels(picture: Picture) -> Table:
+def _levels(status: RunStatus) -> Table:
     rows = table("CHECKPOINT", "STEP", "AGE", "ATTEMPT", right=("STEP", "AGE", "ATTEMPT"))
     for name in LEVELS:
-        level = picture.levels.get(name)
+        level = status.levels.get(name)
         if level is None:
             rows.add_row(f"newest {name}", "-", "-", "-", style="dim")
             continue
-        at = "-" if not level.at_unix else _age(picture, level.at_unix)
+        at = "-" if not level.at_unix else _age(status, level.at_unix)
         broken = f", {level.nonfinite:,} numbers not finite" if level.nonfinite else ""
         style = "yellow" if broken else ""
         rows.add_row(f"newest {name}{broken}", str(level.step), at, str(level.attempt), style=style)
     return rows
 
 
-def _loss(picture: Picture) -> Table:
+def _loss(status: RunStatus) -> Table:
     rows = table(
         "A KILL RIGHT NOW LOSES",
         "STEPS",
@@ -146,8 +144,8 @@ def _loss(picture: Picture) -> Table:
         right=("STEPS", "TIME", "DOLLARS"),
     )
     for what, lost in (
-        ("of all trainers", picture.loss_trainers),
-        ("and of the stager's node", picture.loss_node),
+        ("of all trainers", status.loss_trainers),
+        ("and of the stager's node", status.loss_node),
     ):
         rows.add_row(what, _steps(lost), seconds(lost.seconds), _dollars(lost), _from(lost))
     return rows
@@ -170,8 +168,8 @@ def _from(lost: Lost) -> str:
 # -- what is on its way ------------------------------------------------------------------------------------------------
 
 
-def _ring(picture: Picture, ascii_only: bool) -> list[RenderableType]:
-    ring = picture.ring
+def _ring(status: RunStatus, ascii_only: bool) -> list[RenderableType]:
+    ring = status.ring
     if ring is None:
         return [Text("this machine has no ring of the run", style="dim")]
     full, filling = ring.chunks.get("full", 0), ring.chunks.get("filling", 0)
@@ -184,17 +182,17 @@ def _ring(picture: Picture, ascii_only: bool) -> list[RenderableType]:
     ]
 
 
-def _flights(picture: Picture, ascii_only: bool, shown: int) -> list[RenderableType]:
-    if not picture.flights:
+def _flights(status: RunStatus, ascii_only: bool, shown: int) -> list[RenderableType]:
+    if not status.flights:
         return []
     rows = table("STEP", "STATE", "IN THE RING", "WRITTEN", "", right=("STEP", "IN THE RING"))
-    for flight in picture.flights[-shown:]:
+    for flight in status.flights[-shown:]:
         state = "held" if flight.held else flight.state
         rows.add_row(str(flight.step), state, size(flight.ring_bytes), *_written(flight, ascii_only))
     found: list[RenderableType] = [Text(), rows]
-    if len(picture.flights) > shown:
-        found.append(Text(f"and {len(picture.flights) - shown} older checkpoints in flight"))
-    held = next((flight for flight in picture.flights if flight.held), None)
+    if len(status.flights) > shown:
+        found.append(Text(f"and {len(status.flights) - shown} older checkpoints in flight"))
+    held = next((flight for flight in status.flights if flight.held), None)
     if held is not None:
         found.append(Text(f"the store fails: {plain(held.held)}", style="yellow"))
     return found
@@ -209,11 +207,11 @@ def _written(flight: UnderWay, ascii_only: bool) -> tuple[str, str]:
     ), f"{size(flight.written_bytes)} of {size(flight.image_bytes)}, {fraction:.0%}"
 
 
-def _timings(picture: Picture, ascii_only: bool) -> list[RenderableType]:
+def _timings(status: RunStatus, ascii_only: bool) -> list[RenderableType]:
     names = (
-        ("save to staged", picture.pgt1),
-        ("save to durable", picture.pgt2),
-        ("stall of training", picture.stall),
+        ("save to staged", status.pgt1),
+        ("save to durable", status.pgt2),
+        ("stall of training", status.stall),
     )
     known = [(name, timings) for name, timings in names if timings.seconds]
     found: list[RenderableType] = []
@@ -222,8 +220,8 @@ def _timings(picture: Picture, ascii_only: bool) -> list[RenderableType]:
         for name, timings in known:
             rows.add_row(name, _short(timings.last), _short(timings.median), _sparks(timings, ascii_only))
         found = [Text(), rows]
-    if picture.interval is not None:
-        every = picture.interval
+    if status.interval is not None:
+        every = status.interval
         found.append(
             Text(f"interval: every {every.steps} steps or {seconds(every.seconds)}, from the last two saves")
         )
@@ -245,8 +243,8 @@ def _sparks(timings: Timings, ascii_only: bool) -> str:
 # -- ranks and lines ---------------------------------------------------------------------------------------------------
 
 
-def _ranks(picture: Picture, shown: int) -> list[RenderableType]:
-    if not picture.ranks:
+def _ranks(status: RunStatus, shown: int) -> list[RenderableType]:
+    if not status.ranks:
         return []
     rows = table(
         "RANK",
@@ -257,11 +255,11 @@ def _ranks(picture: Picture, shown: int) -> list[RenderableType]:
         "STALL",
         right=("RANK", "SAVED STEP", "HEARD", "STALL"),
     )
-    for rank in picture.ranks[:shown]:
+    for rank in status.ranks[:shown]:
         rows.add_row(*_rank(rank), style=_RANK_STYLE.get(rank.state, ""))
     found: list[RenderableType] = [Text(), rows]
-    rest = picture.ranks[shown:]
-    more = picture.ranks_total - len(picture.ranks[:shown])
+    rest = status.ranks[shown:]
+    more = status.ranks_total - len(status.ranks[:shown])
     if more > 0:
         steps = {rank.step for rank in rest}
         at = f", at step {steps.pop()}" if len(steps) == 1 and None not in steps and len(rest) == more else ""
@@ -282,18 +280,18 @@ def _rank(rank: RankStatus) -> tuple[str, ...]:
     )
 
 
-def _declined(picture: Picture) -> list[RenderableType]:
-    if not picture.not_taken:
+def _declined(status: RunStatus) -> list[RenderableType]:
+    if not status.not_taken:
         return []
-    causes = sorted(picture.not_taken.items(), key=lambda cause: -cause[1])
+    causes = sorted(status.not_taken.items(), key=lambda cause: -cause[1])
     counted = ", ".join(f"{count} {plain(cause)}" for cause, count in causes)
     found: list[RenderableType] = [
         Text(),
-        Text(f"checkpoints not taken: {sum(picture.not_taken.values())} ({counted})"),
+        Text(f"checkpoints not taken: {sum(status.not_taken.values())} ({counted})"),
     ]
-    if picture.declined:
-        last = picture.declined[-1]
-        found.append(Text(f"  last: {_line(last, picture.now_unix)}"))
+    if status.declined:
+        last = status.declined[-1]
+        found.append(Text(f"  last: {_line(last, status.now_unix)}"))
     return found
 
 
@@ -331,5 +329,5 @@ def spark(values: Sequence[float], ascii_only: bool = False) -> str:
     return "".join(marks[min(len(marks) - 1, int((value - least) / span * len(marks)))] for value in values)
 
 
-def _age(picture: Picture, at_unix: float) -> str:
-    return seconds(max(0.0, picture.now_unix - at_unix))
+def _age(status: RunStatus, at_unix: float) -> str:
+    return seconds(max(0.0, status.now_unix - at_unix))

@@ -9,6 +9,16 @@ import click
 
 from holdfast.command.examples import examples
 from holdfast.errors import ConfigError
+from operator_side.commands.options import (
+    OVERHEAD_MAX,
+    PROFILE,
+    SPOT_PRICE,
+    STAGER_PRICE,
+    count,
+    file,
+    forced,
+    number,
+)
 
 _SECONDS_MAX = 1e6
 _GBPS_BYTES = 1e9 / 8
@@ -23,52 +33,25 @@ _GBPS_BYTES = 1e9 / 8
     ),
 )
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--profile",
-    type=click.Path(path_type=Path),
-    help="JSON file of measured costs of checkpoints. Default: the figures that holdfast's benchmarks measured.",
-)
+@PROFILE
 @click.option(
     "--strategy",
     default="holdfast",
     show_default=True,
     help="Use the strategies of the profile whose names begin with this text.",
 )
-@click.option(
-    "--mtbf-hours",
-    type=click.FloatRange(0, 1e6, min_open=True),
-    help="Mean hours between losses, where there is no trace.",
-)
-@click.option(
-    "--nodes",
-    type=click.IntRange(1, 1_000_000),
-    help="Number of machines of the job. Default: the largest number in the trace.",
-)
-@click.option(
-    "--overhead-max",
-    type=click.FloatRange(0, min_open=True),
-    default=0.03,
-    show_default=True,
-    help="Largest share of training time that checkpoints may cost; 0.03 means 3 %.",
-)
-@click.option(
-    "--spot-price", type=click.FloatRange(0), help="Price of one spot machine in US dollars per hour."
-)
-@click.option(
-    "--stager-price",
-    type=click.FloatRange(0),
-    default=0.0,
-    show_default=True,
-    help="Price of the stager's machine in US dollars per hour.",
-)
-@click.option(
+@number("--mtbf-hours", "Mean hours between losses, where there is no trace.", above=0, most=1e6)
+@count("--nodes", "Number of machines of the job. Default: the largest number in the trace.", most=1_000_000)
+@OVERHEAD_MAX
+@SPOT_PRICE
+@STAGER_PRICE
+@number(
     "--lead-seconds",
-    type=click.FloatRange(0, _SECONDS_MAX),
-    default=0.0,
-    show_default=True,
-    help="Seconds between a preemption notice and the loss (0: no notice).",
+    "Seconds between a preemption notice and the loss (0: no notice).",
+    0.0,
+    most=_SECONDS_MAX,
 )
-@click.option("--ranks", type=click.IntRange(1, 1_000_000), help="Number of training ranks.")
+@count("--ranks", "Number of training ranks.", most=1_000_000)
 @click.option(
     "--image-size", help='Size of a whole checkpoint, such as "84GB"; `holdfast ls` shows the size of each.'
 )
@@ -79,14 +62,10 @@ _GBPS_BYTES = 1e9 / 8
 @click.option(
     "--stager-memory", help='Memory of the stager\'s machine, such as "64GiB", if its type is not known.'
 )
-@click.option(
-    "--store-gbps",
-    type=click.FloatRange(0, 1e6, min_open=True),
-    help="Write speed of the store in Gbit/s. Default: as measured.",
-)
+@number("--store-gbps", "Write speed of the store in Gbit/s. Default: as measured.", above=0, most=1e6)
 @click.option("--store", help="URL of the run, to write into the file.")
-@click.option("--output", type=click.Path(path_type=Path), help="File to write. Default: stdout.")
-@click.option("--force", is_flag=True, help="Replace the file of --output if it exists.")
+@file("--output", "File to write. Default: stdout.")
+@forced("the file of --output")
 def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -> None:
     """Write a holdfast.toml that says how often to take checkpoints, how many may be in flight, and how large the ring
     should be, with the reasons as comments.

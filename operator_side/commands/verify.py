@@ -14,6 +14,7 @@ from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json, progress_bar
 from holdfast.errors import ConfigError, DamageError
 from holdfast.image.manifest import Manifest
+from operator_side.commands.options import count, exit_codes
 from operator_side.commands.target import TARGET, Target
 
 _FAULTS_SHOWN = 20
@@ -21,18 +22,18 @@ _FAULTS_SHOWN = 20
 
 @click.command(
     short_help="Read a checkpoint and check every byte of it.",
-    epilog=examples(
+    epilog=exit_codes("6 the checkpoint is damaged; the message names the tensors and the place in the file")
+    + examples(
         "holdfast verify s3://bucket/run@1000",
         "holdfast verify /mnt/run --all --threads 8",
     ),
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
 @click.option("--all", "check_all", is_flag=True, help="Check every checkpoint of the run.")
-@click.option(
+@count(
     "--threads",
-    type=click.IntRange(1, 128),
-    default=None,
-    help="Number of threads that read at the same time. Default: 2 from a directory; from S3 as many as help.",
+    "Number of threads that read at the same time. Default: 2 from a directory; from S3 as many as help.",
+    most=128,
 )
 @json_option
 def verify(as_json: bool, target: Target, check_all: bool, threads: int | None) -> None:
@@ -42,9 +43,8 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int | None) 
     Without @STEP the command checks the newest checkpoint, whatever its state. It changes nothing, not even the state
     in the manifest.
 
-    Exit code 6: the checkpoint is damaged; the message names the tensors and the place in the file. A checkpoint of
-    ranks whose replicas differed, or one that may be torn, can be whole: the command says that it is drifted or
-    doubtful, and exits with 0.
+    A checkpoint can be whole although the replicas of its ranks differed, or although it may be torn: the command then
+    says that it is drifted or doubtful, and exits with 0.
 
     JSON: {"url", "ok", "checkpoints": [{"step", "file", "ok", "checked_bytes", "fault", "drift", "doubt", "damage":
     [{"what", "offset", "nbytes", "expected", "got", "tensors": [path]}]}]}; fault says why a checkpoint could not be

@@ -99,7 +99,7 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
             CheckState.FAIL,
             f"can be reached by ssh, but cannot connect to this machine ({found.get('error')})",
             "let the hosts reach each other at every port (on AWS: one security group whose members may do so); check "
-            "firewalls and routes. mpirun would wait for a daemon that cannot connect",
+            "firewalls and routes. mpirun would wait without end for a daemon",
         )
     if found.get("mpi"):
         yield Finding(f"{check} MPI", CheckState.OK, str(found["mpi"]))

@@ -1,10 +1,10 @@
 """`holdfast drill`: kills a user's own script under `holdfast run` at random points, and checks how it resumes.
 
-    play ── reference run ──► kill_plan (pure): which kill, after which step
+    run_drill ── reference run ──► kill_plan (pure): which kill, after which step
       │  └─ drilled run: job ── events, status, diary of the ranks ──► kill_plan ── Strike, GiveNotice ──► job
       └─ findings (pure): resumed, lost, recovery, samples ◄── events, status, diary      compare ◄── both stores
 
-play, kill_plan                       runs the script twice, with kills drawn from a seed
+run_drill, kill_plan                  runs the script twice, with kills drawn from a seed
 job, supervised_run, torchrun_run     one run: `holdfast run`, or torchrun beside a stager
 run_progress                          the progress that is shown meanwhile
 findings, batches                     the finding of each kill; the batches that a resumed run trained on

@@ -30,10 +30,10 @@ def name_other_batches(
 ) -> None:
     """Say of each kill whether training has gone on with another batch, from a state that was equal.
 
-    Of later kills nothing can be said, since the state is another one then.
+    Later kills cannot be judged, because the state then differs.
 
     Args:
-        findings: What is known of each kill; its `wrong` gets the sentence as its first.
+        findings: Facts on each kill; its `wrong` gets the sentence as its first.
         struck: The kills, in the same order.
         reference: Diary of the undisturbed run.
         drilled: Diary of the run with kills.

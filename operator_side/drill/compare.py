@@ -1,7 +1,7 @@
 """Compares the checkpoints of two runs step by step, and names the values that differ.
 
 Tensors are compared by the CRCs in the manifests, so nothing large is read. Only `PerRank` values and plain values that
-differ are read, to name the difference. What a clock has measured for a log is no difference (`measured_times.py`).
+differ are read, to name the difference. Times that a clock has measured are no difference (`measured_times.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a drill has shown of each kill, from the logs of the run. Pure.
+"""Results of a drill for each kill, from the logs of the run. Pure.
 
 diary   the last step before the kill, and which samples the loops got      events   what was staged before it
 status  lost ─► ended ─► launched ─► joined ─► restored ─► training         compare  the files after it
@@ -32,17 +32,13 @@ class KillFinding:
     """The result of one kill.
 
     Attributes:
-        kill: The kill.
         last_step: Last step before the kill, of the rank that was furthest.
         resumed_from: Step of the checkpoint from which training resumed; -1: the beginning; None: it did not resume.
         staged_step: Newest step that was staged before the kill.
-        lost_steps: Number of steps that were done again.
         lost_seconds: Seconds that these steps had taken before the kill.
         phases: Seconds from the kill to each mark of the resumption (`lost_seconds`, …), and `seconds` in all.
-        notice: What came of the notice; empty if there was none.
+        notice: Result of the notice; empty without a notice.
         compared: Steps whose files were compared with the reference, until the next kill.
-        unequal: Steps among them that differ.
-        wrong: Descriptions of what failed.
     """
 
     kill: Kill
@@ -67,8 +63,6 @@ class Samples(NamedTuple):
     """Numbers of samples of all ranks, over the steps that count.
 
     Attributes:
-        trained: Samples in the reference run.
-        skipped: Samples that the drilled run left out.
         repeated: Samples that the drilled run trained on more often than the reference.
     """
 

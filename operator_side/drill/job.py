@@ -48,13 +48,7 @@ class Setup:
     """The job of a drill.
 
     Attributes:
-        command: Command of the user's script.
-        ranks: Number of training ranks.
-        settings: Of the stager, each as NAME=VALUE.
-        options: Further options for `holdfast run`.
         notice_seconds: Time from a notice to the kill, as told to the ranks.
-        gives_notice: Whether there will be one.
-        launcher: `mpirun` or `torchrun`.
     """
 
     command: Sequence[str]
@@ -67,12 +61,7 @@ class Setup:
 
 
 class DrillRun(abc.ABC):
-    """A running job. On leaving the context, none of its processes runs any more.
-
-    Args:
-        setup: The job.
-        folder: New folder for store, logs and diary.
-    """
+    """A running job. On leaving the context, none of its processes runs any more."""
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         self.folder, self._setup = folder, setup
@@ -148,10 +137,10 @@ class DrillRun(abc.ABC):
         return "\n".join(text.splitlines()[-lines:])
 
     def _start(self, line: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        # The leash ties it to this process, so that a killed drill leaves nothing behind.
-        leash = [sys.executable, "-P", "-m", "operator_side.supervise.leash", str(os.getpid())]
+        # Tied to this process, so that a killed drill leaves nothing behind.
+        tied = [sys.executable, "-P", "-m", "operator_side.supervise.attempt", str(os.getpid())]
         return subprocess.Popen(
-            [*leash, *line], stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, env=env
+            [*tied, *line], stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, env=env
         )
 
     def _rank(self, rank: int) -> list[int]:
@@ -183,7 +172,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def parent_of(pid: int) -> int:
-    """The process that started this one; 0 if there is none any more."""
+    """The process that started this one; 0 if it is gone."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[_PARENT_FIELD])

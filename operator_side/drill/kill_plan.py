@@ -36,10 +36,8 @@ class Kill:
 
     Attributes:
         number: Number of the kill, from 1.
-        target: The processes that are killed.
         notice: Whether the rank gets a notice first, and SIGKILL when the notice was answered or its time is over.
         rank: The rank that is killed, if it is one rank, or the rank whose wrapper is killed.
-        after_step: The kill comes after this step.
         part: Share of a step, below 1, by which it comes later.
     """
 
@@ -64,13 +62,6 @@ class Kill:
 
 def plan(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[int]) -> list[Kill]:
     """Draw the kills. The same arguments give the same kills.
-
-    Args:
-        seed: Seed of the random choice.
-        kills: Number of kills.
-        ways: `notice`, `none`, or `both` in turn; or `wrapper`.
-        ranks: Number of training ranks.
-        checkpoints: Steps that the reference run saved.
 
     Raises:
         ConfigError: The run has too few checkpoints.
@@ -115,14 +106,13 @@ class Sequence:
     """Says when each kill is due. The clock is handed in.
 
     Args:
-        kills: The kills, in their order.
         notice_seconds: Seconds from a notice to the kill, if holdfast does not answer the notice earlier.
     """
 
     def __init__(self, kills: Listed[Kill], *, notice_seconds: float) -> None:
         self._left = list(kills)
         self._notice_seconds = notice_seconds
-        self._has_staged = False  # before, a kill would only show that the script begins anew
+        self._has_staged = False  # before, a kill would only show that the script begins again
         self._trains = False  # every rank has done its first step since the last kill
         self._step, self._stepped_at = -1, 0.0
         self._step_seconds = 0.0

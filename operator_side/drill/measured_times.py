@@ -51,12 +51,7 @@ _OF_THE_PROCESS = {"train_loss": "train_runtime"}
 
 
 def is_measured(path: str, beside: Collection[str]) -> bool:
-    """Whether the value is one of a log, and a time, a speed or a mean since the process began.
-
-    Args:
-        path: Of the value.
-        beside: Paths of all values of the file.
-    """
+    """Whether the value is one of a log, and a time, a speed or a mean since the process began."""
     place, _, name = path.rpartition("/")
     if name == "elapsed" or "time_elapsed" in path.split("/"):  # Lightning's Timer
         return True

@@ -12,8 +12,6 @@ class RunProgress:
     """See the module.
 
     Args:
-        run: Name of the run.
-        say: Called with each line.
         now: Seconds of a clock that only goes forward.
         steps: Number of steps of the whole run; 0: not known.
     """

@@ -16,8 +16,6 @@ class SupervisedRun(DrillRun):
     """`holdfast run`, which restarts the job by itself and writes `status.jsonl`.
 
     Args:
-        setup: The job.
-        folder: New folder for store, logs and diary.
         kills: How many restarts there are to be; 0: the first failure ends the run.
     """
 

@@ -35,11 +35,7 @@ _ALL_LINES = 1_000_000
 
 
 class Starts:
-    """Says of the lines of ranks what `holdfast run` would: lost, restored, training; and numbers the starts. Pure.
-
-    Args:
-        ranks: Number of training ranks.
-    """
+    """Says of the lines of ranks what `holdfast run` would: lost, restored, training; and numbers the starts. Pure."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -84,8 +80,6 @@ class TorchrunRun(DrillRun):
     """See the module.
 
     Args:
-        setup: The job.
-        folder: New folder for store, logs and diary.
         kills: How many restarts there are to be; 0: the first failure ends the run.
 
     Raises:

@@ -112,7 +112,7 @@ def _parsed(text: str) -> Any:
 
 
 def _priced(leaves: Iterator[tuple[str, str]], received_bytes: int) -> dict[str, str]:
-    """The leaves, as far as so many bytes are worth them: what is in a value twice has all its leaves twice."""
+    """The leaves, up to a limit that follows from the bytes: a value that is there twice has its leaves twice."""
     found: dict[str, str] = {}
     cost = 0
     for path, value in leaves:

@@ -4,7 +4,7 @@
     manifests ──┘   attempts.py                  each attempt, how it ended, and the way back
                     goodput.py                   the parts of the time
     facts.py: all of it ─► sentences.py          what happened, and what to look at
-                        └► page.py ◄─ sections.py, section_*.py ◄─ pictures.py ◄─ markup.py (escapes), style.py
+                        └► page.py ─► page.html (Jinja) ◄─ chart.py, words.py (times, money)
 
 Pure: operator_side/commands/report.py reads the files, whose contents are input from outside. docs/report.md says what
 each figure means.

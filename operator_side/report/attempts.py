@@ -28,7 +28,7 @@ class ReportedAttempt:
         began_at_unix: When it was launched; without a supervisor, when its stager was ready.
         training_at_unix: When every rank had taken its first step; without a supervisor, the last rank's restore or the
             first `save()`.
-        restored_step: The step that it resumed from; -1: it began anew; None: not known.
+        restored_step: The step that it resumed from; -1: the beginning; None: not known.
         lost_at_unix: The first sign of its bad end. `ended_at_unix` is the time of the verdict.
         heard_at_unix: The last sign of life.
         cause: As the supervisor calls it; `left`: the trainers left the stager; empty while it runs.

@@ -43,7 +43,6 @@ class RunFacts:
     """See the module.
 
     Attributes:
-        run: URL of the run.
         begin_unix: The first time that is known, as `end_unix` is the last; both None if nothing is known of the run.
         over: The supervisor's last message, if it ended.
         unknown: Sentences on what cannot be told of the run, and why.
@@ -75,15 +74,7 @@ def gather(
     dollars_per_hour: float | None = None,
     notes: Iterable[str] = (),
 ) -> RunFacts:
-    """Put the facts of a run together.
-
-    Args:
-        run: URL of the run.
-        log: Its event logs; may be empty.
-        stored: Its manifests; may be empty.
-        dollars_per_hour: Price of all machines; None: no money is shown.
-        notes: Sentences on what could not be read.
-    """
+    """Put the facts of a run together."""
     checkpoints = gather_checkpoints(log.events, stored)
     attempts = gather_attempts(log.events)
     begin, end = _bounds(log.events, checkpoints.rows, attempts)
@@ -185,8 +176,8 @@ def _unknown(facts: RunFacts, *, has_stored: bool, has_price: bool) -> list[str]
     ]
     if facts.rows:
         found.append(
-            "The logs do not have the fill level or the size of the ring. The picture shows the bytes of checkpoints "
-            "between save() and durable, which is the most that the ring can have held."
+            "The logs do not have the fill level or the size of the ring. The report shows the most bytes of "
+            "checkpoints between save() and durable at a time; the ring cannot have held more."
         )
         found.append(
             "Rates are means over the whole way of one checkpoint, including waits; they do not show the highest speed "

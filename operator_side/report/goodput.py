@@ -1,4 +1,4 @@
-"""What a run's time went into: new work, work done twice, stalls, getting back. Pure arithmetic on attempts.
+"""How a run's time was used: new work, work done twice, stalls, getting back. Pure arithmetic on attempts.
 
     launched ─starting─► training ─────────────► lost ─getting back─► training ────► ended ─nobody ran it─► launched
                              saved │◄─ done twice ─►│
@@ -16,7 +16,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.telemetry.rows import CheckpointRow
 from operator_side.report.attempts import ReportedAttempt
 from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_trainers
-from operator_side.status.picture import Interval, interval_of
+from operator_side.status.run_status import Interval, interval_of
 
 _HOUR_SECONDS = 3600.0
 _SAME_SECONDS = 0.001
@@ -36,11 +36,9 @@ class Interruption:
     """An attempt that ended badly, and what followed.
 
     Attributes:
-        attempt: The attempt that ended.
         back: The attempt that trained again; None: none is known.
         down_seconds: From the first sign of the loss until training went on, or to the last known time.
         lost: Seconds of work that had to be repeated; None: not known.
-        dollars: Price of both, if a price is given.
     """
 
     attempt: ReportedAttempt
@@ -62,7 +60,6 @@ class Goodput:
     Attributes:
         parts: Seconds by the names of `PARTS`; they add up to `total_seconds`.
         is_estimate: Whether no supervisor told when training went on, or repeated work is not known.
-        dollars_per_hour: Price of all machines.
     """
 
     total_seconds: float

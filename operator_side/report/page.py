@@ -1,109 +1,155 @@
-"""The page: head, sentences, sections, and what is not known. One file; it loads nothing and runs nothing.
+"""Renders the report: page.html, a Jinja template over the facts. One file; it loads nothing and runs nothing.
 
-The policy in its head lets a browser use only the one style sheet inside it: whatever else a text might bring is dead.
+Logs and manifests are input from outside: Jinja escapes every value, and control characters are spelled out.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from typing import TypeVar
 
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from holdfast.command.output import plain, size
 from holdfast.telemetry.event_text import cut
-from operator_side.report.facts import RunFacts
-from operator_side.report.markup import Html, moment, plural, tag
-from operator_side.report.sections import SECTIONS
+from holdfast.telemetry.rows import CheckpointRow, NotTaken, RankTimes
+from operator_side.report import words
+from operator_side.report.attempts import ReportedAttempt
+from operator_side.report.chart import timeline_chart
+from operator_side.report.facts import Happened, RunFacts, ring_bytes, spread_of
+from operator_side.report.goodput import PARTS
 from operator_side.report.sentences import look_at, what_happened
-from operator_side.report.style import STYLE
 
 _URL_CHARACTERS_MAX = 300
+_CELL_CHARACTERS_MAX = 300
 _FILES_SHOWN = 20
+_BARS_MAX = 400  # of a lane in the chart
+_DETAILED_MAX = 12  # checkpoints shown rank by rank
+_RANKS_MAX = 16
+_SECONDS_MIN = 1e-6  # in less nothing was copied
+_Item = TypeVar("_Item")
 
 
 def page(facts: RunFacts, *, made_at_unix: float, version: str) -> bytes:
-    """Make the whole file.
-
-    Args:
-        facts: Facts to show.
-        made_at_unix: Time that the page names as its own.
-        version: Version of holdfast.
-    """
-    run = cut(facts.run, _URL_CHARACTERS_MAX)
-    found = [
-        (name, title, made) for name, (title, make) in SECTIONS.items() if (made := make(facts)) is not None
-    ]
-    links = [(name, title) for name, title, _ in found] + [("unknown", "Not known")]
-    body = tag(
-        "main",
-        tag("h1", f"Events of {run}"),
-        tag(
-            "p", f"Made {moment(made_at_unix)} by holdfast {version} from {_sources(facts)}.", class_="faint"
-        ),
-        tag("div", *(tag("p", text) for text in what_happened(facts)), class_="summary"),
-        _look(facts, {name for name, _ in links}),
-        tag(
-            "nav",
-            tag("ul", *(tag("li", tag("a", title, href=f"#{name}")) for name, title in links)),
-            aria_label="Sections",
-        ),
-        *(made for _, _, made in found),
-        _unknown(facts),
+    """Make the whole file."""
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, finalize=_printable, trim_blocks=True, lstrip_blocks=True
     )
-    document = tag("html", _head(run), tag("body", body), lang="en")
-    return b"<!DOCTYPE html>\n" + document.encode() + b"\n"
+    for one in (words.moment, words.brief, words.dollars, words.rate, size, thinned, spread_of):
+        environment.filters[one.__name__] = one
+    environment.filters |= {"digest": _digest, "cell": _cell, "worst": _worst_ranks}
+    template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
+    begin, end = facts.begin_unix, facts.end_unix
+    bars = (
+        thinned(facts.attempts, _BARS_MAX),
+        thinned([row for row in facts.rows if row.saved_at_unix is not None], _BARS_MAX),
+        thinned(facts.checkpoints.not_taken, _BARS_MAX),
+    )
+    return template.render(
+        facts=facts,
+        run=cut(facts.run, _URL_CHARACTERS_MAX),
+        made_at=words.moment(made_at_unix),
+        version=version,
+        sources=_sources(facts),
+        happened=what_happened(facts),
+        hints=look_at(facts),
+        parts=PARTS,
+        share=words.share,
+        plural=words.plural,
+        chart=None if begin is None or end is None else timeline_chart(*bars, begin, end),
+        seconds={
+            "stall of training (slowest rank)": _known(row.stall_seconds for row in facts.rows),
+            "save() to staged": _known(row.pgt1_seconds for row in facts.rows),
+            "save() to durable": _known(row.pgt2_seconds for row in facts.rows),
+        },
+        ring=[] if end is None else [nbytes for _, nbytes in ring_bytes(facts.rows, end)],
+        rates={
+            "save() to staged": _rates(facts.rows, "pgt1_seconds"),
+            "save() to durable": _rates(facts.rows, "pgt2_seconds"),
+        },
+        detailed=_worth_details(facts.rows),
+    ).encode()
 
 
-def _head(run: str) -> Html:
-    digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
-    return tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="referrer", content="no-referrer"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("link", rel="icon", href="data:,"),  # or a browser asks for one
-        tag("title", f"{run}: what happened"),
-        tag("style", Html(STYLE)),
-    )
+def _printable(value: object) -> object:
+    return value if isinstance(value, Markup) else "-" if value is None else plain(str(value))
+
+
+def _cell(value: object) -> object:
+    return cut(value, _CELL_CHARACTERS_MAX) if isinstance(value, str) else value
+
+
+def _digest(style: str) -> str:
+    return base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
 
 
 def _sources(facts: RunFacts) -> str:
-    in_store = sum(row.in_store for row in facts.rows)
     files = facts.log.files
-    names = ", ".join(files[:_FILES_SHOWN]) + (
-        f" and {len(files) - _FILES_SHOWN} more" if len(files) > _FILES_SHOWN else ""
+    names = ", ".join(files[:_FILES_SHOWN])
+    if len(files) > _FILES_SHOWN:
+        names += f" and {len(files) - _FILES_SHOWN} more"
+    logs = f" and {words.plural(len(facts.log.events), 'event')} of {names}" if files else ""
+    return f"{words.plural(sum(row.in_store for row in facts.rows), 'manifest')}{logs}"
+
+
+def thinned(items: Sequence[_Item], most: int) -> list[_Item]:
+    """At most `most` of the items, in order: the first, the last, the newest that stand out, an even selection."""
+    if len(items) <= most:
+        return list(items)
+    kept = {0, len(items) - 1} if most > 1 else {len(items) - 1}
+    special = [index for index, item in enumerate(items) if index not in kept and _stands_out(item)]
+    room = max(0, most - len(kept))
+    kept.update(special[-room:] if room else [])
+    room = most - len(kept)
+    rest = [index for index in range(len(items)) if index not in kept]
+    if room > 0:
+        kept.update(rest[index * len(rest) // room] for index in range(room))
+    return [items[index] for index in sorted(kept)]
+
+
+def _stands_out(item: object) -> bool:
+    match item:
+        case CheckpointRow():
+            return item.state not in {"durable", "verified"} or bool(item.nonfinite)
+        case ReportedAttempt():
+            return item.was_lost
+        case NotTaken():
+            return item.kind == "failed"
+        case Happened():
+            return item.is_notice
+    return False
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _rates(rows: Iterable[CheckpointRow], seconds: str) -> list[float]:
+    took = ((row.image_bytes, getattr(row, seconds)) for row in rows)
+    return [
+        nbytes / value for nbytes, value in took if nbytes and value is not None and value >= _SECONDS_MIN
+    ]
+
+
+def _worst_ranks(row: CheckpointRow) -> list[tuple[int, RankTimes]]:
+    """The ranks with the longest stalls, by number."""
+    return sorted(
+        sorted(row.ranks.items(), key=lambda one: one[1].seconds.get("cst_seconds", 0.0))[-_RANKS_MAX:]
     )
-    logs = f" and {plural(len(facts.log.events), 'event')} of {names}" if files else ""
-    return f"{plural(in_store, 'manifest')}{logs}"
 
 
-def _look(facts: RunFacts, there: set[str]) -> Html:
-    found = look_at(facts)
-    if not found:
-        inside = tag("p", "Nothing stands out.")
-    else:
-        items = [
-            tag(
-                "li",
-                one.text,
-                " ",
-                tag("a", "show", href=f"#{one.section}") if one.section in there else None,
-            )
-            for one in found
-        ]
-        inside = tag("ol", *items)
-    return tag("div", tag("h2", "Points to check", id="look"), inside, class_="look")
-
-
-def _unknown(facts: RunFacts) -> Html:
-    known = "docs/report.md says how each figure is computed."
-    return tag(
-        "section",
-        tag("h2", "Unknown", id="unknown"),
-        tag("ul", *(tag("li", text) for text in facts.unknown)),
-        tag("p", known, class_="faint"),
-        aria_labelledby="unknown",
-    )
+def _worth_details(rows: Sequence[CheckpointRow]) -> list[CheckpointRow]:
+    """The newest, the slowest to durable, those with the longest stalls, and the newest bad ones."""
+    known, few = [row for row in rows if row.ranks], _DETAILED_MAX // 4
+    chosen = [
+        *known[-few:],
+        *sorted(known, key=lambda row: row.pgt2_seconds or 0.0)[-few:],
+        *sorted(known, key=lambda row: row.stall_seconds or 0.0)[-few:],
+        *[row for row in known if row.state in {"bad", "drifted", "doubtful", "failed"}][-few:],
+    ]
+    keys = {(row.attempt, row.step) for row in chosen}
+    return [row for row in known if (row.attempt, row.step) in keys]

@@ -1,6 +1,6 @@
-"""What was measured of each way to checkpoint: a JSON file, or the figures that this tree's benchmarks left.
+"""Measured costs of each way to checkpoint: a JSON file, or the figures that this tree's benchmarks left.
 
-No figure stands in the code. What does is how a way works: how many checkpoints it has under way, whether a node keeps
+The code has no figures, only how each way works: how many checkpoints it has under way, whether a node keeps
 what is staged, whether it acts on a notice.
 
     {"source": "…", "iteration_seconds": 0.2, "restart_seconds": 17, "strategies": {"holdfast": {
@@ -43,12 +43,10 @@ class Measured(BaseModel):
     """One way to checkpoint.
 
     Attributes:
-        stall_seconds: How long training waits for each checkpoint.
         staged_seconds: From `save()` until the stager's node has all of it; None without a stager.
         durable_seconds: From `save()` until it is in the store.
         restore_seconds: How long a restore from the store takes.
         restore_staged_seconds: How long a restore from the stager's node takes; None: as long as from the store.
-        in_flight_max: How many checkpoints may be in flight.
         stager: Whether a node outside the training's machines keeps what is staged.
         notice: Whether a preemption notice leads to a checkpoint.
     """

@@ -8,7 +8,8 @@ Between two events nothing is decided, so a stretch is one formula (timeline.py)
 ConcurrencyLimit are arrays of shape (strategy and interval, window).
 
 Rules, which tests/unit/operator_side/simulate/reference.py walks through one by one:
- 1. A loss of any machine, or of the stager's node where there is one, ends the job. What is not safe by then is lost.
+ 1. A loss of any machine, or of the stager's node where there is one, ends the job. Checkpoints that
+    are not safe by then are lost.
  2. With a stager, the newest staged checkpoint is what a relaunch continues from, and it goes on into the store by
     itself; the stager's loss leaves what is durable by then.
  3. A notice makes one checkpoint, after the first iteration that ends at or after it. It counts if it is safe in time.
@@ -82,11 +83,8 @@ class ReplayOutcome:
     """The results of a replay; arrays are (lane, window).
 
     Attributes:
-        useful: Iterations that count at the window's end.
         redone: Iterations that were lost and have to be repeated.
-        interruptions: How often the job was ended.
-        training_us: Time in which training ran, stalls included.
-        finished_us: When the target was reached; -1: not within the window, or there is none.
+        finished_us: When the target was reached; -1: not within the window, or no target.
         event_steps: Number of rounds of the replay's loop; it does not depend on the number of lanes.
     """
 

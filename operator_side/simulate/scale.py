@@ -1,4 +1,4 @@
-"""What a checkpoint comes to at a size that nobody has at hand: messages, journal, memory, and the stager's network.
+"""Costs of a checkpoint at a size too large to try: messages, journal, memory, and the stager's network.
 
     Shape (ranks, image, chunk) ─► Load: what one checkpoint is made of
     rates in and out, memory    ─► Ring: how large, and when all of it is staged
@@ -32,8 +32,6 @@ class Shape:
     """The size of a job.
 
     Attributes:
-        ranks: Number of training ranks.
-        image_bytes: Size of a whole checkpoint.
         chunk_bytes: Size of a chunk, as in the settings.
     """
 
@@ -53,11 +51,9 @@ class Load:
 
     Attributes:
         slice_bytes: Bytes that one rank sends, and the size of each of its staging areas.
-        chunks: Number of chunks in the image.
         frames_max: Most frames of all ranks together. A chunk comes as one frame from each rank with bytes in it; a
             rank shares at most its first and its last chunk with others, unless values have an owner.
         control_messages_max: Most messages to and from the stager when no step is declined and no part is repeated.
-        journal_writes: Changes of state in the ring's journal.
         part_bytes_min: Smallest size of a part in S3 for such a file, in whole chunks.
     """
 
@@ -85,7 +81,7 @@ class Load:
 
     @staticmethod
     def control_messages(ranks: int, frames: int) -> int:
-        """Most messages to and from the stager for so many frames of all ranks together."""
+        """Largest number of messages to and from the stager for this number of frames of all ranks."""
         return _MESSAGES_PER_RANK * ranks + _MESSAGES_PER_FRAME * frames
 
 
@@ -120,12 +116,6 @@ def best_ring(shape: Shape, *, in_rate: float, out_rate: float, memory_bytes: in
     Twice the image where there is room: then the next checkpoint comes in while a slow store still takes the last one,
     and a restart finds one whole. Else the image once. Else all the room there is, and the rest streams through.
 
-    Args:
-        shape: The job.
-        in_rate: Bytes per second into the stager.
-        out_rate: Bytes per second into the store.
-        memory_bytes: Memory of the stager's machine.
-
     Raises:
         ConfigError: A rate is not more than 0, or the smallest ring does not fit; the message says what is needed.
     """
@@ -157,9 +147,7 @@ class Machine:
     """A type of machine on AWS.
 
     Attributes:
-        name: Its name there.
         gigabits: Sustained gigabits per second, each way.
-        memory_bytes: Memory of the whole machine.
     """
 
     name: str

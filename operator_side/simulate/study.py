@@ -56,10 +56,6 @@ class StrategyGoodput:
 
     Attributes:
         strategy, every: Its name, and the iterations between two checkpoints.
-        share: Useful iterations, as a share of the ideal's.
-        useful_per_hour: Useful iterations in an hour of wall time.
-        redone: Repeated iterations for each interruption.
-        interruptions: Interruptions in a window.
         training: Share of the wall time in which training ran; the rest are restarts, restores and waits for machines.
         dollars: Price of a useful iteration on spot machines; None without prices or without a useful iteration.
     """
@@ -122,7 +118,6 @@ class Total:
     """One strategy at one interval and one MTBF.
 
     Attributes:
-        strategy, every, mtbf_hours: Which.
         hours: Time until all iterations were done; None: in some sample over 256 times the ideal's time.
     """
 
@@ -137,8 +132,6 @@ class SimulatedLosses:
     """Random losses of machines.
 
     Attributes:
-        mtbf_hours: Mean hours between two losses of a training machine.
-        provision_us: Time until a lost machine is replaced.
         stager_mtbf_us: Mean time between losses of the stager's machine; None: it is never lost.
     """
 

@@ -1,4 +1,4 @@
-"""What was asked for, checked; and what a trace came to."""
+"""The checked options of `holdfast simulate`, and the results of one trace."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ class Replayed:
 
     Attributes:
         trace, job: The trace and the job that were replayed.
-        window_hours: Length of each window.
-        rows: Every strategy at every interval.
         event_steps: See `ReplayOutcome`.
         on_demand_dollars: Price of an iteration on demand; None without prices.
         advice: Strategy → the advice, or the reason why its bound cannot be kept.
@@ -62,16 +60,13 @@ class StudyPlan:
     """The traces' replays that were asked for.
 
     Attributes:
-        profile, leads_seconds: What was measured, and the notices to try.
-        intervals: Iterations between two checkpoints.
+        profile, leads_seconds: Measured costs, and the notice times to try.
         nodes: Number of machines of the job; None: as many as a trace ever has.
         nodes_min: Smallest number of machines that it runs with.
         offsets, seed: How many windows or made-up traces, and from which seed.
         window_hours: Length of a window; None: half of the trace.
         overhead_max: Largest share of training time that checkpoints may cost, for the advice.
-        prices: Prices of machines; None: no dollars are shown.
         stager_mtbf_hours: Mean hours between losses of the stager's node; None: it is never lost.
-        mtbf_hours, iterations, provision_seconds: For total times.
     """
 
     profile: TrainingProfile

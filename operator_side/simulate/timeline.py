@@ -18,10 +18,7 @@ class Timeline:
     """Stretches of training, one for each lane of an array.
 
     Args:
-        every: Iterations between two saves (k).
-        iteration_us: Time of one iteration.
         stall_us: How long a save holds the training thread.
-        durable_us: How long a save is in flight.
         places: How many checkpoints may be in flight (N).
     """
 

@@ -1,4 +1,4 @@
-"""What the replay walks through: events by place, one column for each window of a trace.
+"""Events that the replay walks through, by place; one column for each window of a trace.
 
 Many windows of one trace, begun at seeded offsets, give the spread of a figure; nothing is wrapped around, so no loss
 is invented. Columns are of different length; short ones are filled up with events at the end at which nothing happens.
@@ -21,7 +21,6 @@ class Column:
     """One window.
 
     Attributes:
-        first_count: Number of machines at its begin.
         time_us, lost, count, stager_lost: For each event its time, the machines lost, the machines left, and whether
             the stager's node was lost (0 or 1).
     """

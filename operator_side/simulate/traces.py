@@ -39,11 +39,8 @@ class Trace:
     """How many machines there were, and from when on; row 0 is the beginning.
 
     Attributes:
-        name: For people.
         time_us: Time of each row since the first one, never less than that of the row before.
-        count: Number of machines from then on.
         lost: Number of machines that were lost at that moment.
-        end_us: Time of the last row.
     """
 
     name: str

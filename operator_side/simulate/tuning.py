@@ -1,4 +1,4 @@
-"""From what was measured to settings: which, and why. What comes out is the text of a `holdfast.toml`.
+"""Settings with their reasons from measured costs: the text of a `holdfast.toml`.
 
 Profile ─► places (N with the least time to durable / N) ─► Cost ─┐
 trace or MTBF, prices ────────────────────────────────────► Hazard ┴─► Advice: the interval
@@ -52,7 +52,6 @@ class Question:
         stager: The stager's machine; None: one is chosen.
         stager_memory_bytes: Memory of the stager's machine, where the table does not have its type.
         store_rate: Bytes per second into the store; None: as measured.
-        store: URL of the run; None: the file names none.
     """
 
     profile: TrainingProfile
@@ -78,8 +77,6 @@ class Setting:
 
     Attributes:
         table: Its table; empty: the top, which holds for every role.
-        name, value: A setting of holdfast/config.py.
-        why: The comment above it.
     """
 
     table: str
@@ -93,11 +90,7 @@ class Tuned:
     """The chosen settings.
 
     Attributes:
-        question: The question that they answer.
         every: Iterations between two checkpoints: an argument of `Checkpointer`, and no setting.
-        advice: The reasons for the interval.
-        settings: Lines of the file.
-        notes: Facts to know that are no settings.
     """
 
     question: Question

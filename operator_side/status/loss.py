@@ -1,4 +1,4 @@
-"""What a kill right now would lose: steps, seconds, dollars. Pure arithmetic on what is known of a run.
+"""The loss if the run were killed now: steps, seconds, dollars. Pure arithmetic.
 
     work ──────────saved────────────saved──────────now
                      │ newest durable │ newest staged
@@ -31,12 +31,10 @@ class LossInputs:
     """The facts that the loss follows from.
 
     Attributes:
-        now_unix: Current time.
         running_since_unix: When the job's stager was ready; None: no job runs.
         staged: The newest checkpoint that is whole in ring or store. `durable`: the newest in the store.
         newest: The newest checkpoint that a rank has saved, also if it was lost.
         step_seconds: Wall time of a step, from the last saves; None: not known yet.
-        dollars_per_hour: Price of all machines; None: not given.
     """
 
     now_unix: float
@@ -55,8 +53,7 @@ class Lost:
     Attributes:
         steps: Lost steps; None: not known.
         is_estimate: Whether the steps since the newest save are estimated.
-        dollars: Price of the lost time; None without a price.
-        since_step: The step that training would resume from; None: it would begin anew.
+        since_step: The step that training would resume from; None: the beginning.
     """
 
     steps: int | None

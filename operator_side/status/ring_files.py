@@ -59,9 +59,7 @@ class RingLook:
     """The state of a ring at one moment.
 
     Attributes:
-        attempt: The attempt whose chunks the ring takes.
         chunks: Name of a state → number of chunks.
-        trouble: Sentences on what could not be read.
     """
 
     attempt: int
@@ -73,11 +71,7 @@ class RingLook:
 
 
 class RingFiles:
-    """Reads a ring's files repeatedly; each layout once.
-
-    Args:
-        directory: The run's runtime directory.
-    """
+    """Reads a ring's files repeatedly; each layout once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

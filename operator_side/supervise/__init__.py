@@ -12,6 +12,6 @@ supervisor ── events ─► core ── actions ─► supervisor     core, 
 core, record, limits, verdict, suspicion, resumption    decisions, all pure
 supervisor, supervisor_messages                  the loop around the core; its events and actions
 hosts, flusher, job_processes, job_output, attempt    what the loop works with
-rank, leash                                      around each process of a job: reports its end, dies with its starter
+rank                                             around each process of a job: reports how it ended
 wrapped_rank, exit_codes                         `holdfast rank`
 """

@@ -3,6 +3,9 @@
 mpirun and everything it starts here are one session, tied to this process: they end when it is killed. (The flusher has
 a session of its own.) mpirun makes a process group of each rank, so the whole session is swept, not a group. On other
 hosts the daemons of mpirun end their ranks when the connection to mpirun ends.
+
+`python -m operator_side.supervise.attempt PID COMMAND …` becomes COMMAND, and dies with the process PID that started
+it: a supervisor that is killed must not leave a job behind, which would collide with the next one.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from holdfast.process import tie
+
 _SWEEP_SECONDS_MAX = 10.0
 _SESSION_FIELD = 3  # of /proc/PID/stat, counted from behind the command's name
 _STATE_FIELD = 0
@@ -24,16 +29,11 @@ _READ_BYTES = 1 << 16
 
 
 class Attempt:
-    """A started mpirun. Main thread: the kernel ties processes to the thread that starts them.
-
-    Args:
-        command: The mpirun line.
-        environment: For mpirun.
-    """
+    """A started mpirun. Main thread: the kernel ties processes to the thread that starts them."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "operator_side.supervise.leash", str(os.getpid()), *command],
+            [sys.executable, "-P", "-m", "operator_side.supervise.attempt", str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -121,3 +121,15 @@ def processes_of_session(session: int) -> list[int]:
         if int(fields[_SESSION_FIELD]) == session and fields[_STATE_FIELD] not in "ZX":
             found.append(int(directory.name))
     return found
+
+
+def main() -> None:
+    parent = int(sys.argv[1])
+    tie(signal.SIGTERM)
+    if os.getppid() != parent:  # the parent died before this process was tied to it
+        os._exit(1)
+    os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the command line is this program's own
+
+
+if __name__ == "__main__":
+    main()

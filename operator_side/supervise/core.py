@@ -67,12 +67,9 @@ class Core:
     """The state machine. Not thread-safe.
 
     Args:
-        limits: Settings.
         pause_seconds: Random pause before restart number n (1, 2, …) in a row without progress; number 1 follows an
             attempt that made progress, or the first one.
-        first_attempt: Number of the first attempt.
         newest_step: Newest step in the store, -1 for none.
-        now: The time.
 
     Attributes:
         newest_step: The newest step that was staged, durable or restored; one that is set aside does not count.

@@ -2,10 +2,10 @@
 
     how the command ended, reports of the ranks, the end of its stderr, signals ─► Seen ─► Evidence ─► judge ─► code
 
-One wrapper has no other hosts in sight. So the loss of a peer is known by what the survivors say of it: a rank with a
+One wrapper does not see other hosts. The survivors report the loss of a peer: a rank with a
 bug ends with a code of its own, in its own wrapper, and that code is not 75.
 
-How often a run was started in vain is not counted here, because this machine may be gone the next time. Each job that
+Failed starts of a run are not counted here, because this machine may be gone the next time. Each job that
 joins has an attempt of its own, one more than the one before, recorded in the store; and the checkpoint that it has
 restored names the attempt that saved it. The difference is the number of attempts without a newer checkpoint.
 """
@@ -54,12 +54,9 @@ class Seen:
 
     Attributes:
         command: Name of the command, for people.
-        host: This machine.
         rank: This rank, as far as the launcher tells; else 0.
-        pid: Process id of the command.
         status: Its exit code, or minus the number of the signal.
         told: Signals that this wrapper got, and passed on.
-        reports: What ranks have reported, in order (holdfast/supervised.py).
         tail: The end of what the command wrote to stderr.
         out_of_memory: Whether the kernel has killed a process of this cgroup to free memory.
     """
@@ -124,7 +121,7 @@ def coded_end(seen: Seen, *, restarts_max: int) -> CodedEnd:
     """Judge the end of the command.
 
     Args:
-        seen: What is known of it.
+        seen: The facts about it.
         restarts_max: The largest number of attempts in a row without a newer checkpoint that ends with 75.
     """
     job = _job(seen.reports)
@@ -143,8 +140,8 @@ def coded_end(seen: Seen, *, restarts_max: int) -> CodedEnd:
         return CodedEnd(code, verdict.message)
     if job.vain > restarts_max:
         return CodedEnd(verdict.exit_code, f"{no_progress(verdict, job.vain)}: {verdict.message}")
-    # A preemption is somebody else's word, and so is the 75 of another wrapper. Of the rest only jobs that have joined
-    # are counted: one that never comes so far must not be started again for ever.
+    # A preemption is reported by others, and so is the 75 of another wrapper. Otherwise only a job that has joined is
+    # started again: one that never joins must not be restarted for ever.
     told = verdict.cause is Cause.PREEMPTED or any(death.status == AGAIN for death in deaths)
     if told or job.joined:
         return CodedEnd(AGAIN, verdict.message)
@@ -191,7 +188,7 @@ class _Failure(NamedTuple):
 
 
 def _torchrun_failures(tail: str) -> Iterator[_Failure]:
-    """What torchrun says of its ranks when it gives up: first the one that failed first."""
+    """Ranks that torchrun reports when it gives up, the one that failed first at the front."""
     others, found, root = tail.rpartition(_ROOT_CAUSE)
     closed = {int(one or other) for one, other in _CLOSED.findall(tail)}
     for text in (root, others) if found else ():

@@ -18,9 +18,6 @@ _STATE_FIELD, _STARTED_FIELD = 0, 19  # of /proc/PID/stat, counted from behind t
 class KeptFlusher:
     """The flusher, which a stager started and whose process id is in its pid file.
 
-    Args:
-        directory: Runtime directory of the run.
-
     Raises:
         ConfigError: The directory belongs to another user, or others may write to it.
     """

@@ -2,7 +2,7 @@
 
     Fleet.look() ─► reachable hosts, each with its slots ─► place(hosts, wanted) ─► number of ranks on each host
 
-mpirun does not notice a host that has vanished. So the fleet looks for it: it asks the cloud, or tries to start `true`
+mpirun does not notice a host that has vanished, so the fleet looks for it: it asks the cloud, or tries to start `true`
 on the host, as mpirun would have to.
 """
 
@@ -33,8 +33,6 @@ class Host(NamedTuple):
     """A host for training ranks.
 
     Attributes:
-        name: Its name for mpirun.
-        slots: Largest number of ranks on it.
         noticed: Whether the cloud has announced that the host will be taken away.
     """
 
@@ -77,7 +75,7 @@ class HostFile:
     """The hosts of an mpirun hostfile, `name slots=8` on each line. The file is read again at each look.
 
     Args:
-        path: The file. Whoever replaces a host changes it there.
+        path: The file; to replace a host, change it there.
         agent: Command that starts another command on a host, as ssh does: `AGENT HOST COMMAND`.
     """
 
@@ -118,7 +116,7 @@ class HostFile:
         return tuple(host for host, is_there in zip(hosts, there, strict=True) if is_there)
 
     def replace(self, wanted: int) -> None:
-        """Whoever keeps the file adds a line to it."""
+        """A person adds a line to the file."""
 
     def _answers(self, host: str) -> bool:
         try:

@@ -39,8 +39,6 @@ class JobProcesses:
     """Starts an attempt, hears it, ends it. Main thread: the kernel ties processes to the thread that starts them.
 
     Args:
-        command: Makes the mpirun line of an attempt.
-        environment: For mpirun.
         files: Where the log files go, and where the ring is.
         relay: Called with (stream, text) for each line of the job.
     """

@@ -12,18 +12,14 @@ class Limits:
     """Settings of a supervised run, units in the names.
 
     Attributes:
-        ranks: Number of trainers that are wanted.
-        ranks_min: Smallest number of trainers to start with.
         crashes_max: The run ends after this many equal crashes in a row without progress.
-        set_aside_max: So many checkpoints in a row are set aside before, if the crashes came after their restore.
+        set_aside_max: Largest number of checkpoints in a row to set aside first, if crashes came after their restore.
         restarts_max: The run ends after this many restarts in a row without progress, whatever the cause.
         silent_seconds_max: Time without a sign of life, beyond the stager's own deadline, after which a rank is lost.
         lost_seconds_max: Time that the others may go on after a process of the job has died; none if it was killed
             before all had joined.
         stall_seconds_max: Time without a newly staged step after which the attempt is ended; None: no limit.
         grace_seconds: Time from asking the ranks to end until mpirun is asked to end them.
-        kill_seconds: Time from asking mpirun until SIGKILL.
-        hosts_seconds_max: Time to wait for enough hosts.
         look_seconds_max: Time to wait for the fleet's answer before a verdict.
     """
 
@@ -78,7 +74,7 @@ class Patience:
 
 
 def no_progress(verdict: Verdict, attempts: int) -> str:
-    """Why the run ends after so many attempts in a row."""
+    """Why the run ends after this number of attempts in a row."""
     why = f"{attempts} attempts in a row without a newer checkpoint"
     if verdict.cause is Cause.KILLED:
         why += "; if no host was taken away, look for the kernel's out-of-memory killer"

@@ -1,4 +1,4 @@
-"""What is known of the running attempt: which processes began, ended or are silent, and which hosts are gone.
+"""Facts about the running attempt: which processes began, ended or are silent, and which hosts are gone.
 
 A host counts as gone when two looks in a row missed it: a single failed ssh ends no attempt.
 """
@@ -18,28 +18,18 @@ class RunRecord:
     """The running attempt.
 
     Attributes:
-        number: Number of the attempt.
         ranks: Number of trainers; the stager has this number as its rank.
         hosts: Hosts of the attempt; None: everything runs on this machine.
-        begun_at: When the attempt was launched.
-        began: Host of each process that has begun, by rank.
         met: Whether all ranks and the stager have joined.
-        restored: Ranks that have restored their state.
         restored_from: The checkpoint that every rank has restored; None before that, and in a new run.
-        before: The checkpoint that they would restore if that one were set aside; None: there is none.
+        before: The checkpoint that they would restore if that one were set aside, if any.
         staged_step: The highest step that this attempt has staged; -1: none.
-        stepped: Ranks that have done their first step.
-        deaths: Processes that reported how they ended.
         lost_first: Ranks that the stager lost before any process had reported a failure of its own.
         silent_since: Ranks that the stager does not hear, and since when.
-        noticed: Hosts with a preemption notice.
-        missed: Hosts that the last look missed.
         gone: Hosts that two looks in a row missed.
         given_up: Why the supervisor ends the attempt; empty while it does not.
         first_death_at: When the first process was lost, or the stager ended.
         progressed: Whether the attempt has staged a step newer than any before.
-        progress_at: When it last did.
-        mpirun_status: Exit status of mpirun.
     """
 
     number: int

@@ -53,7 +53,7 @@ class FleetWatch(threading.Thread):
     """Asks the fleet for its hosts, in a thread of its own: at intervals, and at once when told to.
 
     Attributes:
-        replace: So many more slots are asked for at each look.
+        replace: Number of further slots to ask for at each look.
     """
 
     def __init__(self, fleet: Fleet, poll_seconds: float) -> None:
@@ -74,7 +74,7 @@ class FleetWatch(threading.Thread):
         return self._answers
 
     def take(self) -> Iterator[tuple[Host, ...] | None]:
-        """What was seen since the last call."""
+        """Events since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._answers)
         while not self._seen.empty():
@@ -106,13 +106,9 @@ class Supervisor:
     """Runs a job until it is done, stopped, or not worth another attempt. Main thread: it handles signals.
 
     Args:
-        core: Decides what to do.
-        job: The processes of the job.
         watch: Asks the fleet for its hosts; started here.
-        files: Where the run keeps its files.
         last_look: Gives the verdict to end with, once the flusher has ended or is left to itself.
         drain_seconds_max: Seconds to wait at the end until the flusher has made everything durable.
-        clock: Monotonic seconds.
     """
 
     def __init__(

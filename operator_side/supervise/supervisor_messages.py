@@ -1,4 +1,4 @@
-"""What the core is told: by the clock, the fleet, mpirun's output, the event log and signals."""
+"""Events for the core, from clock, fleet, mpirun's output, event log and signals, and the actions that it returns."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 
 A loss from outside (a kill, a lost host, no memory) says nothing about a checkpoint, and does not count. Nor does a
 crash before every rank had its state back, or one after which the next attempt has a newer checkpoint to begin with. A
-job that has trained the step anew from an older checkpoint, and crashes the same way again, has a bug: nothing more is
+job that has trained the step again from an older checkpoint, and crashes the same way again, has a bug: nothing more is
 set aside.
 """
 
@@ -22,11 +22,7 @@ from operator_side.supervise.verdict import OUT_OF_MEMORY, Cause, Verdict
 
 
 class SetAside(NamedTuple):
-    """A checkpoint to set aside: the next attempt is to be restored from the one before.
-
-    Attributes:
-        crashes: After its restore, all the same way.
-    """
+    """A checkpoint to set aside: the next attempt is to be restored from the one before."""
 
     key: CheckpointId
     before: CheckpointId
@@ -82,7 +78,7 @@ class Suspicion:
         self._beyond, self._mark, self._is_anew = max(self._beyond, found.key.step), mark, False
 
     def told(self, last_word: Verdict) -> Verdict:
-        """The verdict that ends the run; its message also names what was set aside in vain."""
+        """The verdict that ends the run; its message also names the checkpoints that were set aside without success."""
         if not self._row:
             return last_word
         names = ", ".join(str(key) for key in self.set_aside[-self._row :])

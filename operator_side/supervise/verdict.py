@@ -16,8 +16,8 @@
     no process ever began                                   unlaunched
 
 The order matters. When one rank is killed, the others end with exceptions about broken connections; and a host that
-vanished reports nothing, while the ranks of the other hosts crash. So causes from outside come before crashes, and an
-unreported death comes before the errors of the processes that survived it.
+vanished reports nothing, while the ranks of the other hosts crash. Causes from outside therefore come before crashes,
+and an unreported death comes before the errors of the processes that survived it.
 """
 
 from __future__ import annotations
@@ -91,16 +91,11 @@ class Evidence:
     """All that is known when the launcher has ended.
 
     Attributes:
-        ranks: Number of trainers.
         mpirun_status: Exit code of the launcher, or minus the number of the signal.
-        began: Host of each process that began, by rank.
         deaths: Processes that reported how they ended, in this order.
         lost_first: Ranks that the stager lost before any process reported a failure of its own.
-        gone: Hosts of this attempt that are gone.
         noticed: Hosts of this attempt with a preemption notice.
         given_up: Why the supervisor ended the attempt; empty if it did not.
-        stopping: Whether the supervisor was told to stop.
-        launcher: Name of the launcher.
     """
 
     ranks: int
@@ -120,8 +115,6 @@ class Verdict:
     """Why an attempt ended.
 
     Attributes:
-        cause: What ended it.
-        message: The reason in one sentence, for people.
         mark: Equal for two attempts that ended in the same way.
         rank: The process whose log says more, or None.
         exit_code: Exit code of the command if this was the last attempt.

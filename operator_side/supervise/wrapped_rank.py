@@ -3,8 +3,8 @@
     signals ─► the command ─► its stderr: passed through, and its end kept      reports of the ranks: a file
                                                          └────────► Seen ◄───────────┘
 
-The command has a process group of its own. So what a launcher sends to the group of this process comes to the command
-once, through this process. It dies with this process, and inside torchrun this process with torchrun's agent.
+The command has a process group of its own, so a signal to this process's group comes to the command once, through this
+process. The command dies with this process, and inside torchrun this process with torchrun's agent.
 
 SIGHUP, which a terminal that closes sends, is passed on as SIGTERM: ranks take that for a notice. On a terminal the
 command itself ignores it, so that it comes once, and from here; under `nohup` everybody does.
@@ -43,11 +43,7 @@ _STDIN, _STDERR = 0, 2
 
 
 class WrappedRank:
-    """Runs the command. Main thread: it handles signals, and the kernel ties processes to the thread that starts them.
-
-    Args:
-        command: The command with its arguments.
-    """
+    """Runs the command. Main thread: it handles signals, and is the thread to which the kernel ties the process."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
@@ -123,7 +119,7 @@ class WrappedRank:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def _relay(self, process: subprocess.Popen[bytes], reports: Path) -> int:
-        """Pass stderr through until the command has ended. What it has left behind may hold the pipe open for ever."""
+        """Pass stderr through until the command has ended. Its children may hold the pipe open for ever."""
         assert process.stderr is not None
         with process.stderr:
             descriptor = process.stderr.fileno()

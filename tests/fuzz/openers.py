@@ -31,9 +31,9 @@ SMALL = {
 
 def open_import(path: Path) -> str:
     """As `holdfast import`."""
-    from trainer_side.doors.foreign import open_foreign
+    from trainer_side.convert.import_source import open_import_source
 
-    open_foreign(path, under=None, renamed={}, dropped=[])
+    open_import_source(path, under=None, renamed={}, dropped=[])
     return "taken"
 
 

@@ -57,7 +57,7 @@ from operator_side.simulate.strategy import IDEAL
 from operator_side.simulate.trace_windows import cut
 from operator_side.simulate.traces import read_trace
 from operator_side.simulate.tuning import Question, tune
-from operator_side.status.picture import Peer, RunEvidence, compose
+from operator_side.status.run_status import Peer, RunEvidence, compose
 from tests.support.memory_store import MemoryStore
 
 __all__ = ["TARGETS", "within_our_errors"]

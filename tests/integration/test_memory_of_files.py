@@ -53,7 +53,7 @@ import resource, sys
 from pathlib import Path
 from holdfast.store import open_store
 from holdfast.checkpoints.catalog import Catalog
-from trainer_side.doors.safetensors_out import write_safetensors
+from trainer_side.convert.safetensors_out import write_safetensors
 store = open_store(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 write_safetensors(store, Catalog(store).get(), Path(sys.argv[2]), only=None, quiet=True)

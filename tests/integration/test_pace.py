@@ -11,7 +11,7 @@ import pytest
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.ring.directory import runtime_directory
 from holdfast.store import open_store
-from operator_side.status.look import RunWatch
+from operator_side.status.run_watch import RunWatch
 from tests.integration.jobs import pacing
 from tests.support.cluster import SMALL, Cluster, wait_until
 from tests.support.events import read_events

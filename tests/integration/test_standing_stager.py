@@ -38,7 +38,7 @@ from tests.support.standing_scene import RANKS, Scene
 from tests.support.standing_stager import standing_stager
 from tests.support.swift import free_port
 from tests.support.torchrun import by_torchrun
-from trainer_side.ranks.connecting import Door
+from trainer_side.ranks.connecting import Connector
 
 NEVER, MANY = 10_000, 100_000
 NEWEST = STEPS // EVERY * EVERY - 1
@@ -214,8 +214,10 @@ def _as_nobody(address: str, key: bytes | None) -> str:
         os.setgid(65534)
         os.setuid(65534)
         try:
-            door = Door(parse_address(address), key, rank=0, ranks=1, start=Start("theirs", b"2" * 16))
-            door.open(0, seconds_max=20)
+            connector = Connector(
+                parse_address(address), key, rank=0, ranks=1, start=Start("theirs", b"2" * 16)
+            )
+            connector.open(0, seconds_max=20)
             said = "admitted"
         except BaseException as error:  # noqa: BLE001 - told to the parent
             said = f"{type(error).__name__}: {error}"

@@ -19,7 +19,7 @@ from holdfast.image.slices import SliceSeal
 from holdfast.ring import doorbell as ipc
 from holdfast.ring import journal
 from holdfast.wire import frames as wire
-from trainer_side.doors import safetensors_format
+from trainer_side.convert import safetensors_format
 from trainer_side.tiers import slot_format
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ was asked; a process dies at any event, and at any named point of `holdfast/faul
 
 Over TCP (`--tcp`) the stager stands alone, and the network is one of its own (tcp_world.py):
 
-    ranks: TcpStagerPort, Door, PayloadSender ═ sockets of tcp_network.py ═ StandingStager, JobListener, TcpTrainersPort
+    ranks: TcpStagerPort, Connector, PayloadSender ═ tcp_network.py ═ StandingStager, JobListener, TcpTrainersPort
     cut, half-open, slow, refused connections, holes, jobs started again over the last start, a stager started again
 
     python -m tests.simulation --tcp --first 0 --count 1000

@@ -447,7 +447,7 @@ class SimEpoll:
 
 
 class _Socket(PlayedModule):
-    """`socket`, for the stager's reception and the ranks' door."""
+    """`socket`, for the stager's reception and the ranks' connector."""
 
     def socket(self, *_: Any) -> SimSocket:
         network = SIM.world.network

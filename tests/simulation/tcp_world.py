@@ -3,7 +3,7 @@
 operator: starts the stager, and again when it has died          launcher: job after job, or one over the other
       │                                                                │
       ▼                                                                ▼
-stager: the real StandingStager, JobListener, TcpTrainersPort  ◄─── ranks: the real TcpStagerPort, Door, PayloadSender
+stager: the real StandingStager, JobListener, TcpTrainersPort ◄─ ranks: the real TcpStagerPort, Connector, PayloadSender
                              sockets of tcp_network.py, and what befalls them
 
 faults of its own: a connection is cut, or half open; a hole in the network; slow; refused; SIGTERM to the stager;

@@ -15,7 +15,7 @@ from tests.support.job import REPOSITORY
 _GROWN_BYTES_MAX = 96 << 20
 _CHILD = """
 import sys
-import operator_side.commands.import_state, trainer_side.doors.foreign
+import operator_side.commands.import_state, trainer_side.convert.import_source
 from holdfast.command import cli
 def memory(field):
     return int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1]) * 1024

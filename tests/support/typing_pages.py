@@ -71,7 +71,6 @@ NOT_TYPED = {
     "python -m benchmarks reality": "many minutes; `make soak` plays it (tests/soak/test_reality.py)",
     "REALITY_TRACE=": "many minutes; `make soak` plays it (tests/soak/test_reality.py)",
     'eval "$(holdfast completion zsh)"': "in zsh; tests/integration/test_completion.py asks each shell that is there",
-    "holdfast init train.py | patch": "the scene's script has its lines; tests/integration/test_init.py does it",
     "holdfast rank ": "a job of mpirun or torchrun around it; tests/integration/test_exit_codes_of_jobs.py runs them",
     "holdfast run -n 8 --cluster": "needs machines that can be reached; moto's cannot",
     "holdfast drill -n 2 --kills 3": _DRILL,

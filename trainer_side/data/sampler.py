@@ -59,7 +59,7 @@ class ResumableSampler:
         shuffle: Whether to shuffle the samples. False: they come in the order of the data set.
         drop_last: Leave out the last samples of an epoch if they do not fill a global batch. Each sample then comes at
             most once per epoch instead of exactly once, and each epoch begins with a new batch.
-        on_change: What to do with a checkpoint that was made with another length, seed or order: `refuse` it, or leave
+        on_change: Handling of a checkpoint that was made with another length, seed or order: `refuse` it, or leave
             out the rest of its epoch and go on with the `next-epoch`.
 
     Raises:

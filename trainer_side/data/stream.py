@@ -31,7 +31,7 @@ class ResumableStream:
 
     Args:
         source: Iterable whose `state_dict()` is the place after the sample that it gave last. Iterating it goes on from
-            that place, and begins anew after the end. It must give the same samples in the same order on every rank.
+            that place, and starts over after the end. It must give the same samples in the same order on every rank.
         rank: Number of this rank, from 0.
         ranks: Number of ranks.
 

@@ -9,8 +9,8 @@
     on_train_end         saves a step that is still due, and closes the Checkpointer
 
 After a restore Lightning goes on with the batch after the saved one. It does not repeat what it does between two
-batches (validation, the end of an epoch). So the callback saves nothing before such work, but after the next batch that
-another batch follows directly. docs/frameworks.md says what is restored exactly.
+batches (validation, the end of an epoch). The callback therefore saves nothing before such work, but
+after the next batch that another batch follows directly. docs/frameworks.md says what is restored exactly.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class _Callbacks:
 
 
 class _Metrics:
-    """The metrics that were logged last, by name: callbacks and schedulers read them until they are logged anew."""
+    """The metrics that were logged last, by name: callbacks and schedulers read them until they are logged again."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

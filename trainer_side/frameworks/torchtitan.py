@@ -53,13 +53,13 @@ class HoldfastCheckpointManager:
         config: torchtitan's settings of checkpoints, or any object with some of them: `enable`, `interval`,
             `enable_first_step_checkpoint`, `load_only`, `exclude_from_loading`; the others have no effect, or are
             refused. Where checkpoints go and how many are kept is said to the stager.
-        dataloader: With `state_dict()` and `load_state_dict()`, other ones on each rank. None: there is none to save.
+        dataloader: With `state_dict()` and `load_state_dict()`, other ones on each rank. None: no loader to save.
         model_parts: The one module of this rank.
         optimizers: An optimizer, or a container of them (`OptimizersContainer`).
         lr_schedulers: With `state_dict()` and `load_state_dict()` (`LRSchedulersContainer`).
         states: Further objects by name, such as `{"train_state": trainer}`.
         settings: Settings of holdfast. None: from `HOLDFAST_*` in the environment and from `holdfast.toml`.
-        _others: What torchtitan gives its own manager besides (`sd_adapter`, `base_folder`) has no effect.
+        _others: Further arguments of torchtitan's own manager (`sd_adapter`, `base_folder`) have no effect.
 
     Attributes:
         checkpointer: The Checkpointer; None where `config.enable` is false.
@@ -112,7 +112,7 @@ class HoldfastCheckpointManager:
                 )
             whole[name] = _NotLoaded(whole[name])
         if dataloader is not None and not isinstance(dataloader, ResumableSampler | EpochLoader):
-            # Its place is of one rank among so many: on others, samples would be repeated or left out.
+            # Its place is that of one rank of this world size: with another, samples would be repeated or left out.
             left_out = isinstance(whole["dataloader"], _NotLoaded)
             whole["dataloader"] = PerRank(whole["dataloader"], same_ranks=not left_out)
         self._interval = int(getattr(config, "interval", 0))

@@ -53,8 +53,6 @@ class C10dPeers:
 
     Args:
         store: Where the ranks find each other's addresses; of this group alone.
-        rank: This rank. `ranks`: how many there are.
-        start_seconds_max: How long to wait for all ranks to connect.
         seconds_max: How long a collective call waits for the other ranks.
 
     Raises:

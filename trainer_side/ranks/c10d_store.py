@@ -56,11 +56,6 @@ class JobStore(NamedTuple):
 def open_job_store(rank: int, ranks: int, seconds_max: float) -> JobStore:
     """Find the store, or on rank 0 serve it.
 
-    Args:
-        rank: This rank.
-        ranks: How many there are.
-        seconds_max: How long to try to reach it.
-
     Raises:
         ConfigError: Nothing says where it is, or it is of a kind that carries no messages.
         PeerLost: Nobody serves it.
@@ -119,14 +114,12 @@ def store_errors(place: str, what: str) -> Iterator[None]:
 class StoreMailbox:
     """Messages among the ranks through the store: `RanksPort` and `CouncilPort`. One thread at a time.
 
-    Each rank has one key. Who sends appends a line to it; its owner takes all lines at once. A look at it costs one
+    Each rank has one key. A sender appends a line to it; its owner takes all lines at once. A look at it costs one
     round trip, and the fewer messages come, the fewer looks there are.
 
     Args:
         store: A connection that nobody else uses.
         place: Where it is, for messages of errors.
-        rank: This rank. `ranks`: how many there are.
-        clock: Seconds that only go forward.
     """
 
     def __init__(
@@ -192,7 +185,7 @@ def append(store: Any, key: str, line: str) -> None:
 
 
 def take(store: Store, key: str) -> str:
-    """What was appended to a key, which is empty from then on; empty if nothing was."""
+    """Take the text that was appended to a key; the key is empty afterwards."""
     text = store.compare_set(key, "", "")  # reads, and makes a key that is not there
     while text:
         now = store.compare_set(key, text.decode(), "")

@@ -4,7 +4,7 @@
     rank r:  "r is here"       ──► store ──► rank 0: all are here; their hosts
 
 A store may outlive the ranks (torchrun's agent serves it), and so has what earlier starts of the job have left in it.
-So every key lies under the incarnation, which rank 0 draws anew; nobody but a living rank 0 answers a nonce.
+Every key therefore lies under the incarnation, which rank 0 draws at each start; only a living rank 0 answers a nonce.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from trainer_side.ranks.c10d_peers import C10dPeers
 from trainer_side.ranks.c10d_store import JobStore, StoreMailbox, append, open_job_store, store_errors, take
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import LonePeers, Peers
+from trainer_side.ranks.ports import no_stager
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 _T = TypeVar("_T")
@@ -40,19 +41,14 @@ _LEAVE_SECONDS_MAX = 5.0
 _LINGER_SECONDS_MAX = 3.0
 _SLACK_SECONDS = 5.0
 _LOOPBACK = ("127.", "localhost:", "::1", "[::1]")
-_NAMED = 8  # of many ranks that are missing, so many are named
+_NAMED = 8  # most missing ranks that are named
 
 
 class C10dWorld:
     """The job as its ranks met in its store. Making it is collective; once per process, by `joined.join_world`.
 
-    Args:
-        config: Settings.
-
     Attributes:
-        rank: This rank. `ranks`: how many there are.
         local_rank: This rank among those on its machine: LOCAL_RANK, or counted by host names.
-        one_machine: All ranks are on one machine.
         has_stager: The setting `stager` names one.
         launch: Names the job; the same for each start by the same launcher.
         incarnation: 16 random bytes that all ranks of this start of the job have, and no other start.
@@ -106,10 +102,7 @@ class C10dWorld:
         """
         config = self._config
         if config.stager is None:
-            raise ConfigError(
-                f"no stager in this job of {self.ranks} trainers; {self.stager_advice}, or set tiers "
-                '(HOLDFAST_TIERS="memory,nvme:/mnt/nvme0") and store to keep checkpoints in local tiers'
-            )
+            raise no_stager(self)
         if self._port is None:
             self._port = self._connect(config.stager, 0, config.start_seconds_max)
         return self._port
@@ -221,7 +214,7 @@ class _Met(NamedTuple):
 
 
 def _launch(place: str) -> str:
-    """What rank 0 calls this job: the same when its launcher starts the ranks again, and another one for other jobs."""
+    """Name of this job: the same when its launcher starts the ranks again, and different for other jobs."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return run_id

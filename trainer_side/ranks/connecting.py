@@ -43,7 +43,6 @@ class OpenedConnection(NamedTuple):
     """A connection that the stager has admitted.
 
     Attributes:
-        sock: It does not block.
         received: How many messages of this rank the stager has received on this channel before.
     """
 
@@ -51,14 +50,11 @@ class OpenedConnection(NamedTuple):
     received: int
 
 
-class Door:
+class Connector:
     """See the module. Any thread.
 
     Args:
-        address: Where the stager listens.
-        key: Of the run; None: that of a stager of this user on this machine (holdfast/stager_key.py).
-        rank: This rank, of `ranks`.
-        start: Of the job.
+        key: Key of the run; None: that of a stager of this user on this machine (holdfast/stager_key.py).
         tls: The stager must speak TLS; None: it must not.
 
     Raises:

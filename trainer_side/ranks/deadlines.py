@@ -20,15 +20,9 @@ def within(
 ) -> _T:
     """Make a call without waiting for it any longer than that.
 
-    Args:
-        call: The call.
-        seconds_max: How long it may take.
-        name: Of the thread.
-        late: Gets what it returns after all.
-
     Raises:
         TimeoutError: It has not returned in time.
-        BaseException: What the call raised.
+        BaseException: The exception of the call.
     """
     done, guard = threading.Event(), threading.Lock()
     found: list[_T] = []
@@ -65,9 +59,6 @@ class BoundedThreads(Generic[_T, _R]):
     """Runs `work` on each item, in order, in `threads` threads.
 
     Daemon threads, not a pool: the interpreter would wait at its end for a request that hangs.
-
-    Attributes:
-        futures: One for each item.
     """
 
     def __init__(self, work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> None:

@@ -83,7 +83,7 @@ def _join(config: TrainerConfig) -> World:
 
 
 def _mpi_world() -> type[MpiWorld] | None:
-    """Starts MPI; None where there is none."""
+    """Starts MPI; None without MPI."""
     try:
         from trainer_side.ranks.mpi_world import MpiWorld
     except (ImportError, RuntimeError):  # no mpi4py; mpi4py without a library of MPI

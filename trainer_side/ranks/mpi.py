@@ -1,4 +1,4 @@
-"""What the four files that call MPI in a training rank share: how MPI is started, waited for, and read when it fails.
+"""Shared by the four files that call MPI in a training rank: how MPI is started, waited for, and read when it fails.
 
     MpiWorld.join()     mpi_world.py         once per process, collective: who is a trainer, who the stager
         ├── MpiStagerPort   mpi_stager_port.py   control messages and payloads to the stager   one thread: the link's

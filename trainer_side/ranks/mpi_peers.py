@@ -16,11 +16,7 @@ _PARCEL_TAG = 1
 
 
 class MpiPeers:
-    """The other training ranks, as restore needs them. Main thread, before the first step.
-
-    Attributes:
-        rank: This rank. `ranks`: how many there are.
-    """
+    """The other training ranks, as restore needs them. Main thread, before the first step."""
 
     def __init__(self, trainers: MPI.Comm, *, seconds_max: float = 600.0) -> None:
         self._comm = trainers

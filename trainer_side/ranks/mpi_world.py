@@ -21,6 +21,7 @@ from trainer_side.ranks.mpi import MPI, wait
 from trainer_side.ranks.mpi_council_port import MpiCouncilPort
 from trainer_side.ranks.mpi_peers import MpiPeers
 from trainer_side.ranks.mpi_stager_port import MpiStagerPort, given_up
+from trainer_side.ranks.ports import no_stager
 
 _START_SECONDS_MAX = 120.0
 _LEAVE_SECONDS_MAX = 5.0
@@ -33,7 +34,7 @@ def _finalize() -> None:
     if mpi4py.rc.finalize is not False or not MPI.Is_initialized() or MPI.Is_finalized() or given_up():
         return
     # With an exception that nobody caught: the others may still work, and wait for this rank in a collective call of
-    # their own. Who waits for them without end hangs the job; who ends is seen.
+    # their own. Waiting for them without end would hang the job; a rank that ends is seen.
     failed = hasattr(sys, "last_value")
     if failed and MpiWorld.joined() is None:
         return  # nobody has met anybody yet
@@ -72,9 +73,6 @@ class MpiWorld:
     Attributes:
         rank: This rank among the trainers. `ranks`: how many there are.
         stager: Rank of the stager among all processes of the MPI job; None if the job has none.
-        has_stager: It has one.
-        local_rank: This rank among the trainers on this machine.
-        one_machine: All trainers are on it.
         stager_advice: How the job gets a stager, for messages.
     """
 
@@ -147,10 +145,7 @@ class MpiWorld:
             ConfigError: The job has none.
         """
         if self._port is None:
-            raise ConfigError(
-                f"no stager in this job of {self.ranks} trainers; {self.stager_advice}, or set tiers "
-                '(HOLDFAST_TIERS="memory,nvme:/mnt/nvme0") and store to keep checkpoints in local tiers'
-            )
+            raise no_stager(self)
         return self._port
 
     def peers(self) -> MpiPeers:

@@ -20,7 +20,7 @@ from holdfast.errors import HoldfastError
 from holdfast.net.payload_frame import RECEIPT, PayloadHeader
 from holdfast.net.tls import AnySocket
 from trainer_side.background_thread import BackgroundThread, ThreadDied
-from trainer_side.ranks.connecting import Door
+from trainer_side.ranks.connecting import Connector
 
 _log = logging.getLogger("holdfast.trainer.tcp")
 
@@ -37,8 +37,6 @@ class PayloadSender:
     """See the module. `send` and `load` belong to the link's thread, `renew` and `close` to any.
 
     Args:
-        door: Opens the connection.
-        channel: Which one.
         over: Called from the sender's thread with the number of each payload whose receipt has come.
         died: Called from the sender's thread if that ends by an exception: nothing moves here any more.
         stall_seconds: If nothing moves for so long, the connection is made again.
@@ -46,14 +44,19 @@ class PayloadSender:
 
     def __init__(
         self,
-        door: Door,
+        connector: Connector,
         channel: int,
         *,
         over: Callable[[int], None],
         died: Callable[[ThreadDied], object],
         stall_seconds: float,
     ) -> None:
-        self._door, self._channel, self._over, self._stall_seconds = door, channel, over, stall_seconds
+        self._connector, self._channel, self._over, self._stall_seconds = (
+            connector,
+            channel,
+            over,
+            stall_seconds,
+        )
         self._lock = threading.Lock()
         self._waiting: deque[tuple[PayloadHeader, memoryview]] = deque()
         self._under_way: OrderedDict[int, tuple[PayloadHeader, memoryview]] = OrderedDict()
@@ -65,7 +68,7 @@ class PayloadSender:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._died = died
         self._thread = BackgroundThread(
-            f"holdfast-payloads-{channel}", self._run, rank=door.rank, task=_TASK, died=self._end
+            f"holdfast-payloads-{channel}", self._run, rank=connector.rank, task=_TASK, died=self._end
         )
         self._thread.start()
 
@@ -99,7 +102,7 @@ class PayloadSender:
     def _run(self) -> None:
         while not self._closed:
             try:
-                sock = self._door.open(self._channel, seconds_max=_TRY_SECONDS_MAX, resuming=True).sock
+                sock = self._connector.open(self._channel, seconds_max=_TRY_SECONDS_MAX, resuming=True).sock
             except HoldfastError as error:
                 # Whether the stager is lost is found out by the line of messages.
                 _log.debug("no connection for payloads: %s", error)

@@ -52,7 +52,7 @@ class Peers(Protocol):
 
         Args:
             pieces: As for `share`; on this rank the memory keeps its bytes until `finish` returns.
-            rank: Who receives them.
+            rank: The receiving rank.
         """
         ...
 
@@ -118,7 +118,7 @@ def cut(pieces: Iterable[tuple[int, int]], group_bytes: int) -> list[list[tuple[
     return groups
 
 
-_NAMED = 3  # of many ranks that met damage, so many are named
+_NAMED = 3  # most ranks with damage that are named
 
 
 def gather(peers: Peers, mine: bytes) -> list[bytes]:
@@ -133,7 +133,7 @@ def agree(peers: Peers, error: HoldfastError | None) -> str | None:
         None if it went well everywhere; what is damaged and which rank saw it, if another checkpoint may do.
 
     Raises:
-        HoldfastError: What no other checkpoint mends: this rank's error, or the first one of another rank.
+        HoldfastError: An error that another checkpoint would not avoid: this rank's, or the first of another rank.
     """
     if peers.all_agree(error is None):
         return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.errors import PeerLost
+from holdfast.errors import ConfigError, PeerLost
 from trainer_side.ranks.peers import Peers
 
 if TYPE_CHECKING:
@@ -85,24 +85,8 @@ class RanksPort(Protocol):
         ...
 
 
-class CouncilPort(Protocol):
-    """Messages among the ranks. For the council's thread alone.
-
-    Attributes:
-        rank: This training rank.
-        ranks: Number of training ranks.
-    """
-
-    rank: int
-    ranks: int
-
-    def send(self, rank: int, message: bytes) -> None:
-        """Send to another rank; the order is kept. To a dead one it does nothing."""
-        ...
-
-    def poll(self) -> list[tuple[int, bytes]]:
-        """All messages that have come, each with its rank. Never waits."""
-        ...
+class CouncilPort(RanksPort, Protocol):
+    """Messages among the ranks for the local tiers, in the order of sending. For the council's thread alone."""
 
     def lost(self) -> frozenset[int]:
         """Ranks that are known to be dead."""
@@ -117,10 +101,6 @@ class World(Protocol):
     """The job as its ranks met at start-up.
 
     Attributes:
-        rank: This rank. `ranks`: how many there are.
-        local_rank: This rank among those on this machine.
-        one_machine: All ranks are on it.
-        has_stager: The job has a stager.
         stager_advice: How a job like this one gets a stager, for messages: a command and what else is to be done.
     """
 
@@ -167,3 +147,10 @@ class World(Protocol):
     def uncaught(self) -> RanksPort:
         """The way to the other ranks for an error that ends this one."""
         ...
+
+
+def no_stager(world: World) -> ConfigError:
+    return ConfigError(
+        f"no stager in this job of {world.ranks} trainers; {world.stager_advice}, or set tiers "
+        '(HOLDFAST_TIERS="memory,nvme:/mnt/nvme0") and store to keep checkpoints in local tiers'
+    )

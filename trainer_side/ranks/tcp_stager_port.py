@@ -22,7 +22,7 @@ from holdfast.net.payload_frame import PayloadHeader
 from holdfast.net.tls import AnySocket, RankTls
 from holdfast.wire.frames import Kind, encode
 from trainer_side.background_thread import BackgroundThread, ThreadDied
-from trainer_side.ranks.connecting import Door, OpenedConnection
+from trainer_side.ranks.connecting import Connector, OpenedConnection
 from trainer_side.ranks.payload_sender import PayloadSender
 
 _log = logging.getLogger("holdfast.trainer.tcp")
@@ -43,10 +43,15 @@ class TcpStagerPort:
     has_threads = True
 
     def __init__(
-        self, door: Door, opened: OpenedConnection, *, connections: int, reconnect_seconds_max: float
+        self,
+        connector: Connector,
+        opened: OpenedConnection,
+        *,
+        connections: int,
+        reconnect_seconds_max: float,
     ) -> None:
-        self._door, self._reconnect_seconds_max = door, reconnect_seconds_max
-        self.one_machine = door.address.is_loopback
+        self._connector, self._reconnect_seconds_max = connector, reconnect_seconds_max
+        self.one_machine = connector.address.is_loopback
         self.crowding = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) / (os.cpu_count() or 1)
         self._line = MessageLine()
         self._sock: AnySocket | None = opened.sock
@@ -60,7 +65,7 @@ class TcpStagerPort:
         self._payloads = 0  # that have no receipt
         self._senders = [
             PayloadSender(
-                door,
+                connector,
                 channel,
                 over=self._over.add,
                 died=self._sender_died,
@@ -106,7 +111,7 @@ class TcpStagerPort:
             ProtocolError: It is no stager, or one of another version.
             PeerLost: It cannot be reached.
         """
-        door = Door(
+        connector = Connector(
             parse_address(address),
             key,
             rank=rank,
@@ -114,8 +119,8 @@ class TcpStagerPort:
             start=Start(launch, incarnation, generation),
             tls=None if tls_ca is None else RankTls(tls_ca),
         )
-        opened = door.open(MESSAGES_CHANNEL, seconds_max=start_seconds_max)
-        return cls(door, opened, connections=connections, reconnect_seconds_max=reconnect_seconds_max)
+        opened = connector.open(MESSAGES_CHANNEL, seconds_max=start_seconds_max)
+        return cls(connector, opened, connections=connections, reconnect_seconds_max=reconnect_seconds_max)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -177,13 +182,13 @@ class TcpStagerPort:
         )
         task = "makes the connection to the stager again"
         BackgroundThread(
-            "holdfast-reconnect", self._reopen, rank=self._door.rank, task=task, died=self._reopened.put
+            "holdfast-reconnect", self._reopen, rank=self._connector.rank, task=task, died=self._reopened.put
         ).start()
 
     def _reopen(self) -> None:
         found: OpenedConnection | HoldfastError
         try:
-            found = self._door.open(
+            found = self._connector.open(
                 MESSAGES_CHANNEL,
                 seconds_max=self._reconnect_seconds_max,
                 received=self._line.received,

@@ -30,7 +30,7 @@ _log = logging.getLogger("holdfast.trainer")
 
 _LISTEN_SECONDS = 2.0  # an agreed refusal comes on all ranks within moments
 _PAUSE_SECONDS = 5e-3
-# so many hear of an error of a rank other than 0, lest thousands of ranks send each other millions
+# most ranks that are told of an error of a rank other than 0, lest thousands of ranks send each other millions
 _NEXT_RANKS = 16
 _OF_A_RANK = re.compile(r"^(rank \d+: )+")
 _PACKAGES = frozenset({"trainer_side", "holdfast"})

@@ -1,6 +1,6 @@
 """The table of this rank's tensors: what all ranks compare before they plan, and how much room each asks for.
 
-The CRC-32 of every byte of every tensor proves that replicas are the same (`holdfast/wire/replica_proof.py`). Host memory
+The CRC-32 of every byte of every tensor proves that replicas are equal (`holdfast/wire/replica_proof.py`). Host memory
 is read in place; device memory is copied in pieces through two pinned buffers. Once for each agreement of the ranks.
 
 A layout comes out the same on ranks whose tables are the same (design/003).

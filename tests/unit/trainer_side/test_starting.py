@@ -24,7 +24,7 @@ _ROOMS = (
         "holdfast.store.generic",
         "holdfast.wire.layout_agreement",
     ),
-    *("trainer_side.doors", "trainer_side.frameworks", "trainer_side.pace.pacer"),
+    *("trainer_side.convert", "trainer_side.frameworks", "trainer_side.pace.pacer"),
     *(
         "trainer_side.notice.aws",
         "trainer_side.notice.azure",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from operator_side.cluster.cloud import FleetAnswer, Node, Price
+from operator_side.cluster.ec2 import Ec2, FleetAnswer, Node, Price
 from operator_side.cluster.ladder import Order
 
 
@@ -13,7 +13,7 @@ class Died(BaseException):
     """The process was killed here."""
 
 
-class FakeCloud:
+class FakeCloud(Ec2):
     """Args:
     refusals: Codes with which the next requests for trainers are refused.
     remembers: Whether tokens make a repeated call harmless.

@@ -135,7 +135,7 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        return " ".join(self.texts)
+        return " ".join(" ".join(self.texts).split())
 
     def of(self, name: str) -> list[dict[str, str | None]]:
         return [attributes for tag, attributes in self.tags if tag == name]

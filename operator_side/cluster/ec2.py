@@ -1,0 +1,343 @@
+"""The EC2 calls that a cluster needs. Tests override them, so that refusals need no account.
+
+Every call that makes something carries a ClientToken, so that repeating it gives the same machines. A refusal for lack
+of capacity is an answer (`FleetAnswer.codes`), because something else can be asked for; any other refusal is an error
+that says what to fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from holdfast.errors import ConfigError, PeerLost
+from operator_side.cluster.file import ClusterFile, Template
+from operator_side.cluster.ladder import CAPACITY, PRICE, SPOT_QUOTA, VCPU_QUOTA, Order
+
+_REFUSALS = CAPACITY | SPOT_QUOTA | VCPU_QUOTA | PRICE
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of the cluster.
+
+    Attributes:
+        state: State in EC2: `pending`, `running`, `shutting-down`, `terminated`, …
+        is_spot: Whether it is a spot instance; otherwise it is on demand.
+        reason: State reason in EC2, such as `Server.SpotInstanceTermination`.
+    """
+
+    id: str
+    role: str
+    state: str
+    type: str
+    address: str
+    zone: str
+    subnet: str
+    is_spot: bool
+    launched: datetime
+    generation: str
+    tags: Mapping[str, str]
+    reason: str = ""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it runs or starts: it costs money, and may be used."""
+        return self.state in {"pending", "running"}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAnswer:
+    """The answer to a request: machines, or the error codes of the refusal."""
+
+    ids: tuple[str, ...] = ()
+    codes: tuple[str, ...] = ()
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """The newest spot price of an instance type in a zone, in US dollars per hour."""
+
+    type: str
+    zone: str
+    per_hour: float
+
+
+class Ec2:
+    """EC2.
+
+    Args:
+        client: A boto3 EC2 client; None makes one from the environment.
+    """
+
+    def __init__(self, file: ClusterFile, client: Any = None) -> None:
+        self._file = file
+        self._client = client if client is not None else _client(file.region)
+
+    def nodes(self, marks: Mapping[str, str]) -> tuple[Node, ...]:
+        """Every machine with all these tags, including terminated ones that EC2 still lists."""
+        filters = [{"Name": f"tag:{name}", "Values": [value]} for name, value in marks.items()]
+        pages = self._pages("describe_instances", "Reservations", Filters=filters)
+        return tuple(_node(instance) for group in pages for instance in group["Instances"])
+
+    def check_templates(self) -> None:
+        """Raise ConfigError if a launch template, its version, or its image does not exist."""
+        for name, template in (
+            ("trainer", self._file.trainer_launch_template),
+            ("stager", self._file.stager_launch_template),
+        ):
+            found = self._call(
+                "describe_launch_template_versions",
+                f"the {name}'s launch template {template.id}, version {template.version}",
+                LaunchTemplateId=template.id,
+                Versions=[template.version],
+            )
+            data = (
+                found["LaunchTemplateVersions"][0]["LaunchTemplateData"]
+                if found["LaunchTemplateVersions"]
+                else {}
+            )
+            image = data.get("ImageId", "")
+            if image.startswith("ami-"):  # EC2 itself resolves resolve:ssm:…
+                images = self._call("describe_images", f"image {image} of {template.id}", ImageIds=[image])
+                if not images["Images"]:
+                    raise ConfigError(
+                        f"image {image} of the {name}'s launch template {template.id}: not found in "
+                        f"{self._file.region}; "
+                        "run `terraform apply` with an image that exists there"
+                    )
+
+    def create_trainers(
+        self, order: Order, tags: Mapping[str, str], token: str, price_max: float | None
+    ) -> FleetAnswer:
+        """Start all machines of the order, or none."""
+        spot = order.nodes - order.on_demand
+        same = {"SingleInstanceType": True, "SingleAvailabilityZone": True}
+        template = _template(self._file.trainer_launch_template)
+        request: dict[str, Any] = {
+            "ClientToken": token,
+            "Type": "instant",
+            "LaunchTemplateConfigs": [
+                {
+                    "LaunchTemplateSpecification": template,
+                    "Overrides": [{"InstanceType": name, "SubnetId": order.subnet} for name in order.types],
+                }
+            ],
+            "TargetCapacitySpecification": {
+                "TotalTargetCapacity": order.nodes,
+                "SpotTargetCapacity": spot,
+                "OnDemandTargetCapacity": order.on_demand,
+                "DefaultTargetCapacityType": "spot",
+            },
+            "TagSpecifications": [_tagged("fleet", tags), _tagged("instance", tags)],
+        }
+        if spot:
+            request["SpotOptions"] = {
+                "AllocationStrategy": "price-capacity-optimized",
+                "InstanceInterruptionBehavior": "terminate",
+                "MinTargetCapacity": spot,
+                **same,
+                **({} if price_max is None else {"MaxTotalPrice": f"{price_max:.4f}"}),
+            }
+        if order.on_demand:
+            request["OnDemandOptions"] = {
+                "AllocationStrategy": "lowest-price",
+                "MinTargetCapacity": order.on_demand,
+                **same,
+            }
+        said = self._refusable("create_fleet", f"a fleet of {order.nodes}", **request)
+        if isinstance(said, FleetAnswer):
+            return said
+        ids = tuple(i for group in said.get("Instances", ()) for i in group.get("InstanceIds", ()))
+        errors = said.get("Errors", ())
+        codes = tuple(dict.fromkeys(e.get("ErrorCode", "unknown") for e in errors))
+        message = "; ".join(dict.fromkeys(e.get("ErrorMessage", "") for e in errors))
+        if len(ids) < order.nodes:
+            self._refuse_strange(codes, message)
+            return FleetAnswer(ids, codes or ("InsufficientInstanceCapacity",), message)
+        return FleetAnswer(ids)
+
+    def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> FleetAnswer:
+        """Start one on-demand machine."""
+        said = self._refusable(
+            "run_instances",
+            "the stager",
+            ClientToken=token,
+            MinCount=1,
+            MaxCount=1,
+            LaunchTemplate=_template(self._file.stager_launch_template),
+            SubnetId=subnet,
+            TagSpecifications=[_tagged("instance", tags), _tagged("volume", tags)],
+        )
+        if isinstance(said, FleetAnswer):
+            return said
+        return FleetAnswer(tuple(instance["InstanceId"] for instance in said["Instances"]))
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        """End these machines. Machines that no longer exist are not an error."""
+        if not ids:
+            return
+        try:
+            self._call("terminate_instances", f"terminate {', '.join(ids)}", InstanceIds=list(ids))
+        except ConfigError as error:
+            if "InvalidInstanceID.NotFound" not in str(error):
+                raise
+
+    def leftovers(self, marks: Mapping[str, str]) -> tuple[str, ...]:
+        """Ids of volumes, network interfaces and open spot requests with these tags."""
+        filters = [{"Name": f"tag:{name}", "Values": [value]} for name, value in marks.items()]
+        volumes = self._pages("describe_volumes", "Volumes", Filters=filters)
+        interfaces = self._pages("describe_network_interfaces", "NetworkInterfaces", Filters=filters)
+        requests = self._pages("describe_spot_instance_requests", "SpotInstanceRequests", Filters=filters)
+        return (
+            *(v["VolumeId"] for v in volumes if v.get("State") not in {"deleting", "deleted"}),
+            *(i["NetworkInterfaceId"] for i in interfaces),
+            *(r["SpotInstanceRequestId"] for r in requests if r.get("State") in {"open", "active"}),
+        )
+
+    def spot_prices(self, types: Sequence[str]) -> tuple[Price, ...]:
+        """Newest spot prices in every zone of the region."""
+        found: dict[tuple[str, str], tuple[datetime, float]] = {}
+        history = self._pages(
+            "describe_spot_price_history",
+            "SpotPriceHistory",
+            InstanceTypes=list(types),
+            ProductDescriptions=["Linux/UNIX"],
+            StartTime=datetime.now(UTC),  # gives the current price for each type and zone
+        )
+        for item in history:
+            key = (item["InstanceType"], item["AvailabilityZone"])
+            if key not in found or item["Timestamp"] > found[key][0]:
+                found[key] = (item["Timestamp"], float(item["SpotPrice"]))
+        return tuple(Price(kind, zone, price) for (kind, zone), (_, price) in sorted(found.items()))
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def _pages(self, operation: str, key: str, **arguments: Any) -> list[Any]:
+        found: list[Any] = []
+        token: dict[str, str] = {}
+        while True:
+            said = self._call(operation, operation, **arguments, **token)
+            found += said.get(key, [])
+            if not said.get("NextToken"):
+                return found
+            token = {"NextToken": said["NextToken"]}
+
+    def _refusable(self, operation: str, what: str, **arguments: Any) -> Any:
+        """The answer of EC2; or a `FleetAnswer` with the code of a refusal for lack of capacity."""
+        try:
+            return self._call(operation, what, **arguments)
+        except (ConfigError, PeerLost) as error:
+            said = getattr(error.__cause__, "response", {}).get("Error", {})
+            if said.get("Code") in _REFUSALS:
+                return FleetAnswer((), (said["Code"],), said.get("Message", ""))
+            raise
+
+    def _refuse_strange(self, codes: Sequence[str], message: str) -> None:
+        strange = [code for code in codes if code not in _REFUSALS]
+        if strange:
+            raise ConfigError(f"EC2 in {self._file.region}: {', '.join(strange)}: {message}")
+
+    def _call(self, operation: str, what: str, **arguments: Any) -> Any:
+        from botocore import exceptions
+
+        region = self._file.region
+        try:
+            return getattr(self._client, operation)(**arguments)
+        except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
+            raise ConfigError(
+                "no AWS credentials: give this machine the operator's role, or set AWS_PROFILE or AWS_ACCESS_KEY_ID "
+                f"({error})"
+            ) from error
+        except (exceptions.EndpointConnectionError, exceptions.ConnectTimeoutError) as error:
+            raise PeerLost(
+                f"EC2 in {region} cannot be reached: {error}; check the region and the network"
+            ) from error
+        except exceptions.ClientError as error:
+            raise _explained(error, what, region) from error
+        except exceptions.BotoCoreError as error:
+            raise PeerLost(f"EC2 in {region}, {what}: {error}") from error
+
+
+def _explained(error: Any, what: str, region: str) -> ConfigError | PeerLost:
+    said = error.response.get("Error", {})
+    code, message = str(said.get("Code", "unknown")), str(said.get("Message", ""))
+    where = f"EC2 in {region}, {what}: {code}: {message}"
+    if code in {
+        "AuthFailure",
+        "InvalidClientTokenId",
+        "SignatureDoesNotMatch",
+        "ExpiredToken",
+        "RequestExpired",
+    }:
+        return ConfigError(f"{where}; the credentials are wrong or expired, or this machine's clock is wrong")
+    if code in {"UnauthorizedOperation", "AccessDenied", "AccessDeniedException"}:
+        return ConfigError(
+            f"{where}; use the operator's role of infra/modules, which has the needed permissions"
+        )
+    if code == "OptInRequired":
+        return ConfigError(
+            f"{where}; this region is not enabled for the account; enable it, or use another region"
+        )
+    if "LaunchTemplate" in code or code.startswith(
+        ("InvalidAMIID", "InvalidSubnetID", "InvalidGroup", "InvalidPlacementGroup")
+    ):
+        return ConfigError(f"{where}; run `terraform apply`, then `terraform output -json` again")
+    if code == "IdempotentParameterMismatch":
+        return ConfigError(f"{where}; run `holdfast cluster down`, then `holdfast cluster up` again")
+    if (
+        error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400) >= 500
+        or "LimitExceeded" in code
+        or "Throttl" in code
+    ):
+        return PeerLost(f"{where}; run the same command again later: it continues from here")
+    return ConfigError(where)
+
+
+def _client(region: str) -> Any:
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        # boto3 may retry, since a ClientToken makes the repetition of a call harmless.
+        settings = Config(retries={"mode": "standard", "total_max_attempts": 6}, user_agent_extra="holdfast")
+        session: Any = boto3.session.Session()
+        return session.client("ec2", region_name=region, config=settings)
+    except (BotoCoreError, ValueError) as error:
+        raise ConfigError(
+            f"the AWS settings cannot be used: {error}; see AWS_PROFILE and ~/.aws/config"
+        ) from error
+
+
+def _template(template: Template) -> dict[str, str]:
+    return {"LaunchTemplateId": template.id, "Version": template.version}
+
+
+def _tagged(kind: str, tags: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "ResourceType": kind,
+        "Tags": [{"Key": name, "Value": value} for name, value in sorted(tags.items())],
+    }
+
+
+def _node(instance: Mapping[str, Any]) -> Node:
+    tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", ())}
+    placement = instance.get("Placement", {})
+    return Node(
+        instance["InstanceId"],
+        tags.get("Role", ""),
+        instance["State"]["Name"],
+        instance.get("InstanceType", ""),
+        instance.get("PrivateIpAddress", ""),
+        placement.get("AvailabilityZone", ""),
+        instance.get("SubnetId", ""),
+        instance.get("InstanceLifecycle") == "spot",
+        instance["LaunchTime"],
+        tags.get("Generation", ""),
+        tags,
+        (instance.get("StateReason") or {}).get("Code", ""),
+    )

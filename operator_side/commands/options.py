@@ -1,0 +1,127 @@
+"""How commands declare their options and exit codes, and the options that several of them share."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from holdfast.errors import ConfigError
+
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def count(
+    names: str,
+    meaning: str,
+    default: int | None = None,
+    *,
+    least: int = 1,
+    most: int | None = None,
+    **more: Any,
+) -> Option:
+    """An option that takes a whole number; `names` are separated by blanks."""
+    return _option(names, click.IntRange(least, most), meaning, default, more)
+
+
+def number(
+    names: str,
+    meaning: str,
+    default: float | None = None,
+    *,
+    least: float = 0,
+    above: float | None = None,
+    **more: Any,
+) -> Option:
+    """An option that takes a number of at least `least`, or of more than `above`, up to `most`."""
+    low = least if above is None else above
+    kind = click.FloatRange(low, more.pop("most", None), min_open=above is not None)
+    return _option(names, kind, meaning, default, more)
+
+
+def file(names: str, meaning: str, default: str | Path | None = None, **more: Any) -> Option:
+    """An option that takes a path."""
+    return _option(names, click.Path(path_type=Path), meaning, default, more)
+
+
+def _option(
+    names: str, kind: click.ParamType[Any], meaning: str, default: Any, more: dict[str, Any]
+) -> Option:
+    return click.option(
+        *names.split(), type=kind, default=default, show_default=default is not None, help=meaning, **more
+    )
+
+
+def exit_codes(*said: str) -> str:
+    """The list of a command's own exit codes, for its epilog; each is the code, a blank and the meaning."""
+    codes = [one.partition(" ") for one in said]
+    width = max(len(code) for code, _, _ in codes) + 4
+    lines = [
+        textwrap.fill(meaning, 78, initial_indent=f"  {code}".ljust(width), subsequent_indent=" " * width)
+        for code, _, meaning in codes
+    ]
+    return "\b\nExit codes:\n" + "\n".join(lines) + "\n\n"
+
+
+def settings_of(pairs: Sequence[str]) -> dict[str, str]:
+    """The settings of the stager that `--set` names."""
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name or name == "store":
+            raise ConfigError(
+                f"--set {pair}: expected NAME=VALUE with a setting of the stager, such as ring_bytes=4GiB"
+            )
+        found[name.replace("-", "_")] = value
+    return found
+
+
+def check_dollars_per_hour(dollars: float | None) -> None:
+    if dollars is not None and not math.isfinite(dollars):
+        raise ConfigError(f"--dollars-per-hour {dollars}: expected a price in US dollars")
+
+
+WRAPS_COMMAND = {"allow_interspersed_args": False}
+"""Context settings of a command that starts COMMAND: options after its name are COMMAND's."""
+COMMAND = click.argument("command", nargs=-1, required=True)
+SETTINGS = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Setting of the stager, such as keep_last=5; repeatable.",
+)
+ULFM = click.option(
+    "--ulfm/--no-ulfm", default=True, show_default=True, help="Ask MPI to survive the death of a rank."
+)
+MPIRUN_OPTIONS = click.option(
+    "--mpirun-options", default="", help='More options for mpirun, such as "--mca btl tcp,self".'
+)
+DOLLARS_PER_HOUR = number(
+    "--dollars-per-hour",
+    "Price of all machines of the run in US dollars per hour, to show losses in dollars.",
+    envvar="HOLDFAST_DOLLARS_PER_HOUR",
+)
+PROFILE = file(
+    "--profile",
+    "JSON file of measured costs of checkpoints. Default: the figures that holdfast's benchmarks measured.",
+)
+OVERHEAD_MAX = number(
+    "--overhead-max",
+    "Largest share of training time that checkpoints may cost; 0.03 means 3 %.",
+    0.03,
+    above=0,
+)
+SPOT_PRICE = number("--spot-price", "Price of one spot machine in US dollars per hour.")
+ON_DEMAND_PRICE = number(
+    "--on-demand-price", "Price of one on-demand training machine in US dollars per hour."
+)
+STAGER_PRICE = number("--stager-price", "Price of the stager's machine in US dollars per hour.", 0.0)
+
+
+def forced(what: str) -> Option:
+    return click.option("--force", is_flag=True, help=f"Replace {what} if it exists.")

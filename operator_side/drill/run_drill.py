@@ -1,0 +1,256 @@
+"""Plays a drill: runs the script once undisturbed and once with kills, and compares the two runs.
+
+The folder of a drill has `reference/` and `drilled/`, each with a store, logs and the output of the job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.errors import ConfigError, HoldfastError, PeerLost
+from holdfast.store import open_store
+from operator_side.drill.batches import name_other_batches
+from operator_side.drill.compare import Compared, compare, constants
+from operator_side.drill.findings import KillFinding, Samples, Struck, counters, examine, samples, shortened
+from operator_side.drill.job import DrillRun, Setup, wait_until
+from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, Strike, plan
+from operator_side.drill.run_progress import RunProgress
+from operator_side.drill.supervised_run import SupervisedRun
+from operator_side.drill.torchrun_run import TorchrunRun
+
+_ANSWERS = {"emergency_staged", "emergency_failed"}
+_RUNS: Mapping[str, type[SupervisedRun | TorchrunRun]] = {"mpirun": SupervisedRun, "torchrun": TorchrunRun}
+
+
+@dataclass
+class DrillOutcome:
+    """The result of a drill.
+
+    Attributes:
+        before: Files from before the first kill that differ: the script itself is not deterministic.
+        constant: Names of values that differ between the runs, but never change within a run.
+        samples: Comparison of the samples; None: they were not seen.
+        counters: Numbers on modules that no checkpoint has, and that a resume did not bring back.
+        measured: Names of values that were not compared, since a clock has measured them.
+    """
+
+    planned: list[Kill]
+    findings: list[KillFinding] = field(default_factory=list)
+    files: list[Compared] = field(default_factory=list)
+    before: list[Compared] = field(default_factory=list)
+    constant: set[str] = field(default_factory=set)
+    samples: Samples | None = None
+    counters: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    measured: set[str] = field(default_factory=set)
+
+    @property
+    def passed(self) -> bool:
+        return not self.wrong and not any(finding.wrong for finding in self.findings)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise `ConfigError` unless the folder is new or empty."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(
+            f"--dir {folder}: expected a directory for the drill alone, got a file; name another one"
+        )
+    if folder.is_dir() and any(folder.iterdir()):
+        checkpoints = any(folder.rglob("step-*.json"))
+        what = (
+            "there are checkpoints in it: a drill never touches a run" if checkpoints else "it is not empty"
+        )
+        raise ConfigError(f"--dir {folder}: {what}; name a directory that is new or empty")
+
+
+def run_drill(
+    setup: Setup,
+    folder: Path,
+    *,
+    kills: int,
+    ways: str,
+    seed: int,
+    seconds_max: float,
+    say: Callable[[str], None],
+) -> DrillOutcome:
+    """Play a drill.
+
+    Args:
+        setup: The job.
+        folder: New or empty folder.
+        kills: Number of kills.
+        ways: `notice`, `none`, `both` or `wrapper`.
+        seed: Seed of the random choice of kills.
+        seconds_max: Seconds that the whole drill may take.
+        say: Called with a line of text for each thing that happens.
+
+    Raises:
+        ConfigError: The script cannot be drilled: it fails by itself, or saves too seldom.
+        PeerLost: The drill took too long, or the job did not answer.
+    """
+    check_folder(folder)
+    deadline = time.monotonic() + seconds_max
+    say("running the script undisturbed, as the reference")
+    with _RUNS[setup.launcher](setup, folder / "reference", kills=0) as reference:
+        progress = RunProgress("the undisturbed run", say, time.monotonic())
+        ended = False
+        while not ended:
+            ended, new = reference.look()
+            progress.look(new["diary"], time.monotonic())
+            wait_until(deadline)
+        _succeeded(reference)
+    steps = [line["step"] for line in reference.said["diary"] if "step" in line]
+    if not steps:
+        raise ConfigError(
+            "the script never calls Checkpointer.step(), which tells a drill how far training is; call it after "
+            "each step (docs/drill.md)"
+        )
+    saved = [item.step for item in Catalog(open_store(str(reference.store))).list() if not item.fault]
+    outcome = DrillOutcome(plan(seed, kills, ways, ranks=setup.ranks, checkpoints=saved))
+    say(f"the reference did {len(set(steps))} steps and saved {len(saved)} checkpoints; now {kills} kills")
+    with _RUNS[setup.launcher](setup, folder / "drilled", kills=kills) as drilled:
+        struck = disturb(drilled, outcome.planned, setup.notice_seconds, deadline, say, steps=len(set(steps)))
+    say("both runs have ended; comparing their checkpoints")
+    if drilled.exit_code != 0:
+        outcome.wrong.append(
+            f"the run with kills ended with exit code {drilled.exit_code}: {drilled.last_words(3)}"
+        )
+    outcome.files = compare(open_store(str(reference.store)), open_store(str(drilled.store)))
+    _judge(outcome, struck, reference, drilled)
+    return outcome
+
+
+def _succeeded(run: DrillRun) -> None:
+    if run.exit_code:
+        raise ConfigError(
+            f"the script failed without any kill, with exit code {run.exit_code}; fix it first. Its last output:\n"
+            f"{run.words_before_the_end()}"
+        )
+
+
+def disturb(
+    run: DrillRun,
+    kills: list[Kill],
+    notice_seconds: float,
+    deadline: float,
+    say: Callable[[str], None],
+    *,
+    steps: int = 0,
+) -> list[Struck]:
+    """Follow a run to its end and kill it as planned. Returns the kills that came, in order.
+
+    None comes before the run has staged a checkpoint: there would be nothing to resume from.
+
+    Raises:
+        PeerLost: The drill took too long, or there was no process to kill.
+    """
+    sequence = Sequence(kills, notice_seconds=notice_seconds)
+    progress = RunProgress("the run with kills", say, time.monotonic(), steps=steps)
+    struck: list[Struck] = []
+    told_at: float | None = None
+    while True:
+        ended, new = run.look()
+        progress.look(new["diary"], time.monotonic())
+        _tell(sequence, new)
+        for line in new["status"]:
+            if line.get("event") == "training":
+                sequence.trains()
+                if struck:
+                    say(str(line.get("message")))
+        if ended:
+            return struck
+        match sequence.tick(time.time()):
+            case GiveNotice(kill):
+                told_at = time.time()
+                say(f"kill {kill.number}: notice (SIGTERM) to rank {kill.rank}")
+                run.tell(kill)
+            case Strike(kill):
+                at = time.time()
+                say(f"kill {kill.number}: SIGKILL to {_whom(kill)}")
+                if not run.strike(kill) and told_at is None:
+                    raise PeerLost(f"kill {kill.number}: no process of {kill.what} was found on this machine")
+                struck.append(Struck(kill, told_at, at))
+                told_at = None
+        wait_until(deadline)
+
+
+def _tell(sequence: Sequence, new: Mapping[str, list[dict[str, Any]]]) -> None:
+    for line in new["diary"]:
+        if "step" in line:
+            sequence.stepped(int(line["step"]), line["time"])
+    if any(map(_staged, new["events"])):
+        sequence.staged()
+    if any(map(_answers, new["events"])):
+        sequence.answered()
+
+
+def _staged(line: Mapping[str, Any]) -> bool:
+    return (line.get("event"), line.get("role")) == ("staged", "stager")
+
+
+def _whom(kill: Kill) -> str:
+    if kill.notice:
+        return f"rank {kill.rank}"
+    return kill.what if kill.target is KillTarget.WRAPPER else kill.target.value
+
+
+def _answers(line: Mapping[str, Any]) -> bool:
+    if line.get("role") != "stager":
+        return False
+    skipped = line.get("event") == "emergency" and line.get("choice") == "skip"
+    return skipped or line.get("event") in _ANSWERS
+
+
+def _judge(outcome: DrillOutcome, struck: list[Struck], reference: DrillRun, drilled: DrillRun) -> None:
+    first = struck[0].kill.after_step if struck else -1
+    outcome.constant = constants(outcome.files, first)
+    outcome.files = [
+        one._replace(differs=tuple(each for each in one.differs if each.path not in outcome.constant))
+        for one in outcome.files
+    ]
+    outcome.measured = {name for one in outcome.files for name in one.measured}
+    outcome.before = [one for one in outcome.files if one.step <= first and one.differs]
+    outcome.findings = examine(
+        struck,
+        diary=drilled.said["diary"],
+        events=drilled.said["events"],
+        status=drilled.said["status"],
+        files=[one for one in outcome.files if one.step > first],
+    )
+    why = (
+        "the run had already ended"
+        if any(map(_staged, drilled.said["events"]))
+        else "no checkpoint was staged before the end of the run; give the script more steps"
+    )
+    for kill in outcome.planned[len(struck) :]:
+        outcome.wrong.append(f"kill {kill.number} ({kill.what}) never came: {why}")
+    if not outcome.before:
+        name_other_batches(outcome.findings, struck, reference.said["diary"], drilled.said["diary"])
+    for finding in outcome.findings:
+        if finding.exact is None:
+            finding.wrong.append(
+                "no checkpoint after the kill could be compared: the reference saved none of these steps"
+            )
+    if outcome.before:
+        one = outcome.before[0]
+        outcome.wrong.append(
+            f"two runs of this script differ before any kill, at step {one.step}: {shortened(one.differs)}. The "
+            "script is not deterministic, so the drill cannot tell whether it resumes exactly"
+        )
+    outcome.samples = samples(reference.said["diary"], drilled.said["diary"])
+    outcome.counters = counters(reference.said["diary"], drilled.said["diary"])
+    if outcome.samples is not None and (outcome.samples.skipped or outcome.samples.repeated):
+        outcome.wrong.append(
+            f"samples: {outcome.samples.skipped} skipped, {outcome.samples.repeated} repeated"
+        )
+    for run in (reference, drilled):
+        try:
+            faults = [item.fault for item in Catalog(open_store(str(run.store))).list() if item.fault]
+        except HoldfastError as error:
+            faults = [str(error)]
+        outcome.wrong += faults

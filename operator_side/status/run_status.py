@@ -1,0 +1,397 @@
+"""One status of a run, put together from what stager, flusher, ring and store say. Pure.
+
+Each checkpoint is known by (attempt, step) to all of them. If two sources disagree, the closer one wins: the
+ring for bytes, the stager for ranks, whoever says that `save()` was earlier for its time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.save_record import StepRecord
+from holdfast.telemetry.rows import StoredCheckpoint
+from holdfast.telemetry.status_document import (
+    CheckpointStatus,
+    RankStatus,
+    StatusDocument,
+    StatusLine,
+    Transport,
+    checkpoint_status,
+)
+from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_node, lost_with_trainers
+from operator_side.status.ring_files import RingCheckpoint, RingLook
+
+LEVELS = ("staged", "durable", "verified")
+_HISTORY = 32  # values of each timing
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Stager or flusher.
+
+    Attributes:
+        state: `here`: it answers; `silent`: it has a socket, and does not answer; `gone`: it is not running.
+        note: A sentence about it, for people.
+    """
+
+    state: Literal["here", "silent", "gone"]
+    pid: int | None = None
+    since_unix: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The newest checkpoint of a level, when it got there, and how many of its numbers are NaN or infinite."""
+
+    attempt: int
+    step: int
+    at_unix: float | None
+    nonfinite: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A checkpoint on its way.
+
+    Attributes:
+        state: `receiving`, or `staged`: all of it is in the ring or the store.
+        held: Why it waits for the store; empty if it does not wait.
+    """
+
+    attempt: int
+    step: int
+    state: Literal["receiving", "staged"]
+    image_bytes: int | None
+    ring_bytes: int
+    written_bytes: int | None
+    held: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of one kind over the newest checkpoints, oldest first."""
+
+    seconds: tuple[float, ...] = ()
+
+    @property
+    def last(self) -> float | None:
+        return self.seconds[-1] if self.seconds else None
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.seconds) if self.seconds else None
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The distance between the last two saves of the job.
+
+    Attributes:
+        why: With `every="auto"` the reason for the current interval, as the stager states it; else empty.
+    """
+
+    steps: int
+    seconds: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """All facts about a run. Lists have the newest last, but `ranks` has the worst first.
+
+    Attributes:
+        waits_at: HOST:PORT of a standing stager that has no job; else empty.
+    """
+
+    run: str
+    now_unix: float
+    attempt: int
+    is_running: bool
+    flusher: Peer
+    stager: Peer
+    transport: Transport | None
+    waits_at: str
+    ranks: tuple[RankStatus, ...]
+    ranks_total: int
+    levels: Mapping[str, Level]
+    loss_trainers: Lost
+    loss_node: Lost
+    ring: RingLook | None
+    flights: tuple[UnderWay, ...]
+    pgt1: Timings
+    pgt2: Timings
+    stall: Timings
+    interval: Interval | None
+    not_taken: Mapping[str, int]
+    declined: tuple[StatusLine, ...]
+    notices: tuple[StatusLine, ...]
+    problems: tuple[StatusLine, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def newest_unix(self) -> float:
+        """When something was last heard of the run: a process began, or a checkpoint came to a level."""
+        times = [
+            self.stager.since_unix,
+            self.flusher.since_unix,
+            *(one.at_unix for one in self.levels.values()),
+        ]
+        return max((at for at in times if at is not None), default=0.0)
+
+    def document(self) -> dict[str, Any]:
+        """The document of `--json` (docs/status.md)."""
+        found = dataclasses.asdict(
+            dataclasses.replace(self, ranks=(), declined=(), notices=(), problems=(), ring=None)
+        )
+        for name in ("declined", "notices", "problems", "ranks"):
+            found[name] = [row.model_dump() for row in getattr(self, name)]
+        found["flights"] = list(found["flights"])
+        found["notes"] = list(self.notes)
+        found["ring"] = None
+        if self.ring is not None:
+            found["ring"] = {
+                name: getattr(self.ring, name) for name in ("attempt", "chunk_bytes", "ring_chunks", "chunks")
+            }
+        for name in ("pgt1", "pgt2", "stall"):
+            timings: Timings = getattr(self, name)
+            found.pop(name)
+            found[f"{name}_seconds"] = {
+                "last": timings.last,
+                "median": timings.median,
+                "history": list(timings.seconds),
+            }
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvidence:
+    """Everything that one look found out about a run.
+
+    Attributes:
+        flusher_said: Answer of the flusher; None: it gave none.
+        stager_said: Answer of the stager; None: it gave none.
+        ring: The ring, from its files, if any.
+        stored: Checkpoints in the store, as far as it was read.
+    """
+
+    flusher: Peer
+    stager: Peer
+    flusher_said: StatusDocument | None = None
+    stager_said: StatusDocument | None = None
+    ring: RingLook | None = None
+    stored: Iterable[StoredCheckpoint] = ()
+    notes: Iterable[str] = ()
+
+
+def compose(
+    run: str, now_unix: float, found: RunEvidence, *, dollars_per_hour: float | None = None
+) -> RunStatus:
+    """Put the status together from what was found.
+
+    Args:
+        run: URL of the run, or another name for it.
+        now_unix: Current time.
+        found: Facts from one look.
+        dollars_per_hour: Price of all machines; None: not known.
+    """
+    flusher, stager, ring = found.flusher, found.stager, found.ring
+    flusher_said, stager_said = found.flusher_said, found.stager_said
+    rows = _rows(flusher_said, stager_said, ring, found.stored)
+    attempt = max((said.attempt for said in (flusher_said, stager_said) if said is not None), default=0)
+    attempt = attempt or max((key[0] for key in rows), default=0)
+    ranks, ranks_total = _ranks(flusher_said, stager_said, ring)
+    there = [rank for rank in ranks if rank.state in {"coming", "here", "silent"}]
+    is_running = stager.state != "gone" and (stager_said is None or bool(there))
+    since = stager.since_unix if stager.since_unix is not None else flusher.since_unix
+    levels = {name: level for name in LEVELS if (level := _newest(rows, name)) is not None}
+    saved = [(key, row.saved_at_unix) for key, row in sorted(rows.items()) if row.saved_at_unix is not None]
+    interval = interval_of(saved)
+    if interval is not None and stager_said is not None:
+        interval = dataclasses.replace(interval, why=stager_said.interval_why)
+    known = LossInputs(
+        now_unix,
+        (now_unix if since is None else since) if is_running else None,
+        staged=_point(rows, levels.get("staged")),
+        durable=_point(rows, levels.get("durable")),
+        newest=SavedPoint(*saved[-1][0], saved[-1][1]) if saved else None,
+        step_seconds=interval.seconds / interval.steps if interval else None,
+        dollars_per_hour=dollars_per_hour,
+    )
+    said = stager_said or flusher_said
+    return RunStatus(
+        run=run,
+        now_unix=now_unix,
+        attempt=attempt,
+        is_running=is_running,
+        flusher=flusher,
+        stager=stager,
+        transport=stager_said.transport if stager_said is not None else None,
+        waits_at=stager_said.waits_at if stager_said is not None else "",
+        ranks=ranks,
+        ranks_total=ranks_total,
+        levels=levels,
+        loss_trainers=lost_with_trainers(known),
+        loss_node=lost_with_node(known),
+        ring=ring,
+        flights=tuple(_flights(ring, rows)),
+        pgt1=_timings(rows, "pgt1_seconds"),
+        pgt2=_timings(rows, "pgt2_seconds"),
+        stall=_timings(rows, "stall_seconds"),
+        interval=interval,
+        not_taken=said.not_taken if said else {},
+        declined=said.declined if said else (),
+        notices=_lines(stager_said, flusher_said, "notices"),
+        problems=_lines(stager_said, flusher_said, "problems"),
+        notes=tuple(found.notes),
+    )
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def _rows(
+    flusher: StatusDocument | None,
+    stager: StatusDocument | None,
+    ring: RingLook | None,
+    stored: Iterable[StoredCheckpoint],
+) -> dict[CheckpointId, CheckpointStatus]:
+    """Each checkpoint, with the facts from flusher, stager, ring and store together."""
+    rows: dict[CheckpointId, CheckpointStatus] = {}
+    for one in stored:
+        _merge(rows, _row_of_stored(one))
+    for said in (flusher, stager):
+        for row in said.checkpoints if said else ():
+            _merge(rows, row)
+    for here in ring.checkpoints if ring else ():
+        _merge(rows, _row_of_ring(here))
+    return rows
+
+
+def _merge(rows: dict[CheckpointId, CheckpointStatus], row: CheckpointStatus) -> None:
+    key = CheckpointId(row.attempt, row.step)
+    before = rows.get(key)
+    if before is None:
+        rows[key] = row
+        return
+    more = {name: value for name, value in row if value not in {None, ""}}
+    if before.saved_at_unix is not None and row.saved_at_unix is not None:
+        more["saved_at_unix"] = min(before.saved_at_unix, row.saved_at_unix)
+    rows[key] = before.model_copy(update=more)
+
+
+def _row_of_stored(one: StoredCheckpoint) -> CheckpointStatus:
+    return checkpoint_status(
+        one.attempt,
+        one.step,
+        image_bytes=one.image_bytes,
+        saved_at_unix=one.saved_at_unix,
+        staged_at_unix=one.saved_at_unix + one.pgt1_seconds,
+        durable_at_unix=one.durable_at_unix,
+        pgt1_seconds=one.pgt1_seconds,
+        pgt2_seconds=one.pgt2_seconds,
+        stall_seconds=max(StepRecord.from_json(one.record).stall_seconds.values(), default=None),
+        read_back="" if one.state == "durable" else one.state,
+        nonfinite=one.nonfinite,
+    )
+
+
+def _row_of_ring(here: RingCheckpoint) -> CheckpointStatus:
+    record = StepRecord.from_json(here.record)
+    saved, staged, pgt1 = record.saved_at_unix, record.staged_at_unix, record.pgt1_seconds
+    is_staged = here.state == "staged"
+    return checkpoint_status(
+        here.attempt,
+        here.step,
+        image_bytes=here.image_bytes,
+        saved_at_unix=saved,
+        # Without its time it is staged all the same.
+        staged_at_unix=(saved or 0.0 if staged is None else staged) if is_staged else None,
+        pgt1_seconds=pgt1 if pgt1 is not None and pgt1 >= 0 else None,
+        stall_seconds=max(record.stall_seconds.values(), default=None),
+    )
+
+
+def _newest(rows: Mapping[CheckpointId, CheckpointStatus], level: str) -> Level | None:
+    """The newest good checkpoint that has reached the level; a durable one counts as staged, too."""
+    for key, row in sorted(rows.items(), reverse=True):
+        at = {
+            "staged": row.staged_at_unix if row.staged_at_unix is not None else row.durable_at_unix,
+            "durable": row.durable_at_unix,
+            "verified": (row.read_back_at_unix or row.durable_at_unix)
+            if row.read_back == "verified"
+            else None,
+        }[level]
+        is_lost = row.read_back == "bad" or (row.failed and row.durable_at_unix is None)
+        if at is not None and not is_lost:
+            return Level(*key, at, row.nonfinite)
+    return None
+
+
+def _point(rows: Mapping[CheckpointId, CheckpointStatus], level: Level | None) -> SavedPoint | None:
+    if level is None:
+        return None
+    row = rows[CheckpointId(level.attempt, level.step)]
+    saved = row.saved_at_unix if row.saved_at_unix is not None else level.at_unix
+    return SavedPoint(level.attempt, level.step, saved or 0.0)
+
+
+def interval_of(saved: Sequence[tuple[CheckpointId, float]]) -> Interval | None:
+    """The distance between the last two saves, which come in order, if both are of one job."""
+    if len(saved) < 2:
+        return None
+    (before, before_at), (last, last_at) = saved[-2:]
+    if before[0] != last[0] or last[1] <= before[1] or last_at <= before_at:
+        return None
+    return Interval(last[1] - before[1], last_at - before_at)
+
+
+def _timings(rows: Mapping[CheckpointId, CheckpointStatus], name: str) -> Timings:
+    values = [getattr(row, name) for _, row in sorted(rows.items())]
+    return Timings(tuple(value for value in values if value is not None)[-_HISTORY:])
+
+
+def _flights(ring: RingLook | None, rows: Mapping[CheckpointId, CheckpointStatus]) -> Iterable[UnderWay]:
+    for here in ring.checkpoints if ring else ():
+        row = rows[CheckpointId(here.attempt, here.step)]
+        if row.durable_at_unix is None:
+            yield UnderWay(
+                here.attempt,
+                here.step,
+                here.state,
+                here.image_bytes,
+                here.ring_bytes,
+                here.written_bytes,
+                row.held,
+            )
+
+
+# -- ranks and lines ---------------------------------------------------------------------------------------------------
+
+
+def _ranks(
+    flusher: StatusDocument | None, stager: StatusDocument | None, ring: RingLook | None
+) -> tuple[tuple[RankStatus, ...], int]:
+    """The stager's ranks, with the cost of each one's newest checkpoint; without a stager, from the steps."""
+    stalls = {rank.rank: rank.stall_seconds for rank in (flusher.ranks if flusher else ())}
+    for here in ring.checkpoints if ring else ():  # newest last
+        stalls.update(StepRecord.from_json(here.record).stall_seconds)
+    if stager is None:
+        return (), 0
+    with_stalls = tuple(
+        rank.model_copy(update={"stall_seconds": stalls.get(rank.rank, rank.stall_seconds)})
+        for rank in stager.ranks
+    )
+    return with_stalls, max(stager.ranks_total, len(with_stalls))
+
+
+def _lines(
+    stager: StatusDocument | None, flusher: StatusDocument | None, name: str
+) -> tuple[StatusLine, ...]:
+    found = [line for said in (stager, flusher) if said for line in getattr(said, name)]
+    return tuple(sorted(found, key=lambda line: line.at_unix))

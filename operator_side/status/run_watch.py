@@ -1,0 +1,193 @@
+"""One look at a run: asks stager and flusher, reads ring and store, and gives the status. All I/O of the command.
+
+runtime directory ─► stager, flusher (telemetry/status_socket.py) ─┐
+                   └► ring (ring_files.py) ────────────────────────┼─► compose ─► RunStatus
+store ─► newest manifests, when no flusher answers ────────────────┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreError, StoreMissing
+from holdfast.ring.doorbell import SOCKET_NAME
+from holdfast.telemetry.rows import StoredCheckpoint
+from holdfast.telemetry.status_document import StatusDocument
+from holdfast.telemetry.status_socket import ask, socket_path
+from operator_side.status.ring_files import RingFiles, RingLook
+from operator_side.status.run_status import Peer, RunEvidence, RunStatus, compose
+
+if TYPE_CHECKING:
+    from holdfast.store.base import Store
+
+
+_ANSWER_SECONDS_MAX = 2.0
+_STORE_AGAIN_SECONDS = 30.0
+_WRITER_AGAIN_SECONDS = 2.0  # a writer that is just ending
+_STORE_PAUSE_FACTOR = 10  # a run of thousands of checkpoints is a long list: not all the time
+_CHECKPOINTS_MAX = 8
+_ANY_ATTEMPT = 2**62
+_PID_BYTES_MAX = 32
+_RUN_FILES = ("journal", SOCKET_NAME, "flusher-status.sock", "stager-status.sock")
+
+
+def runs_in(base: Path) -> list[Path]:
+    """The runtime directories of runs in `base`, or `base` itself if it is one."""
+    with contextlib.suppress(OSError):
+        if _is_run(base):
+            return [base]
+        return sorted(path for path in base.iterdir() if path.is_dir() and _is_run(path))
+    return []
+
+
+def _is_run(directory: Path) -> bool:
+    return any((directory / name).exists() for name in _RUN_FILES)
+
+
+class RunWatch:
+    """Looks at one run repeatedly.
+
+    Args:
+        directory: Its runtime directory on this machine; it need not exist.
+        url: URL of the run; None: the one that stager and flusher name.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        url: str | None = None,
+        *,
+        dollars_per_hour: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.directory, self._url = directory, url
+        self._dollars_per_hour, self._clock = dollars_per_hour, clock
+        self._ring = RingFiles(directory)
+        self._stored: tuple[StoredCheckpoint, ...] = ()
+        self._store_notes: tuple[str, ...] = ()
+        self._store_again_at = 0.0
+        self._has_looked = self._has_writer = False
+
+    def look(self) -> RunStatus:
+        """The status of the run now.
+
+        Raises:
+            StoreMissing: There is no ring, no process answers, and the store is empty.
+            StoreError: There is nothing on this machine, and the store does not answer.
+        """
+        notes: list[str] = []
+        flusher, flusher_said = self._ask("flusher", notes)
+        stager, stager_said = self._ask("stager", notes)
+        if stager.state == "gone" and flusher_said is not None and flusher_said.stager_attached:
+            stager = Peer("silent", note="it is attached to the flusher, but does not answer")
+        ring = self._look_at_ring(notes)
+        said = flusher_said or stager_said
+        if said is not None and self._url is None:
+            self._url = said.run
+        if flusher.state == "gone":
+            nothing_here = ring is None and stager.state == "gone"
+            self._look_at_store(may_fail=nothing_here and not self._has_looked)
+            notes += self._store_notes
+            if (
+                stager.state == "gone"
+                and ring is not None
+                and any(one.state == "staged" for one in ring.checkpoints)
+            ):
+                by_hand = f"`holdfast flusher --store {self._url or 'URL'}`"
+                notes.append(f"the next job publishes the staged checkpoints in the ring; or run {by_hand}")
+        self._has_looked = True
+        found = RunEvidence(flusher, stager, flusher_said, stager_said, ring, self._stored, notes)
+        name = self._url or f"run key {self.directory.name}"
+        return compose(name, self._clock(), found, dollars_per_hour=self._dollars_per_hour)
+
+    def _ask(
+        self, role: Literal["stager", "flusher"], notes: list[str]
+    ) -> tuple[Peer, StatusDocument | None]:
+        try:
+            said = ask(socket_path(self.directory, role), seconds_max=_ANSWER_SECONDS_MAX)
+        except PeerLost as error:
+            return Peer("silent", note=str(error)), None
+        except ProtocolError as error:
+            notes.append(str(error))
+            return Peer("silent", note="its answer does not fit this version of holdfast"), None
+        if said is not None:
+            return Peer("here", said.pid, said.since_unix), said
+        # One that has left its socket behind is dead, whoever has its number by now.
+        never_had_one = not socket_path(self.directory, role).exists()
+        pid = self._flusher_pid() if role == "flusher" and never_had_one else None
+        if pid is not None:
+            return Peer(
+                "silent", pid, note="it has no socket for status; it may be of an older version"
+            ), None
+        return Peer("gone"), None
+
+    def _flusher_pid(self) -> int | None:
+        """The process in the flusher's file, if it is alive."""
+        try:
+            text = (self.directory / "flusher.pid").read_bytes()[:_PID_BYTES_MAX].decode("ascii", "replace")
+            pid = int(text)
+            os.kill(pid, 0)
+        except (OSError, ValueError, OverflowError):
+            return None
+        return pid
+
+    def _look_at_ring(self, notes: list[str]) -> RingLook | None:
+        try:
+            ring = self._ring.look()
+        except HoldfastError as error:
+            notes.append(f"the ring cannot be read: {error}")
+            return None
+        if ring is not None and ring.trouble:
+            notes.append(ring.trouble)
+        return ring
+
+    # -- the store -------------------------------------------------------------------------------------------------
+
+    def _look_at_store(self, *, may_fail: bool) -> None:
+        begun = time.monotonic()
+        if self._url is None or begun < self._store_again_at:
+            return
+        from holdfast.store import open_store  # brings boto3 or fsspec: not for --help
+
+        store: Store | None = None
+        try:
+            store = open_store(self._url)
+            self._read_store(store)
+        except (StoreMissing, StoreError) as error:
+            if may_fail:
+                raise
+            self._store_notes = (f"the store cannot be read: {error}",)
+        finally:
+            if store is not None:
+                store.close()
+            now = time.monotonic()
+            pause_seconds = _WRITER_AGAIN_SECONDS if self._has_writer else _STORE_AGAIN_SECONDS
+            self._store_again_at = now + max(pause_seconds, _STORE_PAUSE_FACTOR * (now - begun))
+
+    def _read_store(self, store: Store) -> None:
+        from holdfast.checkpoints.catalog import Catalog
+        from holdfast.checkpoints.lease import may_live
+
+        look = Catalog(store).look()
+        if look.is_empty:
+            raise StoreMissing(
+                f"{store.url}: this machine has neither a flusher nor a ring of this run ({self.directory}), and there "
+                "is nothing at this URL; check the URL"
+            )
+        newest = list(itertools.islice(look.items(), _CHECKPOINTS_MAX))
+        manifests = [item.manifest for item in newest if item.manifest is not None]
+        self._stored = tuple(stored for one in manifests if (stored := StoredCheckpoint.of(one)) is not None)
+        notes = [item.fault for item in newest if item.fault]
+        writer = may_live(store, _ANY_ATTEMPT)
+        self._has_writer = bool(writer)
+        if writer:
+            notes.append(
+                f"{writer} has the claim on the run: it runs on another machine, is ending, or was killed"
+            )
+        self._store_notes = tuple(notes)

@@ -1,0 +1,199 @@
+"""Opens a folder of torch.distributed.checkpoint, of any number of ranks, as a tree: no tensor of it is in memory.
+
+    .metadata ─► what it claims is there ─► tree: plain values, and tensors whose memory is never touched
+                                         └► of each tensor where its bytes lie (dcp_parts), to be read later
+
+DCP unpickles its `.metadata` and each plain value without restriction. Here the first may hold DCP's own records and
+nothing else, and values are read with `weights_only=True`: nothing in the folder is run.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import replace
+from enum import Enum, EnumType
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.futures import Future
+
+from holdfast.errors import ConfigError, DamageError, HoldfastError, StateError
+from holdfast.pickle_cost import check_pickle
+from trainer_side.convert.dcp_claims import check_claims
+from trainer_side.convert.dcp_parts import Patterns, StoredTensor, stored_tensor
+from trainer_side.state.pickle_bounds import NOT_READABLE
+
+_METADATA = ".metadata"
+_METADATA_BYTES_MAX = 1 << 28
+_TUPLES_MAX = 16  # a place in the state is a tuple, and a size
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+class DcpState(NamedTuple):
+    """Contents of a folder.
+
+    Attributes:
+        tree: The state; the memory of its tensors means nothing.
+    """
+
+    tree: dict[str, Any]
+    stored: list[StoredTensor]
+
+
+def read_dcp(folder: Path) -> DcpState:
+    """The state.
+
+    Raises:
+        ConfigError: There is no such checkpoint in the folder.
+        DamageError: It is not readable.
+        StateError: It holds what is not read here.
+    """
+    if not (folder / _METADATA).is_file():
+        raise ConfigError(
+            f"{folder}: the folder has no {_METADATA}, so it is no checkpoint of torch.distributed.checkpoint; "
+            "name a checkpoint folder, or a file"
+        )
+    state: dict[str, Any] = {}
+    stored: list[StoredTensor] = []
+    try:
+        metadata = _metadata_of(folder)
+        planner = _Planner()  # type: ignore[no-untyped-call]
+        reader = _DcpReader(folder, metadata)
+        _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+        patterns = Patterns()
+        for name, tensor in planner.state_dict.items():
+            record = metadata.state_dict_metadata[name]
+            if isinstance(record, TensorStorageMetadata) and tensor.numel():
+                pattern = patterns.of(record)
+                stored.append(stored_tensor(folder, name, tensor, record, metadata.storage_data, pattern))
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise _explained(folder, cause) from error
+    except OSError:
+        raise
+    except (pickle.PickleError, *NOT_READABLE) as error:
+        raise _explained(folder, error) from error
+    _number(state)
+    return DcpState(state, stored)
+
+
+def _explained(folder: Path, error: BaseException) -> BaseException:
+    if isinstance(error, HoldfastError | OSError):
+        return error
+    if isinstance(error, pickle.UnpicklingError):
+        cause = str(error).rsplit("WeightsUnpickler error:", 1)[-1].strip().split("\n", 1)[0]
+        return StateError(
+            f"{folder}: holds what is not read without running code ({cause}); where you trust it, dcp.load it, and "
+            "save its tensors and plain values again"
+        )
+    return DamageError(f"{folder}: not a checkpoint that DCP reads: {error}")
+
+
+class _RecordsOnly(pickle.Unpickler):
+    """Makes records of DCP and dtypes; refuses all else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of
+        known = name in _RECORDS.get(module, ())
+        if not known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            raise pickle.UnpicklingError(f"{module}.{name} in {_METADATA}")
+        return super().find_class(module, name)
+
+
+def _member_of(of: object, name: str) -> Enum:
+    """The one allowed use of `getattr`: the first releases of Python 3.11 pickle a member of an enumeration by it."""
+    if not (isinstance(of, EnumType) and name in of.__members__):
+        raise pickle.UnpicklingError(f"builtins.getattr in {_METADATA}")
+    return cast("Enum", of[name])
+
+
+def _metadata_of(folder: Path) -> Metadata:
+    path = folder / _METADATA
+    nbytes = path.stat().st_size
+    if nbytes > _METADATA_BYTES_MAX:
+        raise DamageError(
+            f"{path}: {nbytes} bytes, expected at most {_METADATA_BYTES_MAX}, which is over a million chunks; not "
+            "read: dcp.load it where it was written, and save it with torch.save"
+        )
+    pickled = path.read_bytes()
+    if check_pickle(pickled, _TUPLES_MAX) > _TUPLES_MAX:
+        raise ValueError(f"{_METADATA} holds a tuple that is nested deeper than {_TUPLES_MAX} levels")
+    metadata = _RecordsOnly(io.BytesIO(pickled)).load()
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"{_METADATA} holds a {type(metadata).__name__}")
+    check_claims(folder, metadata, len(pickled))
+    metadata.storage_meta = metadata.storage_meta or StorageMeta()
+    return metadata
+
+
+class _DcpReader(FileSystemReader):
+    """DCP's own, with metadata that was read already; reads plain values only."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._read = metadata
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        return self._read
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        return super().read_data(replace(plan, items=values), planner)
+
+
+class _Planner(_EmptyStateDictLoadPlanner):
+    """Makes the state of what the metadata names; values are read with weights_only."""
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Put a plain value in its place."""
+        loaded = torch.load(value, map_location="cpu", weights_only=True)
+        name = read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+def _number(tree: Any) -> None:
+    """Give the parameters of optimizers their numbers back: DCP makes text of every key."""
+    if not isinstance(tree, dict):
+        return
+    state, groups = tree.get("state"), tree.get("param_groups")
+    if isinstance(state, dict) and isinstance(groups, list):
+        numbers = {
+            str(one): one
+            for group in groups
+            if isinstance(group, dict)
+            for one in group.get("params", ())
+            if isinstance(one, int)
+        }
+        tree["state"] = {numbers.get(key, key): value for key, value in state.items()}
+    for value in tree.values():
+        _number(value)

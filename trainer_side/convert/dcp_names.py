@@ -1,0 +1,59 @@
+"""The names of what a state has by number only, in a folder of torch.distributed.checkpoint: a file that DCP ignores.
+
+holdfast-names.json    {"only": null, "names": {"optimizer": [["model/a.weight", …]]}}    as in data.pkl
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.errors import DamageError
+from holdfast.parse_cost import PLAIN_FACTOR, check_cost, json_cost
+from trainer_side.state.position_names import Position, Positions, from_rows, to_rows
+
+_FILE = "holdfast-names.json"
+_BYTES_MAX = 1 << 28
+
+
+class DcpNames(NamedTuple):
+    """Contents of the file.
+
+    Attributes:
+        only: The part of the state that is in the folder, by name; None: all of it.
+    """
+
+    only: str | None
+    names: dict[str, list[list[Position]]]
+
+
+def write_names(folder: Path, names: Positions, only: str | None) -> None:
+    """Put them into a folder.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    if names:
+        (folder / _FILE).write_text(json.dumps({"only": only, "names": to_rows(names)}), encoding="ascii")
+
+
+def read_names(folder: Path) -> DcpNames:
+    """The names in a folder; none where DCP alone has written it.
+
+    Raises:
+        DamageError: The file is not as `write_names` writes it.
+        OSError: It cannot be read.
+    """
+    path = folder / _FILE
+    if not path.is_file():
+        return DcpNames(None, {})
+    try:
+        if path.stat().st_size > _BYTES_MAX:
+            raise ValueError(f"{path.stat().st_size} bytes, expected at most {_BYTES_MAX}")
+        raw = path.read_bytes()
+        check_cost(json_cost(raw), len(raw), PLAIN_FACTOR)
+        said = json.loads(raw)
+        return DcpNames(None if said["only"] is None else str(said["only"]), from_rows(said["names"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamageError(f"{path}: the names of parameters cannot be read: {error!r:.200}") from error

@@ -1,0 +1,195 @@
+"""The bytes of a DCP folder's tensors, read from where their parts lie in its files when they are wanted.
+
+    a tensor    │·······│·······│······│      parts, by what each rank held: __0_0.distcp, __1_0.distcp, …
+    read        ────────────▓▓▓▓▓▓─────      of each part the bytes that are in it, one run of its file
+
+DCP writes each part as torch.save does, so its bytes lie in the file as they are. One that does not lie in row-major
+order, or is of another dtype or byte order, is loaded whole, by torch, and kept while its tensor is read on.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from holdfast.errors import DamageError
+from holdfast.image.regions import Pattern, Region
+from trainer_side.convert.contents import bytes_of
+from trainer_side.convert.dcp_claims import file_part, told_part
+from trainer_side.state.pickle_bounds import NOT_READABLE
+
+_STORAGE = "data/0"  # where torch.save puts the bytes of a tensor alone
+
+
+class _StoredPart(NamedTuple):
+    """Where one part lies.
+
+    Attributes:
+        offset: In the file: of its first byte, or of what torch.save wrote.
+        length: Length of the part that torch.save wrote; 0: the bytes lie in the file as the tensor has them.
+    """
+
+    path: Path
+    offset: int
+    length: int = 0
+
+
+class StoredTensor:
+    """One tensor of a folder. Any thread.
+
+    Args:
+        tensor: Its place in the tree, whose memory is never touched.
+        pattern: Which regions its parts are.
+    """
+
+    def __init__(self, tensor: torch.Tensor, pattern: Pattern, parts: list[_StoredPart]) -> None:
+        self.tensor = tensor
+        self._pattern, self._parts = pattern, parts
+        self._lock = threading.Lock()
+        self._loaded: tuple[int, torch.Tensor] | None = None
+
+    def read(self, offset: int, out: memoryview) -> None:
+        """Fill `out` with the tensor's bytes from `offset` on.
+
+        Raises:
+            DamageError: A file is not as it was when the folder was opened.
+            OSError: It cannot be read.
+        """
+        target = np.frombuffer(out, np.uint8)
+        for number in self._pattern.within(offset, offset + len(target)):
+            comb = self._pattern.combs[number]
+            first, end = comb.before(offset), comb.before(offset + len(target))
+            blocks = list(comb.blocks(first, end))
+            if len(blocks) == 1 and blocks[0].runs == 1:
+                place = blocks[0].offset - offset
+                self._fetch(number, first, target[place : place + end - first])
+                continue
+            source, at = np.empty(end - first, np.uint8), 0
+            self._fetch(number, first, source)
+            for begin, run_bytes, stride, runs in blocks:
+                nbytes = run_bytes * runs
+                there = np.ndarray((runs, run_bytes), np.uint8, target, begin - offset, (stride, 1))
+                there[...] = source[at : at + nbytes].reshape(runs, run_bytes)
+                at += nbytes
+
+    def _fetch(self, number: int, first: int, out: np.ndarray) -> None:
+        """Bytes of a part, from number `first` on."""
+        part = self._parts[number]
+        if part.length:
+            with self._lock:
+                if self._loaded is None or self._loaded[0] != number:
+                    self._loaded = None  # before the next one takes its memory
+                    self._loaded = number, self._whole(number)
+                whole = self._loaded[1]
+                source = np.frombuffer(bytes_of(whole.data_ptr(), whole.nbytes), np.uint8)
+                out[:] = source[first : first + len(out)]
+                if first + len(out) == whole.nbytes:
+                    self._loaded = None
+            return
+        view, done = out.data, 0
+        with part.path.open("rb", buffering=0) as file:
+            file.seek(part.offset + first)
+            while done < len(view):
+                count = file.readinto(view[done:])
+                if not count:
+                    raise DamageError(
+                        f"{part.path}: the file has become shorter while it was read; copy the folder again"
+                    )
+                done += count
+
+    def _whole(self, number: int) -> torch.Tensor:
+        path, offset, length = self._parts[number]
+        what = told_part(path, offset, length)
+        found = torch.empty(self._pattern.regions[number].size, dtype=self.tensor.dtype)
+        try:
+            with path.open("rb") as file:
+                loaded = torch.load(
+                    file_part(file, offset, length, what), map_location="cpu", weights_only=True
+                )
+            return found.copy_(loaded.detach())
+        except OSError:
+            raise
+        except NOT_READABLE as error:
+            raise DamageError(f"{what}: not what DCP reads: {error}; copy the folder again") from error
+
+
+class Patterns:
+    """Makes the pattern of each tensor; one for all that are split alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Pattern] = {}
+
+    def of(self, record: TensorStorageMetadata) -> Pattern:
+        """How a tensor is split. Its chunks tile it: `check_claims` has seen that."""
+        regions = tuple(
+            Region(tuple(chunk.offsets), tuple(chunk.sizes))
+            for chunk in record.chunks
+            if 0 not in chunk.sizes
+        )
+        shape, item_bytes = tuple(record.size), record.properties.dtype.itemsize
+        key = shape, item_bytes, regions
+        if key not in self._known:
+            holders = tuple((number,) for number in range(len(regions)))
+            self._known[key] = Pattern(shape, item_bytes, regions, holders)
+        return self._known[key]
+
+
+def stored_tensor(
+    folder: Path,
+    name: str,
+    tensor: torch.Tensor,
+    record: TensorStorageMetadata,
+    places: Mapping[Any, Any],
+    pattern: Pattern,
+) -> StoredTensor:
+    """See that torch reads the parts of a tensor, and find their bytes; none of those is read.
+
+    Raises:
+        DamageError: They are not what the metadata says.
+        pickle.UnpicklingError: One is not read without running code.
+    """
+    parts = []
+    for region in pattern.regions:
+        info = places[MetadataIndex(name, torch.Size(region.start))]
+        path = folder / info.relative_path
+        parts.append(_part(path, info.offset, info.length, region, record.properties.dtype))
+    return StoredTensor(tensor, pattern, parts)
+
+
+def _part(path: Path, offset: int, length: int, region: Region, dtype: torch.dtype) -> _StoredPart:
+    what = told_part(path, offset, length)
+    with path.open("rb") as file:
+        view = file_part(file, offset, length, what)
+        with torch.serialization.skip_data():
+            tensor = torch.load(view, map_location="cpu", weights_only=True)
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != region.size:
+            found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise DamageError(
+                f"{what}: holds {found}, and the metadata has a part of {list(region.size)} there; save the checkpoint "
+                "again with dcp.save"
+            )
+        as_it_lies = (
+            type(tensor) is torch.Tensor
+            and tensor.layout is torch.strided
+            and tensor.dtype == dtype
+            and tensor.is_contiguous()
+            and not (tensor.is_conj() or tensor.is_neg())
+        )
+        view.seek(0)
+        reader: Any = torch._C.PyTorchFileReader(view)
+        order = reader.get_record("byteorder") if reader.has_record("byteorder") else b"little"
+        if not as_it_lies or order != sys.byteorder.encode():
+            return _StoredPart(path, offset, length)
+        begin = reader.get_record_offset(_STORAGE) + int(tensor.storage_offset()) * tensor.itemsize
+        if begin + tensor.nbytes > length:
+            raise DamageError(
+                f"{what}: its tensor of {tensor.nbytes} bytes ends behind it; copy the folder again"
+            )
+        return _StoredPart(path, offset + begin)

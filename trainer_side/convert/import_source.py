@@ -1,0 +1,204 @@
+"""Opens what another tool has written, and makes of it the state that a `Checkpointer` will be asked to restore.
+
+file ─► torch.save, in zip format     torch.load(weights_only=True, mmap=True): code in it is refused
+     ├► safetensors                   safetensors_in
+     └► folder of DCP                 dcp_in
+tree ─► names: under, renamed, dropped ─► can it be saved? ─► Import
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.errors import ConfigError, DamageError, StateError
+from holdfast.image.checkpoint_id import CheckpointId
+from trainer_side.convert.dcp_in import read_dcp
+from trainer_side.convert.dcp_names import read_names
+from trainer_side.convert.dcp_parts import StoredTensor
+from trainer_side.convert.publishing import StateImage, plan_state
+from trainer_side.convert.safetensors_in import read_safetensors
+from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle, refuse_packed
+from trainer_side.state.position_names import Position, Positions, from_record, to_trailer
+from trainer_side.state.tree import tensor_paths
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_NAMES_SHOWN = 8
+
+
+class ImportedState:
+    """A state that was read, ready to be published. See `holdfast.command.converters.ImportSource`.
+
+    Args:
+        stored: Sources of the bytes of tensors that are not in memory.
+
+    Raises:
+        StateError: It cannot be saved; names the path.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        tree: Mapping[str, Any],
+        stored: Sequence[StoredTensor] = (),
+        names: Positions = MappingProxyType({}),
+    ) -> None:
+        self.kind, self._tree, self._stored = kind, tree, stored
+        self._trailer = to_trailer(names)
+        self._skeleton = plan_state(tree, self._trailer)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._tree)
+
+    @property
+    def tensors(self) -> int:
+        return len(tensor_paths(self._tree))
+
+    @property
+    def image_bytes(self) -> int:
+        """Size of the checkpoint's file."""
+        return self._skeleton.layout.image_bytes
+
+    def image(self, key: CheckpointId) -> StateImage:
+        return StateImage(key, self._tree, self._skeleton, self._stored, self._trailer)
+
+
+def open_import_source(
+    path: Path, *, under: str | None, renamed: Mapping[str, str], dropped: Sequence[str]
+) -> ImportedState:
+    """Open a file or folder; for `holdfast import`.
+
+    Args:
+        path: The file or folder.
+        under: Put all of it under this name of the state.
+        renamed: Names at the top to the names of the state.
+        dropped: Names at the top that are left out.
+
+    Raises:
+        ConfigError: It cannot be read, or there is no such name.
+        DamageError: It has another format.
+        StateError: It holds what `torch.load(weights_only=True)` does not take, or has no names.
+    """
+    try:
+        kind, tree, part, stored, names = _read(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if kind == "safetensors" and under is None:
+        under = part
+    if under is not None:
+        tree = {under: tree}
+    named = _named(tree, str(path), renamed, dropped)
+    if part is not None and under is None:
+        names = {}  # of a part that lies at the top now
+    return ImportedState(kind, named, stored, _moved(names, under, part, renamed))
+
+
+def _moved(
+    names: Positions, under: str | None, part: str | None, renamed: Mapping[str, str]
+) -> dict[str, list[list[Position]]]:
+    """The names, where what they name lies elsewhere now; a part of a state has the names of the whole state."""
+
+    def moved(path: str) -> str:
+        top, slash, rest = (path if under is None or part is not None else f"{under}/{path}").partition("/")
+        if part is not None and under is not None and top == part:
+            top = under
+        return f"{renamed.get(top, top)}{slash}{rest}"
+
+    return {
+        moved(at): [[Position(tuple(map(moved, one.names)), one.shape) for one in group] for group in groups]
+        for at, groups in names.items()
+    }
+
+
+class _Loaded(NamedTuple):
+    """A file that was read: format, tree, part of the state, sources of its bytes, and its names."""
+
+    kind: str
+    tree: Any
+    part: str | None
+    stored: Sequence[StoredTensor]
+    names: Positions
+
+
+def _read(path: Path) -> _Loaded:
+    if path.is_dir():
+        tree, stored = read_dcp(path)
+        part, names = read_names(path)
+        return _Loaded("dcp", tree, part, stored, names)
+    if not path.is_file():  # to open a FIFO would wait for whoever writes into it
+        raise ConfigError(f"{path}: expected a file or a directory, it is a FIFO, a socket or a device")
+    with path.open("rb") as file:
+        magic = file.read(16)
+    if magic[:4] == _ZIP_MAGIC:
+        return _Loaded("torch", _read_torch(path), None, (), _names(path))
+    if magic[8:9] == b"{":
+        found = read_safetensors(path)
+        return _Loaded("safetensors", found.tree, found.only, (), found.names)
+    raise DamageError(
+        f"{path}: the file begins with {magic[:4]!r}, so it is neither a torch file in zip format nor a safetensors "
+        "file; if it is an older torch file, load it with torch.load and save it with torch.save"
+    )
+
+
+def _names(path: Path) -> dict[str, list[list[Position]]]:
+    """The names that holdfast has put into a torch file; none in a file of another program.
+
+    Raises:
+        DamageError: They are not as holdfast writes them.
+    """
+    with path.open("rb") as file:
+        record = torch._C.PyTorchFileReader(file).get_record("data.pkl")
+    return from_record(record, source=str(path))
+
+
+def _read_torch(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            refuse_packed(file, str(path))
+            refuse_costly_pickle(file, str(path))
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        cause = str(error).rsplit("WeightsUnpickler error:", 1)[-1].strip().split("\n", 1)[0]
+        raise StateError(
+            f"{path}: torch.load(weights_only=True) refuses the file ({cause}); if you trust the file, load it with "
+            "weights_only=False, and save its state_dict()s, tensors and plain values in a new file"
+        ) from error
+    except OSError:
+        raise
+    except NOT_READABLE as error:
+        raise DamageError(f"{path}: not a file that torch reads: {error}") from error
+
+
+def _named(tree: Any, what: str, renamed: Mapping[str, str], dropped: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        raise StateError(
+            f"{what}: holds a {type(tree).__name__}, expected a dict of names; --under model puts it under a name"
+        )
+    unknown = [name for name in (*renamed, *dropped) if name not in tree]
+    if unknown:
+        raise ConfigError(f"{what}: there is no {unknown[0]!r} in it; it has {_few(tree)}")
+    named: dict[Any, Any] = {
+        renamed.get(name, name): value for name, value in tree.items() if name not in dropped
+    }
+    if len(named) + len(dropped) < len(tree) or not named:
+        raise ConfigError(
+            f"{what}: after --rename and --drop, two names are the same or no name is left: {_few(named)}"
+        )
+    wrong = [name for name in named if not isinstance(name, str) or not name or "/" in name]
+    if wrong:
+        raise StateError(
+            f"{what}: the name {wrong[0]!r} cannot stand at the top of a state (non-empty text without '/'); "
+            "--under model puts all of it under one name"
+        )
+    return named
+
+
+def _few(names: Mapping[Any, Any]) -> str:
+    shown = ", ".join(map(repr, list(names)[:_NAMES_SHOWN]))
+    return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")

@@ -1,0 +1,107 @@
+"""A tree as the image of a checkpoint of one rank: its chunks are made when they are asked for.
+
+    tree ─► skeleton: layout, literals      each chunk: literals, pickle, bytes of tensors from where they lie
+
+The tensors may lie in a mapped file, or in files that are read for each chunk: then memory is what the publisher's
+parts take, and what the kernel lends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.checkpoints.assembly import ChunkFinisher
+from holdfast.checkpoints.image_writing import Finished, Read
+from holdfast.crc import crc32
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.chunks import Source
+from holdfast.image.layout import CHUNK_BYTES, Layout
+from holdfast.image.regions import Extent
+from holdfast.wire.state_messages import Agreement
+from trainer_side.convert.contents import bytes_of
+from trainer_side.convert.dcp_parts import StoredTensor
+from trainer_side.state.skeleton import Skeleton, capture, plan
+from trainer_side.state.tensor_table import table
+from trainer_side.state.tree import classify
+
+_RANK = 0  # the one that has it all
+
+
+def plan_state(tree: Mapping[str, Any], trailer: bytes = b"") -> Skeleton:
+    """Lay out a state that one rank holds; `trailer`: see `capture`.
+
+    Raises:
+        StateError: Something in it cannot be saved, or not be loaded with `weights_only=True`; names its path.
+    """
+    proposed = table(tree, tree, rank=_RANK, ranks=1, beside_bytes=len(trailer))
+    return plan(
+        tree,
+        classify(tree, tree),
+        rank=_RANK,
+        ranks=1,
+        chunk_bytes=CHUNK_BYTES,
+        agreed=Agreement(proposed.pickle_bytes, {}),
+        trailer=trailer,
+    )
+
+
+class StateImage:
+    """The image of a tree. See `holdfast.checkpoints.assembly.Image`.
+
+    Args:
+        tree: The state; its tensors must stay as they are.
+        stored: Sources of the bytes of tensors that are not in memory.
+    """
+
+    def __init__(
+        self,
+        key: CheckpointId,
+        tree: Mapping[str, Any],
+        skeleton: Skeleton,
+        stored: Sequence[StoredTensor] = (),
+        trailer: bytes = b"",
+    ) -> None:
+        taken = capture(tree, skeleton, trailer=trailer)
+        assert taken is not None, "the plan is of this tree"
+        self._tree, self._skeleton, self._taken = tree, skeleton, taken
+        self._stored = {one.tensor.data_ptr(): one for one in stored}
+        self._finisher = ChunkFinisher(key, skeleton.layout)
+
+    @property
+    def layout(self) -> Layout:
+        return self._skeleton.layout
+
+    def senders(self, chunk: int) -> tuple[int, ...]:  # noqa: ARG002 - as of an image of several ranks
+        return (_RANK,)
+
+    def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:  # noqa: ARG002
+        """Make the whole chunk. Any thread."""
+        extent = self.layout.chunk_extent(chunk)
+        self._skeleton.write_literals(extent, memory)
+        for segment in self.layout.segments(chunk):
+            if segment.entry is not None:
+                begin = segment.offset - extent.offset
+                inside = segment.offset - self.layout.entries[segment.entry].offset
+                self._write(
+                    segment.entry, Extent(inside, segment.nbytes), memory[begin : begin + segment.nbytes]
+                )
+
+    def finish_chunk(self, memory: memoryview) -> int:
+        return self._finisher.finish(memory, (Source(_RANK, crc32(memory)),))
+
+    def finished(self) -> Finished:
+        return self._finisher.finished()
+
+    def _write(self, entry: int, part: Extent, out: memoryview) -> None:
+        content = self._taken.contents.get(entry)
+        if content is not None:
+            out[:] = content[part.offset : part.end]
+            return
+        source = self._taken.sources[entry]
+        assert source is not None, "one rank has every storage"
+        stored = self._stored.get(source.data_ptr)
+        if stored is not None:
+            stored.read(part.offset, out)
+            return
+        out[:] = bytes_of(source.data_ptr + part.offset, part.nbytes)

@@ -1,0 +1,215 @@
+"""Writes a checkpoint as one safetensors file, storage by storage: memory is a window for each reader.
+
+    names, dtypes, shapes ─► header ─► file of its full size
+    each storage of the image ─► windows, under its CRC-32 ─► to where its tensors lie in the file
+
+A tensor that is not dense in its storage (a view with gaps, a transpose) is copied, and for that its storage is
+in memory, one at a time for each reader.
+
+Written here and not by the library, which wants all tensors in memory at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.command.converters import Exported
+from holdfast.command.output import progress_bar
+from holdfast.command.place import write_whole
+from holdfast.errors import StateError
+from holdfast.image.manifest import Manifest
+from holdfast.store.base import Store
+from trainer_side.convert.contents import Contents, bytes_of, dense
+from trainer_side.convert.plain_values import encode
+from trainer_side.convert.safetensors_format import (
+    DTYPES,
+    HEADER_BYTES_MAX,
+    LENGTH_BYTES,
+    METADATA,
+    VALUES,
+    VALUES_FORMAT,
+)
+from trainer_side.convert.tensor_names import Flat, flatten
+from trainer_side.state.position_names import to_rows
+
+_READERS = 4
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class _TensorSlot:
+    """A tensor of the file, and where its bytes begin and end."""
+
+    flat: Flat
+    begin: int
+    end: int
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether its bytes lie in the storage as they will in the file."""
+        tensor = self.flat.tensor
+        return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+class SafetensorsPlan:
+    """The plan of the file: its header and the places of its tensors, none of which is read yet.
+
+    Args:
+        only: The part of it that `contents` has, by name.
+
+    Raises:
+        StateError: A dtype or a value has no place in such a file; names it.
+    """
+
+    def __init__(self, contents: Contents, *, only: str | None = None) -> None:
+        self._contents = contents
+        self.tensors = flatten(contents, contents.tensors)
+        _refuse_dtypes(self.tensors)
+        self._slots: list[_TensorSlot] = []
+        end = 0
+        # As the library does it: what needs the greatest alignment first, so that nothing needs padding.
+        for flat in sorted(self.tensors, key=lambda one: (-one.tensor.itemsize, one.name)):
+            begin, end = end, end + flat.tensor.numel() * flat.tensor.itemsize
+            self._slots.append(_TensorSlot(flat, begin, end))
+        self._header = self._made_header(only)
+        self.nbytes = len(self._header) + end
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Names of tensors that are another one, and of that one: in the file each has its own bytes."""
+        return {flat.name: flat.tied_to for flat in self.tensors if flat.tied_to}
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(self._contents.nbytes(entry) for entry in self._by_entry())
+
+    def write(self, fd: int, advance: Callable[[int], None]) -> None:
+        """Write all of it. Blocks.
+
+        Args:
+            fd: An empty file, open for writing.
+            advance: Told of the bytes newly read; from any thread.
+
+        Raises:
+            DamageError: Bytes are not what was written; names the tensors.
+            StoreError: The store failed.
+            OSError: The file cannot be written.
+        """
+        os.truncate(fd, self.nbytes)
+        _write_at(fd, memoryview(self._header), 0)
+        # The largest first, so that no reader is left alone with one at the end.
+        jobs = sorted(self._by_entry().items(), key=lambda job: -self._contents.nbytes(job[0]))
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="export") as readers:
+            futures = [readers.submit(self._write_entry, fd, *job, advance) for job in jobs]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                readers.shutdown(cancel_futures=True)
+
+    def _by_entry(self) -> dict[int, list[_TensorSlot]]:
+        found: dict[int, list[_TensorSlot]] = {}
+        for slot in self._slots:
+            entry = self._contents.entry(slot.flat.tensor)
+            if entry is not None and slot.end > slot.begin:
+                found.setdefault(entry, []).append(slot)
+        return found
+
+    def _write_entry(
+        self, fd: int, entry: int, slots: Sequence[_TensorSlot], advance: Callable[[int], None]
+    ) -> None:
+        base = len(self._header)
+        if all(slot.is_dense for slot in slots):
+
+            def pass_on(offset: int, part: memoryview) -> None:
+                for slot in slots:
+                    start = int(slot.flat.tensor.storage_offset()) * slot.flat.tensor.itemsize
+                    first = max(offset, start)
+                    last = min(offset + len(part), start + slot.end - slot.begin)
+                    if first < last:
+                        _write_at(fd, part[first - offset : last - offset], base + slot.begin + first - start)
+
+            self._contents.stream(entry, pass_on)
+        else:
+            storage = self._contents.load(entry)
+            for slot in slots:
+                laid_out = dense(slot.flat.tensor, storage)
+                _write_at(fd, bytes_of(laid_out.data_ptr(), slot.end - slot.begin), base + slot.begin)
+        advance(self._contents.nbytes(entry))
+
+    def _made_header(self, only: str | None) -> bytes:
+        manifest = self._contents.manifest
+        names = {flat.path: flat.name for flat in self.tensors}
+        values = {
+            "format": VALUES_FORMAT,
+            "run": manifest.run,
+            "step": manifest.step,
+            "attempt": manifest.attempt,
+            "only": only,
+            "tied": self.tied,
+            "names": to_rows(self._contents.names),
+            "state": encode(self._contents.tree, names),
+        }
+        document: dict[str, Any] = {METADATA: {"format": "pt", VALUES: json.dumps(values, allow_nan=False)}}
+        for slot in self._slots:
+            document[slot.flat.name] = {
+                "dtype": _NAMES[slot.flat.tensor.dtype],
+                "shape": list(slot.flat.tensor.shape),
+                "data_offsets": [slot.begin, slot.end],
+            }
+        text = json.dumps(document, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % LENGTH_BYTES)
+        if len(text) > HEADER_BYTES_MAX:
+            raise StateError(
+                f"names and values take {len(text)} bytes, a safetensors file has room for {HEADER_BYTES_MAX} bytes "
+                "of them; export with --to dcp or torch, or a part with --only"
+            )
+        return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _refuse_dtypes(tensors: Sequence[Flat]) -> None:
+    wrong = [f"{flat.path} ({flat.tensor.dtype})" for flat in tensors if flat.tensor.dtype not in _NAMES]
+    if METADATA in {flat.name for flat in tensors}:
+        wrong.append(f"the name {METADATA}, which is taken")
+    if wrong:
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise StateError(
+            f"a safetensors file cannot hold {', '.join(wrong[:_NAMED])}{more}; export with --to dcp or torch, or "
+            "another part with --only"
+        )
+
+
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def write_safetensors(
+    store: Store, manifest: Manifest, path: Path, *, only: str | None, quiet: bool
+) -> Exported:
+    """Write the file at `path`, whole or not at all; for `holdfast export`.
+
+    Args:
+        store: The run.
+        manifest: The checkpoint.
+        path: The file's name.
+        only: A name at the top of the state: nothing but what is under it.
+        quiet: Show no progress.
+
+    Raises:
+        DamageError: Bytes are not what was written; names the tensors.
+        StateError: A dtype or a value has no place in such a file.
+        StoreError: The store failed, or the file cannot be written.
+    """
+    plan = SafetensorsPlan(Contents(store, manifest, only=only), only=only)
+    with progress_bar(path.name, plan.read_bytes, hidden=quiet) as advance:
+        write_whole(path, plan.nbytes, lambda fd: plan.write(fd, advance))
+    return Exported(plan.nbytes, len(plan.tensors), plan.tied)
