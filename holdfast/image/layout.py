@@ -13,7 +13,7 @@ between the entries are *literals*: zip headers, padding, constants, the central
 entries are sent by the rank whose slice holds them; an entry with an owner is sent by that rank alone, wherever it
 lies (data.pkl and buffers: rank 0; `PerRank` values: their rank). An entry that is split among the ranks has a pattern
 (regions.py): each rank sends of it what it holds, and ranks that hold the same share it out. A *spared* rank has no
-slice: it sends what nobody else holds, and the others share the rest (docs/design/017).
+slice: it sends what nobody else holds, and the others share the rest (docs/design/011-one-step-for-all-ranks.md).
 
 Rules every sender keeps: the CRC fields named by `Entry.crc_fields` are sent as four zero bytes; the flusher writes the
 true values when it knows them.

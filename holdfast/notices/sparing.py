@@ -4,7 +4,7 @@
     AT of every rank ─► what it can carry ───────────┴─► Sparing, in SAVE_AT ─► the same layout on every rank
 
 Decided by the stager, at the step that is appointed because of a TERMINATE notice; it holds for the rest of the job
-(docs/design/017).
+(docs/design/011-one-step-for-all-ranks.md).
 """
 
 from __future__ import annotations

@@ -8,5 +8,5 @@ tuning   `holdfast tune`: settings from what was measured          scale   messa
 
 Times are whole microseconds: the replay computes whole stretches of training in closed form, and a slow walk from
 iteration to iteration in the tests comes to the same numbers, exactly. The model and what it leaves out:
-docs/design/020-simulation.md.
+docs/design/015-tools-read-evidence.md.
 """

@@ -6,5 +6,5 @@
     store ───┴► look.py ─► picture.py: one picture of the run ─► operator_side/commands/status_output.py
                               └ loss.py: what a kill right now would lose
 
-docs/status.md says what each word means; reasons in docs/design/023-status.md.
+docs/status.md says what each word means; reasons in docs/design/015-tools-read-evidence.md.
 """

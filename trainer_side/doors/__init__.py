@@ -9,5 +9,5 @@ in    foreign    a file of torch.save, or safetensors_in, or dcp_in, as a state
 safetensors_format   what reader and writer share
 
 The commands are operator_side/commands/export.py and import_state.py.
-The reasons: docs/design/024-doors.md.
+The reasons: docs/design/015-tools-read-evidence.md.
 """

@@ -1,6 +1,6 @@
 """The table of this rank's tensors: what all ranks compare before they plan, and how much room each asks for.
 
-A layout comes out the same on ranks whose tables are the same (design/003).
+A layout comes out the same on ranks whose tables are the same (docs/design/003-one-layout-torch-zip.md).
 """
 
 from __future__ import annotations
