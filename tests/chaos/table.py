@@ -40,8 +40,7 @@ from tests.support.job import REPOSITORY
 __all__ = ["GRIDS", "PAGE", "named_cells", "render"]
 
 PAGE = REPOSITORY / "docs" / "kill-matrix.md"
-_PLAIN = "ULFM"  # how a cell that says nothing else is run
-_ENTRY = re.compile(r"(?:(ULFM|S3|without ULFM|elsewhere) )?(\d+)/(\d+)")
+_ENTRY = re.compile(r"(?:(S3|without ULFM|elsewhere) )?(\d+)/(\d+)")
 
 _HEAD = """\
 # The kill matrix
@@ -58,7 +57,7 @@ started again. A run holds if
 - no process, ring, socket, journal or shared-memory segment is left;
 - losses, samples, published files and final state are bit-identical to a run without a kill.
 
-`ULFM 2/2`: two runs with `mpirun --with-ft ulfm` on a directory, both held. *S3*: on OpenStack Swift's S3.
+`2/2`: two runs with `mpirun --with-ft ulfm` on a directory, both held. *S3*: on OpenStack Swift's S3.
 *Elsewhere*: relaunched on another machine. *Everything*: all processes, but the ring survives; *the machine*: the
 ring is lost too. `0/0`: not run.
 """
@@ -275,7 +274,7 @@ def named_cells(page: str) -> dict[tuple[str, str, str], tuple[int, int]]:
         elif line.startswith("| ") and len(parts) == len(columns) + 1:
             for victims, entry in zip(columns, parts[1:], strict=True):
                 for how, held, ran in _ENTRY.findall(entry):
-                    found[parts[0], victims, "" if how == _PLAIN else how] = int(held), int(ran)
+                    found[parts[0], victims, how] = int(held), int(ran)
     return found
 
 
@@ -286,7 +285,7 @@ def _table(corner: str, stages: Sequence[Stage], counts: _Counts) -> list[str]:
     for stage in stages:
         entries = [
             "<br>".join(
-                f"{cell.how or _PLAIN} {counts.entry(cell.name)}"
+                f"{cell.how} {counts.entry(cell.name)}".strip()
                 for cell in CELLS
                 if cell.stage is stage and cell.victims.name == column
             )

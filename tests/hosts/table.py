@@ -33,10 +33,9 @@ Seconds after the loss at which each phase was reached:
 """
 
 _TAIL = """
-*lost*: the supervisor has noticed the loss. *ended*: mpirun has ended, and the cause is known. *launched*: mpirun was
-started again. *joined*: all ranks and the stager have joined. *restored*: every rank has restored its state.
-*training*: every rank has done its first step. If the stager's host restarts, the supervisor is lost with it: the first
-two phases are then empty, and *launched* belongs to the same command, given again as soon as the host is up.
+*lost*: the supervisor has noticed. *ended*: mpirun has ended. *launched*: mpirun was started again. *joined*: ranks and
+stager have joined. *restored*: every rank has its state. *training*: every rank has done a step. The restart of the
+stager's host ends the supervisor too, so its first phases are empty, and *launched* is the same command given again.
 """
 
 
