@@ -129,9 +129,8 @@ A flusher is stopped (SIGSTOP) between its check of the claim and its n-th visib
 Another host takes over, saves the same steps and reads them back. Then the first one continues. It ends as replaced,
 all objects of the other attempt are unchanged, and a third flusher removes only the first one's leftovers.
 
-Acts are, for three steps, file, manifest and verdict; then retention removes a manifest and a file. *A torn step*: a
-rank finds its fourth copy torn, and nothing of it is published. *Steps doubted*: the replaced flusher marks nothing,
-the third marks what is still published.
+Acts are, for three steps, file, manifest and verdict; then retention removes a manifest and a file. A torn step is
+never published. Doubts are marked by the third flusher, not by the replaced one.
 """
 
 
