@@ -158,7 +158,7 @@ lint: $(READY) ## Style, formatting, the import arrows, plain words, docker-comp
 types: $(READY) ## mypy, strict, over source and tests
 	@$(BIN)/mypy
 
-# The variable silences what the theme says of its own future (docs/design/002-dependencies.md).
+# The variable silences what the theme says of its own future (docs/design/002-dependencies-by-role.md).
 .PHONY: docs
 docs: $(READY) ## Make the documentation a site, build/site; whatever is to be warned of fails it
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -459,4 +459,4 @@ def grid(documents: Mapping[str, Document | None], *, only: str = "") -> Grid:
         met = ("yes" if verdict.met else "no") if verdict else ""
         rows.append((target.what, target.wanted, got, met, target.limit(documents)))
     names = ("figure", "wanted", "measured", "met", "the machine's own limit")
-    return Grid("Wanted, measured, and what stands in the way", names, tuple(rows))
+    return Grid("Targets, results, limiting factor", names, tuple(rows))

@@ -315,7 +315,7 @@ class _RingConfig(RoleConfig):
             S3 as many as make it faster, found by measurement.
         runtime_dir: Directory of the ring, its journal and its socket; it should be in memory (tmpfs).
         niceness: CPU priority that stager and flusher give up, 0 to 19; with 10 they yield to training ranks on the
-            same machine, which must leave some CPU time to them (docs/design/028-priority.md).
+            same machine, which must leave some CPU time to them (docs/design/001-flusher-owns-the-ring.md).
         metrics_port: Port on which the stager serves /metrics to Prometheus; the flusher takes the next port. Without a
             port neither serves it.
         metrics_address: Address on which stager and flusher serve /metrics; 127.0.0.1 is reached from this machine

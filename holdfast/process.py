@@ -18,7 +18,7 @@ from pathlib import Path
 def yield_to_training(niceness: int) -> None:
     """Have this process run at `niceness`, or as nice as it is already: all threads that it has. Any thread.
 
-    Threads and children that are started later inherit it (docs/design/028-priority.md).
+    Threads and children that are started later inherit it (docs/design/001-flusher-owns-the-ring.md).
 
     Args:
         niceness: 0 to 19; 0 changes nothing.

@@ -2,7 +2,7 @@
 
 The seconds come from rates of commit 9aff311 (docs/figures/data/gpu/h100-9aff311): memory is locked at 1.3 GB/s, a
 checkpoint is kept at 11 GB/s and restored at 1.7, torch.save writes 1.1 GB/s, a step takes 67 ms, and a process has its
-device after 6 s. docs/gpu.md has the sum for each phase.
+device after 6 s. docs/gpu.md lists the phases.
 """
 
 from __future__ import annotations

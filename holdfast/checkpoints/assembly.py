@@ -3,7 +3,8 @@
     slices ─► frames of a part's chunks, checked and put in place ─► CRC fields filled in ─► part ─► upload
               └ several reads at once, while the part before is being written ┘               └─► publish ─► manifest
 
-Chunks come in order here, so all that a CRC field states is known when its chunk is there (docs/design/004).
+Chunks come in order here, so all that a CRC field states is known when its chunk is there
+(docs/design/003-one-layout-torch-zip.md).
 The order of the acts is the flusher's: file, then manifest; who calls removes the slices after that. Dying in between
 leaves a good state each time: slices only; slices and a file that no manifest names; both. It is then done once more.
 """

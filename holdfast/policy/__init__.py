@@ -5,5 +5,5 @@
     Advice of each checkpoint             ─► governor: change only for what stays ──► Change
 
 It lies in the leaf because two need the same answer: the trainer, which acts on it (trainer_side/pace), and `holdfast
-simulate`, which tries it out. Sources and what was rejected: docs/design/020-simulation.md.
+simulate`, which tries it out. Sources and what was rejected: docs/design/011-one-step-for-all-ranks.md.
 """

@@ -4,8 +4,8 @@
                         └── a second one, close ─► removed         └── somebody has ─► removed; new room
 
 A disk may take much less time to write over blocks that it has than to give new ones: the file system need not
-turn reserved room into written room, nor the device beneath it find some (docs/design/029-reused-room.md). What PCcheck
-(Strati et al., ASPLOS 2025, section 3) has from preallocated slots, ordinary files get by being used again.
+turn reserved room into written room, nor the device beneath it find some (docs/design/004-names-by-attempt.md). What
+PCcheck (Strati et al., ASPLOS 2025, section 3) has from preallocated slots, ordinary files get by being used again.
 
 Whoever has the old file open, mapped or linked would see it change: then it is not used. The kernel knows, on file
 systems of this machine alone: it grants a write lease only on a file that nobody else has open.

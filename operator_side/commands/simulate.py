@@ -113,7 +113,7 @@ def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **op
     many offsets of the trace. Each figure is the median of these windows, with the smallest and the largest value.
 
     TRACE is a file of machine counts (`,Time,GPUs` or `date, time, count`) or of single machines (`ms,add,node`).
-    docs/simulate.md says how to use the command, docs/design/020-simulation.md what the model leaves out.
+    docs/simulate.md says how to use the command, docs/design/015-tools-read-evidence.md what the model leaves out.
 
     JSON: {"profile", "seed", "prices", "traces": [{"trace", "hours", "machines_max", "losses", "losses_per_hour",
     "nodes", "window_hours", "offsets", "event_steps", "on_demand_dollars", "goodput": [{"strategy", "every", "share",

@@ -11,5 +11,5 @@ tuning, scale                                `holdfast tune`; messages and memor
 
 Times are whole microseconds: the replay computes whole stretches of training in closed form, and a slow walk from
 iteration to iteration in the tests comes to the same numbers, exactly. The model and what it leaves out:
-docs/design/020-simulation.md.
+docs/design/015-tools-read-evidence.md.
 """

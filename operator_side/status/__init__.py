@@ -6,5 +6,5 @@
     store ───┴► run_watch.py ─► run_status.py: the state of the run ─► operator_side/commands/status_output.py
                                    └ loss.py: the loss if the run were killed now
 
-docs/status.md says what each word means; reasons in docs/design/023-status.md.
+docs/status.md says what each word means; reasons in docs/design/015-tools-read-evidence.md.
 """

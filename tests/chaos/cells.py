@@ -350,7 +350,7 @@ _DOUBT_HEARD, _DOUBT_WRITTEN, _DOUBT_MARKED = (
         ("doubt marked", "flusher@doubt_marked"),
     )
 )
-# Not the stager itself when it has only heard of it: then nobody knows (docs/design/031-torn-copies.md).
+# Not the stager itself when it has only heard of it: then nobody knows (docs/design/006-torn-copies-withdrawn.md).
 DOUBT_CELLS = (
     *(Cell(_DOUBT_HEARD, _BY_NAME[name]) for name in ("a rank", "all ranks", "flusher")),
     *(Cell(_DOUBT_WRITTEN, victims) for victims in VICTIMS if not victims.machine),

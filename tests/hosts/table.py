@@ -17,16 +17,14 @@ PAGE = REPOSITORY / "docs" / "hosts.md"
 _HEAD = """\
 # Whole hosts are lost
 
-`python -m tests.hosts.table` makes this page from the results of `make hosts`; the code is in `tests/hosts/`. All hosts
-run on one machine: each is a set of namespaces with its own address, name, processes, memory, disk, metadata service
-and sshd, and tbf limits the speed of the links. `holdfast run` on the stager's host starts mpirun, which starts the
-ranks over ssh. The store is OpenStack Swift's S3 behind the same network. To kill a host, the test cuts its link and
-then kills all its processes, so no connection is closed. An empty host takes its place.
+`python -m tests.hosts.table` makes this page from the results of `make hosts`; the code is in `tests/hosts/`. All
+hosts run on one machine, each as a set of namespaces with its own address, processes, memory, disk, metadata service
+and sshd; tbf limits the links. `holdfast run` on the stager's host starts mpirun, which starts the ranks over ssh.
+The store is OpenStack Swift's S3 on the same network. To kill a host, the test cuts its link and then kills its
+processes, so no connection is closed; an empty host replaces it.
 
-After each story the test checks that the steps that count took each sample exactly once, that no process, ring or
-segment is left on a host, and that no upload is left in the store. If there are as many ranks after a loss as before,
-samples and final state equal those of an undisturbed run to the bit (after a death without notice, also the samples of
-the steps that were done twice).
+Afterwards the steps that count took each sample exactly once, and no process, ring, segment or upload is left. With
+as many ranks as before, samples and final state are bit-identical to an undisturbed run.
 
 Seconds after the loss at which each phase was reached:
 
@@ -35,10 +33,9 @@ Seconds after the loss at which each phase was reached:
 """
 
 _TAIL = """
-*lost*: the supervisor has noticed the loss. *ended*: mpirun has ended, and the cause is known. *launched*: mpirun was
-started again. *joined*: all ranks and the stager have joined. *restored*: every rank has restored its state.
-*training*: every rank has done its first step. If the stager's host restarts, the supervisor is lost with it: the first
-two phases are then empty, and *launched* belongs to the same command, given again as soon as the host is up.
+*lost*: the supervisor has noticed. *ended*: mpirun has ended. *launched*: mpirun was started again. *joined*: ranks and
+stager have joined. *restored*: every rank has its state. *training*: every rank has done a step. The restart of the
+stager's host ends the supervisor too, so its first phases are empty, and *launched* is the same command given again.
 """
 
 

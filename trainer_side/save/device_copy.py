@@ -6,7 +6,7 @@
 
 With a mirror of all nothing live is read after `save()`: the device itself puts whatever comes later, be it an update,
 the replay of a graph or another state that is loaded, behind the copy of its own memory. So no gate is shut, and
-nothing can be torn (docs/design/036-device-ordered-copy.md). Without room for one, there may be one of what anything
+nothing can be torn (docs/design/007-device-mirror.md). Without room for one, there may be one of what anything
 may change, so that none of that crosses on the training's stream. The two others are strategy C of LightCheck (ICCD
 2023). Strategy D, straight into a tier, is each of them with a slot for an area.
 

@@ -6,8 +6,8 @@
 
 torch counts what its operations change in place, but not what goes through `.data`, a numpy view, a fused optimizer or
 a kernel of others: the words are for those. They are the first of a piece, and three at places that the step draws.
-What changes none of these words, and is not counted, is not seen: docs/design/031-torn-copies.md. Changes of a DTensor
-torch counts there, and those through `to_local()` in the tensor inside: here both are looked at. Changes by foreach and
+What changes none of these words, and is not counted, is not seen: docs/design/006-torn-copies-withdrawn.md. Changes of
+a DTensor are counted there, those through `to_local()` in the tensor inside: both are looked at. Changes by foreach and
 fused kernels it does not count in DTensors at all.
 """
 
