@@ -102,7 +102,7 @@ def rank_environment(
         "HOLDFAST_CHUNK_BYTES": str(chunk_bytes),
         **({} if ring_bytes is None else {"HOLDFAST_RING_BYTES": str(ring_bytes)}),
         "HOLDFAST_KEEP_LAST": "1",  # retention removes what the other peers remove themselves
-        "HOLDFAST_NICENESS": "10" if ranks <= (os.cpu_count() or 1) else "0",  # as docs/operations.md has it
+        "HOLDFAST_NICENESS": "10" if ranks <= (os.cpu_count() or 1) else "0",  # as docs/stager.md has it
         "HF_HUB_OFFLINE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

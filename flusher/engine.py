@@ -6,7 +6,7 @@
 
 Runs in the event loop's thread; only the jobs run elsewhere. Recovery of a dead flusher's ring uses it as it is. An
 error of the store never costs the newest checkpoint: disks get room again, permissions are mended. While the store
-takes nothing and the ring has no room for the next one, the newest whole one takes the place of older ones. What else
+takes nothing and the ring has no room for the next one, the newest whole one takes the place of older ones. Otherwise
 costs one is damage, a stager that breaks the protocol, and chunks that are neither in the ring nor in the store.
 """
 
@@ -54,9 +54,9 @@ from holdfast.store.concurrency import ConcurrencyLimit
 
 _log = logging.getLogger("holdfast.flusher")
 _CHECKERS = 2  # one computes CRCs faster than most networks bring chunks
-_LOST_ROUNDS = 3  # of an error that says both: try again, and if that is in vain begin anew
-# So long the store has taken nothing before a whole checkpoint gives its place to a newer one. One of which the store
-# has parts waits longer: a store that answers now and then would otherwise never get to the end of any.
+_LOST_ROUNDS = 3  # for an error that allows both: retry this often, then start over
+# Time for which the store has taken nothing before a whole checkpoint gives its place to a newer one. One of which the
+# store has parts waits longer: a store that answers now and then would otherwise never get to the end of any.
 _STANDS_SECONDS, _STANDS_SECONDS_BEGUN = 5.0, 30.0
 
 
@@ -122,7 +122,7 @@ class Engine:
         self._tell(Begin(key, self._indexes[layout.digest], resume))
 
     def _found(self, key: CheckpointId, layout: Layout) -> Resume | None:
-        """What a dead flusher recorded of this checkpoint."""
+        """A dead flusher's record of this checkpoint."""
         try:
             progress = self._jobs.find_progress(key)
         except ProtocolError as error:
@@ -162,7 +162,7 @@ class Engine:
     def abort(self, key: CheckpointId, error: HoldfastError) -> None:
         """A checkpoint is given up; nothing happens if it is not known."""
         self._tell(Aborted(key, error))
-        # What waits for the store to mend need not wait any longer.
+        # Checkpoints that wait for the store need not wait any longer.
         self._later.at_once(key)
 
     def doubt(self) -> None:
@@ -367,7 +367,7 @@ class Engine:
         self._ends.remember(key, ended)
 
     def _fail(self, failed: JobFailed) -> None:
-        """A job failed for good. When what it wrote is lost, the flush may begin anew, but not at once."""
+        """A job failed for good. If its bytes are lost, the flush may start over, but not at once."""
         if isinstance(failed.error, StoreError) and failed.error.begin_anew:
             self._later.put(failed.key, self._held.held(failed.key, failed.error), lambda: self._tell(failed))
         else:

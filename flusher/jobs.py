@@ -157,7 +157,7 @@ class Jobs:
             table.pop(key, None)
 
     def record(self, key: CheckpointId) -> dict[str, Any]:
-        """What this flusher did for this checkpoint so far: seconds, and parts."""
+        """This flusher's work for this checkpoint so far: seconds, and parts."""
         tally = self._tallies.get(key)
         return {**tally.seconds, **tally.counts} if tally else {}
 
@@ -173,7 +173,7 @@ class Jobs:
         return found
 
     def known_manifest(self, key: CheckpointId) -> Manifest | None:
-        """What the store says of a checkpoint that the ring has forgotten; None if it was given up."""
+        """The store's record of a checkpoint that the ring has forgotten; None if it was given up."""
         for file in names_of(key):
             found = self._manifest(file)
             if found is not None and found.order == key:
@@ -214,7 +214,7 @@ class Jobs:
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes, resumable)
 
     def _take_back(self, key: CheckpointId) -> None:
-        """Remove what an upload that begins anew had written: by us before, or by a dead flusher."""
+        """Remove the bytes of an upload that starts over: written by us before, or by a dead flusher."""
         before, dead = self._targets.pop(key, None), self._progress.pop(key, None)
         try:
             if before is not None:

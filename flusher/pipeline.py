@@ -11,11 +11,11 @@ Rules:
    a bit that flips between verify and patch is caught there, one that flips before the write by the store or by
    read-back.
 3. Published means staged, and all parts written. Whatever fails before drops the whole checkpoint; but when what was
-   written is lost and every chunk is still here, it begins anew.
+   written is lost and every chunk is still here, it starts over.
 4. A slot is freed once, when no job reads it any more; a dropped checkpoint is discarded when its last job has ended.
-5. What is known already may be said again (a stager that has found a new flusher says all it knows): nothing happens.
-6. What a dead flusher had written counts once the upload is open again. Until then its chunks only wait: if the store
-   has lost the upload, those that are still in the ring are needed.
+5. A known event may be repeated (a stager that has found a new flusher says all it knows): nothing happens.
+6. Bytes that a dead flusher had written count once the upload is open again. Until then its chunks only wait: if the
+   store has lost the upload, those that are still in the ring are needed.
 7. When there is no room for what comes in, an older whole checkpoint may give up its place; the newest whole one never
    does (`superseded`). When that is done is not decided here, because it takes a clock.
 
@@ -80,7 +80,7 @@ class Pipeline:
         return len(self.receiving()) == len(self._flights)
 
     def stranded(self) -> list[CheckpointId]:
-        """Those of `receiving` that no other process could go on with, although parts of them were written."""
+        """The uploads of `receiving` that no other process could continue, although parts of them were written."""
         flights = self._flights
         return [
             key
@@ -223,7 +223,7 @@ class Pipeline:
         return [] if said_again else [FreeSlots((event.slot,))]
 
     def _keep(self, flight: Flight, event: ChunkFull) -> list[Action]:
-        """A chunk of a checkpoint that will begin anew: looked at then."""
+        """A chunk of a checkpoint that will start over: looked at then."""
         if event.chunk not in flight.slots:
             self._note(flight, event)
         return []
@@ -235,7 +235,7 @@ class Pipeline:
 
     def _staged(self, flight: Flight) -> list[Action]:
         if flight.anew:
-            flight.staged = True  # what it lacks is seen when it begins anew
+            flight.staged = True  # its gaps are seen when it starts over
         if flight.error is not None or flight.staged:
             return []
         missing = flight.index.layout.chunks - len(flight.seen)

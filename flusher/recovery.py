@@ -40,7 +40,7 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
     Args:
         engine: The engine on this ring.
         ring: The ring; no other process changes it any more.
-        why: What became of the stager, for the checkpoints that are given up.
+        why: The stager's fate, for the checkpoints that are given up.
     """
     engine.doubt()  # the word of it may have been lost
     for record in _full_slots(ring):
@@ -121,7 +121,7 @@ def _take_up_one(engine: Engine, ring: Ring, key: CheckpointId, slots: list[Slot
 
 
 def _said(ring: Ring, key: CheckpointId) -> CheckpointRecord | None:
-    """What the checkpoint's file says; None if it is gone or damaged."""
+    """The checkpoint's file; None if it is gone or damaged."""
     try:
         return ring.checkpoint(*key)
     except (ProtocolError, ConfigError) as error:

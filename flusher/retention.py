@@ -14,8 +14,9 @@ went wrong.
 
 Finite means: with as few numbers that are not finite as any verified one has. A mask of minus infinity in the
 state has its share in each checkpoint and says nothing; NaN in the weights has more. One that was not counted
-(an older version wrote it) passes for finite: more is then kept, not less. What is not finite, drifted apart, or
-doubtful gets no rung, so that a training that goes on with NaN for a week leaves the ladder before it as it was.
+(an older version wrote it) passes for finite: more is then kept, not less. A checkpoint that is not finite, drifted
+apart, or doubtful gets no rung, so that a training that goes on with NaN for a week leaves the ladder before it as it
+was.
 
 Hours and days tell how far checkpoints are apart, and never which is newer. The first of an hour stays the
 first whatever comes later, and rungs are counted, not compared with the time now: a clock that jumps, or a
@@ -39,7 +40,7 @@ _DAY_SECONDS = 24 * _HOUR_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class StoredStep:
-    """What is remembered of a checkpoint in the store. Not its manifest: that names every tensor, and a run may keep
+    """The remembered facts of a checkpoint in the store. Not its manifest: that names every tensor, and a run may keep
     all of its checkpoints.
 
     Attributes:
@@ -98,7 +99,7 @@ class Keep:
     Args:
         last: How many of the newest good ones; 0 keeps all, bad ones too.
         every: Good ones whose step this divides as well; 0 is off.
-        hourly: The first good one of so many hours as well. `daily`: of so many days.
+        hourly: Keep the first good one of this many hours as well. `daily`: of days.
 
     Raises:
         ValueError: A negative number.
@@ -121,11 +122,11 @@ class Keep:
 def to_remove(
     known: Sequence[StoredStep], keep: Keep, set_aside: Sequence[CheckpointId] = ()
 ) -> list[StoredStep]:
-    """Those of `known` that need not be kept, oldest first.
+    """The checkpoints of `known` that need not be kept, oldest first.
 
     Args:
         known: All whose manifests are readable, in any order.
-        keep: What is to be kept.
+        keep: The rule.
         set_aside: Checkpoints that restore passes over while a supervised run goes on, oldest first. The older ones
             that it goes back to are kept as if these were not there.
     """

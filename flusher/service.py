@@ -336,7 +336,7 @@ class FlusherService:
     def _take_no_more(self) -> None:
         """Told to end: what is staged is published. What is being received may be called staged at this very moment.
 
-        So it stays in the ring, as after a crash, and the next flusher goes on with it.
+        It therefore stays in the ring, as after a crash, and the next flusher goes on with it.
         """
         reason = "this flusher was told to end"
         if self._waits_for_old_stager and not self._ring.is_held():

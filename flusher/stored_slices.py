@@ -4,8 +4,9 @@
     attach     ─► of jobs before this one: incomplete sets, uploads that nobody goes on with, layouts
     published  ─► sets of jobs before that of a checkpoint that is good          end ─► sets that became files here
 
-What a job may still restore from stays until that job has a checkpoint of its own: its ranks may be reading the slices
-at this very moment. Everything here runs in the maintenance's thread, and gives way to what the training waits for.
+Slices that a job may still restore from stay until that job has a checkpoint of its own: its ranks may be reading the
+slices at this very moment. Everything here runs in the maintenance's thread, and gives way to what the training waits
+for.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Slices:
         self._cleared_attempt = 0  # of the jobs before it nothing is left
 
     def assemble_newest(self, under_way: Callable[[], Collection[CheckpointId]]) -> Manifest | None:
-        """Publish the newest complete set that is good and newer than every good manifest; None if there is none.
+        """Publish the newest complete set that is good and newer than every good manifest; None without one.
 
         Args:
             under_way: Checkpoints that come from the ring: the same step need not be made twice.

@@ -112,7 +112,7 @@ class Maintenance:
         self._pending = 0
         self._lock = threading.Lock()
         self._known: dict[str, StoredStep] = {}  # by manifest: nobody else writes them, so each is read once
-        # Of the newest that was published, and not of all: a manifest names every tensor.
+        # For the newest that was published, and not for all: a manifest names every tensor.
         self._newest: Manifest | None = None
         self._under_way: set[CheckpointId] = set()  # their manifests may be there, and are written once more
         self._write_ids: dict[str, str] = {}  # of each manifest, the last write that was heard of
@@ -133,7 +133,7 @@ class Maintenance:
         self._pace.busy(busy)
 
     def wrote(self, nbytes: int) -> None:
-        """Tell that so many bytes have been written."""
+        """Note that `nbytes` have been written."""
         self._pace.wrote(nbytes)
 
     def under_way(self, key: CheckpointId) -> None:
@@ -357,7 +357,7 @@ class Maintenance:
         return self._write_ids.get(name, self._known[name].write_id) != self._known[name].write_id
 
     def make_room(self) -> None:
-        """The store is full: remove what only the ladder keeps. What the other settings keep stays all the same."""
+        """The store is full: remove checkpoints that only the ladder keeps. Those of other settings stay."""
         keep = self._rules.keep
         if keep != keep.without_rungs():
             self._submit(lambda: self._guarded(lambda: self._prune(keep.without_rungs()), "no room was made"))

@@ -54,7 +54,7 @@ def mpirun_command(
 ) -> list[str]:
     """Build the command line of one MPI job: `ranks` trainers, and one stager if asked for.
 
-    What a killed mpirun has left in the temporary directory is removed: the next one that gets its process id would
+    Leftovers of a killed mpirun in the temporary directory are removed: the next one that gets its process id would
     not start ("The PMIx server's listener thread failed to start"). In a container that starts again that is the
     very next one.
 

@@ -1,4 +1,4 @@
-"""What stager, flusher and ranks need of their own process: priority, memory, waiting for a descriptor, ending."""
+"""Functions on the own process for stager, flusher and ranks: priority, memory, waiting for a descriptor, ending."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def at_exit(call: Callable[..., object], *arguments: object) -> Callable[[], Non
     return lambda: atexit.unregister(in_this_process)
 
 
-# What tells a process of ours to end: SIGHUP, too, for a terminal that closes must not end it in the middle of a job.
-# Under `nohup` it was ignored when the process was started, and stays so.
+# Signals that tell a process of ours to end. SIGHUP, too, for a terminal that closes must not end it in the middle of
+# a job. Under `nohup` it was ignored when the process was started, and stays so.
 ENDING_SIGNALS = tuple(
     number
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -113,7 +113,7 @@ def end_within(seconds_max: float, call: Callable[[], object], what: str, *, cod
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """What the kernel could give without swapping, and what the limits of this process's control groups leave of it."""
+    """Memory that the kernel could give without swapping, within the limits of this process's control groups."""
     rows = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     least = next(int(row[1]) for row in rows if row[0] == "MemAvailable:") * 1024
     for folder in _memory_groups(root):
@@ -161,7 +161,7 @@ def _memory_groups(root: Path) -> Iterator[Path]:
 
 
 def _left_bytes(group: Path, otherwise: int) -> int:
-    """What a control group's limit leaves; its page cache can be given back. `otherwise`: it has none."""
+    """Memory left by a control group's limit, page cache included. `otherwise`: result without a limit."""
     for limit, usage, cached in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1

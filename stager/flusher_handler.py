@@ -61,7 +61,7 @@ class FlusherHandler:
     """See the module. For the loop's thread.
 
     Args:
-        doubts: What the next flusher must hear of steps that may be torn.
+        doubts: Steps that may be torn, for the next flusher.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class FlusherHandler:
 
 
 def slot_owners(ring: Ring) -> tuple[list[int], list[int]]:
-    """Slots that are free, and slots that the flusher still has to free. Those of no use to a restore come first."""
+    """Slots that are free, and slots that the flusher still has to free. Slots of no use to a restore come first."""
     flusher_slots = [slot for slot in range(ring.ring_chunks) if ring.state(slot) is not SlotState.FREE]
     held = {record.slot: (record.attempt, record.step) for record in ring.remains()}
     free_slots = set(range(ring.ring_chunks)).difference(flusher_slots)

@@ -7,7 +7,8 @@
                                                ├─ of another launch, the present one alive ──► refused: BUSY
                                                └─ nobody is served ────────────────────► the next job
 
-What waits for the next job is answered when that is taken. An incarnation that another one has replaced stays out for
+Ranks that wait for the next job are answered when that is taken. An incarnation that another one has replaced stays
+out for
 good: its processes may have been frozen, and wake up late. Ranks that have lost this stager, or the one before it, come
 again as the next generation of their incarnation; they never replace another start of their launch.
 """
@@ -55,7 +56,7 @@ _log = logging.getLogger("holdfast.stager.job_listener")
 
 _BACKLOG = 1024
 _ACCEPTED_PER_TURN_MAX = 64
-_GREETINGS_MAX = 256  # beyond so many that have not proved the key the oldest is ended
+_GREETINGS_MAX = 256  # of connections that have not proved the key; beyond it the oldest is ended
 _GREETING_SECONDS_MAX = 10.0
 _PAST_KEPT = 4096
 _FOR_GOOD = GENERATION_MAX + 1
@@ -122,7 +123,7 @@ class JobListener:
     """See the module. One thread; nothing here waits.
 
     Args:
-        key: Of the run; empty for none.
+        key: Key of the run; empty without a key.
         ranks: How many ranks a job must have; None takes what its first rank says.
         tls: Ranks must speak TLS; None: they must not.
 
@@ -162,7 +163,7 @@ class JobListener:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def next_job(self) -> Hello | None:
-        """What the first rank of the next job has said; None while there is none."""
+        """The HELLO of the first rank of the next job; None before it comes."""
         return next((one.hello for one in self._waiting.values()), None)
 
     def open(self, port: TcpTrainersPort) -> None:
@@ -292,7 +293,7 @@ class JobListener:
     def _hear_hello(self, greeting: _Greeting) -> None:
         if self._tls is None and greeting.begun.startswith(HANDSHAKE_RECORD):
             with contextlib.suppress(BlockingIOError):
-                # What is not read would end the connection before the answer is heard.
+                # Unread bytes would end the connection before the answer is heard.
                 greeting.sock.recv(_TLS_HELLO_BYTES_MAX)
             self._send_last(greeting, NO_TLS_HERE)
             self._complain(
@@ -401,7 +402,7 @@ class JobListener:
             self._end_present(_FOR_GOOD if is_start else present.generation)
             present.end(f"was left behind: {_AGAIN if is_start else 'ranks of it come again'}")
         if hello.generation == 0:
-            # Of two starts of one launch the later one counts; of two launches the first: `open` refuses the other one.
+            # The later of two starts of one launch counts; the first of two launches: `open` refuses the other one.
             for incarnation, past in list(self._past.items()):
                 if past.launch == hello.launch and incarnation != hello.incarnation:
                     self._past[incarnation] = past._replace(generation=_FOR_GOOD)

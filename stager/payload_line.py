@@ -69,7 +69,7 @@ class PayloadLine:
         """Take what has come, at most some MiB.
 
         Raises:
-            ProtocolError: What comes is no payload, or its receipts are not read.
+            ProtocolError: The rank sends no payload, or does not read its receipts.
             OSError: The connection has ended, or is broken.
         """
         budget = _BYTES_PER_TURN_MAX

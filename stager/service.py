@@ -116,7 +116,7 @@ class StagerService:
         return self._trainers.lost
 
     def ranks_said(self) -> list[RankStatus]:
-        """What is known of each rank, for `holdfast status`. From any thread."""
+        """The state of each rank, for `holdfast status`. From any thread."""
         return self._trainers.said()
 
     def run(self) -> None:
@@ -198,7 +198,7 @@ class StagerService:
             is_settled = not (self._line.cut or self._session.may_stage)
             if self.lost_ranks and is_settled and is_kept(self._line.flusher.ring.directory):
                 return
-            # What still streams through a ring smaller than it may become staged: finish would end it.
+            # A checkpoint that still streams through a smaller ring may become staged: finish would end it.
             if told is not self._line.flusher and not self._line.cut and not self._session.may_stage:
                 told = self._line.flusher
                 self._line.send("finish")
@@ -265,7 +265,7 @@ def serve(
     Args:
         port: The ranks.
         config: Settings; None if they are wrong.
-        problem: What is wrong with them.
+        problem: Their fault.
         attached: The flusher, if this stager has attached to it already.
         ahead: A flusher that waits to begin.
         is_stopping: Whether the stager was told to stop; asked again and again.

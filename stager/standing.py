@@ -130,7 +130,7 @@ class StandingStager:
         """Serve until it is told to stop.
 
         Args:
-            jobs: End after so many; None: never by itself.
+            jobs: End after this number of jobs; None: never.
 
         Raises:
             PeerLost: It was told to stop while ranks of a job had not left; what was staged of it is written.

@@ -33,7 +33,7 @@ _READS_PER_TURN_MAX = 64  # so that payloads are looked at, too, when a rank tal
 
 @dataclass(slots=True)
 class _Rank:
-    """What is known of one rank."""
+    """The state of one rank."""
 
     line: MessageLine
     sock: AnySocket | None = None
@@ -50,7 +50,7 @@ class TcpTrainersPort:
     """See the module; a `TrainersPort`.
 
     Args:
-        hello: What the first rank of the job has said: its launch, its incarnation, the number of ranks.
+        hello: The first HELLO of the job: its launch, its incarnation, the number of ranks.
         reconnect_seconds_max: How long a rank whose connection was cut may take to come again.
         start_seconds_max: How long after the first rank the others may come.
 
@@ -92,7 +92,7 @@ class TcpTrainersPort:
 
         Args:
             sock: The connection, proved to be the rank's; it does not block.
-            hello: What the rank has said.
+            hello: HELLO of the rank.
             received: How many of our messages it has received before.
         """
         rank = self._ranks[hello.rank]

@@ -58,7 +58,7 @@ class Checkpointer:
     Args:
         state: Names mapped to objects with `state_dict()` and `load_state_dict()` (modules, optimizers, schedulers,
             samplers, anything that torch.distributed.checkpoint calls Stateful), tensors, plain values, or
-            `PerRank(...)` around a value that differs per rank. Of DTensors (`fully_shard`, tensor parallelism) each
+            `PerRank(...)` around a value that differs per rank. With DTensors (`fully_shard`, tensor parallelism) each
             rank sends its part, and the checkpoint has whole tensors; `Split(...)` says the same of a tensor that the
             script has split itself. Holdfast assumes that other parameters of modules and tensors of optimizers, each
             under a name of its own, are the same on every rank; it saves rank 0's copy of all else.

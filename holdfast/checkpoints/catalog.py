@@ -40,9 +40,9 @@ class CatalogItem:
 
     Attributes:
         attempt: The attempt; of one that cannot be read and has it not in its name, the newest of the run.
-        manifest: What it says; None when it cannot be read.
+        manifest: The manifest; None when it cannot be read.
         fault: Why restore does not use it, for people; empty when it may.
-        file_bytes: Size of the portable file in the store; None when there is none.
+        file_bytes: Size of the portable file in the store; None without the file.
         unopened: The store lists the manifest and does not give it, which is the fault: nobody knows what it says.
     """
 
@@ -105,7 +105,7 @@ class CatalogLook:
         manifests = manifests_in(self._objects)
         if step is not None:
             manifests = [info for info in manifests if step_of(info.name) == step]
-        # Of a single one the attempt need not be known beforehand.
+        # The attempt of a single one need not be known beforehand.
         told = len(manifests) < 2 or names_tell(store, self._objects)
         self.names = newest_first(store, manifests, names_tell=told)
         self.is_empty = not self._objects
@@ -207,7 +207,7 @@ class CatalogLook:
 
 
 class Catalog:
-    """The checkpoints of one run. Holds no state but the store: each call looks anew. May be used from any
+    """The checkpoints of one run. Holds no state but the store: each call looks again. May be used from any
     thread.
     """
 

@@ -22,10 +22,10 @@ from holdfast.store.base import Store
 
 
 class ChunkSums(NamedTuple):
-    """What was found in one chunk, run by run: a run of bytes belongs to one entry, or to none.
+    """Sums of one chunk, run by run: a run of bytes belongs to one entry, or to no entry.
 
     Attributes:
-        entries: Of each run. `crc32s`: its CRC-32. `sizes`: its bytes.
+        entries: Entry of each run. `crc32s`: its CRC-32. `sizes`: its bytes.
         nonfinite: Entry → how many of its numbers here are not finite, if any are; None: a read has cut one in two.
     """
 
@@ -48,7 +48,7 @@ class EntryBounds:
         self._starts = [start for _, start, _ in self._filled]
 
     def runs(self, offset: int, end: int) -> list[tuple[int | None, int, int]]:
-        """What the bytes from `offset` to `end` belong to, without gaps: an entry or None; first byte, end."""
+        """Owners of the bytes from `offset` to `end`, without gaps: an entry or None; first byte, end."""
         found: list[tuple[int | None, int, int]] = []
         first = max(0, bisect.bisect_right(self._starts, offset) - 1)
         for index, start, stop in self._filled[first : bisect.bisect_left(self._starts, end)]:
@@ -75,7 +75,7 @@ def sums_of_chunk(
 
     Args:
         store: The run.
-        manifest: What should be there.
+        manifest: The expected contents.
         chunk: Which one.
         contents: Where its entries begin and end, and the format of each that has one.
         buffer: Is read into; the chunk may take several reads.

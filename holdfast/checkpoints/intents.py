@@ -69,7 +69,7 @@ class Intent(BaseModel):
 
     @classmethod
     def to_remove(cls, manifest: Manifest) -> Self:
-        """Of a checkpoint that is not kept any more."""
+        """The intent to remove a checkpoint."""
         return cls(
             act="remove",
             file=manifest.file,

@@ -1,7 +1,7 @@
 """Count numbers that are not finite (NaN, infinite) in the bytes of floating tensors, in bounded memory.
 
 Every floating format keeps its exponent in the same bits of each value: where all of them are set, the value is not
-finite. So the bytes are looked at as whole numbers, and no format has to be known to numpy.
+finite. The bytes are therefore looked at as whole numbers, and no format has to be known to numpy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _BLOCK_VALUES = 1 << 16  # what is computed of them stays in the cache of one core
-LARGE_BYTES = 1 << 15  # runs of so many bytes are looked at one by one
+LARGE_BYTES = 1 << 15  # runs of this many bytes are looked at one by one
 _DENSE = 4  # as long as so much of the bytes, one part in four, lies in them
 
 
@@ -28,7 +28,7 @@ class FloatFormat:
     """The layout of a floating-point dtype in memory.
 
     Attributes:
-        mask: The bits that are all set in a value that is not finite, and in no other. Those above are the sign.
+        mask: The bits that are all set in a value that is not finite, and in no other. Higher bits are the sign.
     """
 
     nbytes: int
@@ -80,7 +80,7 @@ def crc32_and_nonfinite(data: memoryview, this: FloatFormat) -> tuple[int, int]:
 
 
 def _count_of_block(block: npt.NDArray[Any], this: FloatFormat) -> int:
-    # The exponent lies below the sign, so what is not finite is the greatest of its sign. Nearly always there is none,
+    # The exponent lies below the sign, so what is not finite is the greatest of its sign. Nearly always all are finite,
     # and to find the greatest numbers nothing is written.
     sign = 1 << (8 * this.nbytes - 1)
     if not block.size or (
@@ -117,7 +117,7 @@ def count_nonfinite_of_each(
 
 
 def nonfinite_record(manifest: Manifest, counts: dict[int, int]) -> NonfiniteRecord:
-    """What the manifest says of it.
+    """The result for the manifest.
 
     Args:
         manifest: Its tensors are named.

@@ -73,7 +73,7 @@ def layout_name(attempt: int, digest: str) -> str:
     Each attempt has its own, so that whoever clears up after a dead one takes nothing from a living one.
 
     Raises:
-        DamageError: The digest, which comes from outside, is none.
+        DamageError: The digest, which comes from outside, is malformed.
     """
     if not _DIGEST.fullmatch(digest):
         raise DamageError(f"layout digest: expected 64 hexadecimal digits, got {digest[:80]!r}")
@@ -101,7 +101,7 @@ class SliceSet:
     """The slices of one checkpoint, as a listing of the store shows them.
 
     Attributes:
-        attempt: Of the job that wrote it. `step`: the step. `ranks`: of how many ranks.
+        attempt: Attempt of the job that wrote it. `step`: the step. `ranks`: of how many ranks.
         seals: Rank → bytes of its seal. `slices`: rank → bytes of its slice.
     """
 
@@ -302,7 +302,7 @@ def sweep_uploads(store: Store, before_attempt: int) -> list[str]:
 
 
 def complete_sets(sets: Sequence[SliceSet]) -> list[SliceSet]:
-    """Those that look whole, newest first."""
+    """The sets that look whole, newest first."""
     return sorted((found for found in sets if found.complete), key=lambda one: one.order, reverse=True)
 
 
@@ -322,7 +322,7 @@ def write_doubt(store: Store, steps: DoubtedSteps) -> None:
 
 
 def read_doubts_of(store: Store, objects: Iterable[ObjectInfo]) -> list[DoubtedSteps]:
-    """What ranks doubt, by this listing of the run. Raises `StoreError`."""
+    """Steps that ranks doubt, by this listing of the run. Raises `StoreError`."""
     found: list[DoubtedSteps] = []
     for info in objects:
         if attempt_of(info.name) is None:

@@ -50,7 +50,7 @@ class Damage:
         what: `chunk 3`, `entry archive/data/17`, `image`, `directory of archive/data/17`, `file`, or
             `manifest`.
         offset: First byte in the file where the damage may lie, and `nbytes`: how far it may reach.
-        expected: What the manifest says, in words. `got`: what was found.
+        expected: The manifest's statement, in words. `got`: what was found.
         tensors: Paths of the tensors whose bytes are in there.
     """
 
@@ -125,7 +125,7 @@ def verify_file(
 
     Args:
         store: The run.
-        manifest: What should be there.
+        manifest: The expected contents.
         threads: How many read and check at once. None: 2 from a directory, from S3 as many as make it faster.
         buffer_bytes: Largest single read.
         progress: Called from the calling thread with the number of bytes newly checked.
@@ -332,7 +332,7 @@ class _Tensors:
         return tuple(self._paths.get(entry, ()))
 
     def between(self, begin: int, end: int, *, only: set[int] | None = None) -> tuple[str, ...]:
-        """Those with bytes in `begin..end`, of entries in `only` if that is given."""
+        """The parts with bytes in `begin..end`, of entries in `only` if that is given."""
         paths: list[str] = []
         for position in range(bisect.bisect_right(self._ends, begin), len(self._filled)):
             index, entry = self._filled[position]

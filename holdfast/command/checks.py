@@ -22,8 +22,8 @@ class Finding:
 
     Attributes:
         check: Short and stable name, such as `mpi ulfm`; for `--json` and for people who grep.
-        seen: What the check found, with figures.
-        fix: What to do about it; empty if the state is ok.
+        seen: The observation, with figures.
+        fix: The remedy; empty if the state is ok.
     """
 
     check: str

@@ -50,7 +50,7 @@ class PatchJob(Protocol):
     """A chunk to patch: the CRCs for its fields, and those so far of the segments that they lie in.
 
     Attributes:
-        verified_crcs: Of each of its `segments`, their fields zero.
+        verified_crcs: CRC of each of its `segments`, with their fields zero.
     """
 
     @property
@@ -106,7 +106,7 @@ def verify_chunk(memory: memoryview, job: VerifyJob) -> tuple[int, ...]:
 
 
 def _crc_of_each_sender(memory: memoryview, job: VerifyJob, crcs: Sequence[int]) -> dict[int, int]:
-    """Of each rank that sends into the chunk, the CRC of its frame."""
+    """CRC of the frame of each rank that sends into the chunk."""
     layout, chunk = job.index.layout, job.chunk
     base = chunk * layout.chunk_bytes
     by_rank = {source.rank: 0 for source in job.sources}

@@ -13,7 +13,7 @@ TEXT_MAX = 4096  # of a name or a path: what a manifest takes
 
 
 class Segment(NamedTuple):
-    """The part of one entry (or of the literals: `entry` is None) that lies in one chunk."""
+    """The part of one entry that lies in one chunk; None as `entry` stands for the literals."""
 
     offset: int
     nbytes: int

@@ -132,7 +132,7 @@ class Layout(LayoutFields):
         return self.chunk_rank(chunk)
 
     def parts(self, chunk: int, rank: int) -> list[SentPart]:
-        """What rank `rank` sends into chunk `chunk`, segment by segment: the order of its frame."""
+        """The bytes of rank `rank` in chunk `chunk`, segment by segment: the order of its frame."""
         found: list[SentPart] = []
         for segment in self.segments(chunk):
             if self.is_split(segment):
@@ -146,7 +146,7 @@ class Layout(LayoutFields):
         return found
 
     def part(self, segment: Segment, rank: int) -> SentPart | None:
-        """What the rank sends of a segment that is split; None for nothing."""
+        """The rank's bytes of a segment that is split; None if it has no byte there."""
         number, pattern = self._split(segment)
         region = pattern.region_of.get(rank)
         share = None if region is None else pattern.share(rank, number, self.spared)
@@ -229,7 +229,7 @@ class Layout(LayoutFields):
         return senders
 
     def pieces(self, chunk: int, rank: int) -> tuple[Extent, ...]:
-        """What rank `rank` sends into chunk `chunk`: image extents in order; one frame carries them back to back."""
+        """Image extents of rank `rank` in chunk `chunk`, in order; one frame carries them back to back."""
         if not self.patterns:
             return self._pieces[chunk].get(rank, ())
         extents = [extent for part in self.parts(chunk, rank) for extent in part.extents]

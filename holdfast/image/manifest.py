@@ -176,11 +176,11 @@ class Manifest(_ManifestRecord):
 
     @property
     def is_proven(self) -> bool:
-        """Whether each rank has finished its copy inside `save()`. So it is where a record does not say otherwise."""
+        """Whether each rank has finished its copy inside `save()`; True unless a record says otherwise."""
         return StepRecord.from_json(self.record).is_copied_inside
 
     def doubted(self, doubt: str) -> Self:
-        """The same checkpoint, now doubtful. What read-back has found stays true of its bytes."""
+        """The same checkpoint, now doubtful. The result of its read-back stays."""
         was_read = self.state is State.VERIFIED
         changes = {"doubt": doubt[:4096]} | ({"state": State.DURABLE, "note": READ_BACK} if was_read else {})
         return self.model_copy(update=changes)

@@ -6,7 +6,7 @@
 
 A *region* is a start and a size per dimension. Its *holders* are the ranks that hold it. A *pattern* is all regions of
 one tensor: together they are the whole tensor, and no two of them overlap. Many tensors of a model share one pattern.
-Whoever holds a region has its bytes in one run of memory, in the order in which they lie in the whole tensor; so each
+The holder of a region has its bytes in one run of memory, in the order in which they lie in the whole tensor; so each
 rank copies without gathering, and only the receiver scatters.
 
 Pure: no torch. Nothing here has an object for each run of a region: a tensor that is cut in its last dimension has
@@ -26,7 +26,7 @@ import numpy as np
 
 from holdfast.errors import ProtocolError
 
-# A region that several ranks hold is dealt among them in parts of at least so many bytes.
+# A region that several ranks hold is dealt among them in parts of at least this many bytes.
 DEAL_BYTES_MIN = 64 * 1024
 _DIMENSIONS_MAX = 64  # torch's own limit
 _SIZE_MAX = 2**62
@@ -174,7 +174,7 @@ class Pattern:
 
     Args:
         regions: In any order; none of them empty.
-        holders: Of each region, the ranks that hold it, ascending; at least one.
+        holders: The ranks that hold each region, ascending; at least one.
 
     Raises:
         ProtocolError: The regions leave the tensor, overlap, or leave a gap; or a rank holds two of them. It also comes
@@ -260,7 +260,7 @@ class Pattern:
         """The bytes of a region that each of its holders sends, about as much as the others.
 
         Args:
-            number: Of the region.
+            number: Number of the region.
             turn: Whose turn it is to send a region that is too small for all: a number per tensor.
             spared: Ranks that send nothing that another one holds, too.
         """
@@ -312,8 +312,8 @@ def unite(shape: Sequence[int], item_bytes: int, held: Sequence[Region | None]) 
     """The pattern of a tensor from what each rank says it holds.
 
     Args:
-        shape: Of the whole tensor.
-        item_bytes: Of one element.
+        shape: Shape of the whole tensor.
+        item_bytes: Bytes of one element.
         held: By rank; None, or an empty region, where it holds nothing.
 
     Raises:
@@ -335,7 +335,7 @@ def grid_cuts(shape: Sequence[int], regions: Collection[Region]) -> tuple[tuple[
     Then they tile the tensor exactly, which is seen here without a look at each pair.
 
     Args:
-        shape: Of the whole tensor; not empty.
+        shape: Shape of the whole tensor; not empty.
         regions: Each within `shape` and not empty.
     """
     starts = [sorted({region.start[dimension] for region in regions}) for dimension in range(len(shape))]

@@ -5,11 +5,11 @@
     rank 2   w: 91c0…  b: 3f52…  moment: 5e11…  ┘
 
 A data-parallel run relies on replicas that are never compared: a flipped bit, a rank that missed an update, or a seed
-that differs goes unseen, and a checkpoint is pieced together from ranks that do not agree. So each rank makes one
-CRC-32 for each *watched* entry, over bytes sampled at the saved instant (`fingerprint.py`), and sends them
+that differs goes unseen, and a checkpoint is pieced together from ranks that do not agree. Therefore each rank makes
+one CRC-32 for each *watched* entry, over bytes sampled at the saved instant (`fingerprint.py`), and sends them
 with DONE; the stager compares them before it stages.
 
-What is watched: replicated entries that one tensor fills; bytes between tensors belong to nobody. Of entries that are
+Watched are replicated entries that one tensor fills; bytes between tensors belong to nobody. Of entries that are
 split among the ranks, those of which several ranks hold the same region, as the replicas of HSDP do: a rank's
 fingerprint is that of its own region, and compared with those of its other holders. Both sides find them by the same
 rule in the same layout, so only the CRCs travel: four bytes for each entry, as base64 in the JSON body, 5.4 MB for a
@@ -86,7 +86,7 @@ def watched(layout: Layout) -> tuple[int, ...]:
 
 
 def replicated(layout: Layout, entries: Iterable[int]) -> tuple[int, ...]:
-    """Those of them that every rank holds whole, ascending."""
+    """The watched entries that every rank holds whole, ascending."""
     return tuple(entry for entry in sorted(entries) if layout.entries[entry].owner == REPLICATED)
 
 
@@ -97,7 +97,7 @@ def _is_shared(layout: Layout, entry: int) -> bool:
 
 
 def stride(nbytes: int) -> int:
-    """Of an entry of `nbytes`, every so-many-th row is looked at."""
+    """Stride of the sampled rows in an entry of `nbytes`."""
     return max(1, -(-nbytes // (ROW_BYTES * _ROWS_MAX)))
 
 
@@ -246,7 +246,7 @@ class Replicas:
         return Divergence(step, drifted, undecided) if drifted or undecided else None
 
     def suspicion(self, step: int) -> str:
-        """What drifted at a step before, and was not shown to be equal since, as a sample may miss it; else empty."""
+        """Entries that drifted at an earlier step and were not shown to be equal since; else empty."""
         if not self._open:
             return ""
         return (
@@ -283,7 +283,7 @@ def _are_same(layout: Layout, entries: Sequence[int], fingerprints: Mapping[int,
     ranks = sorted(fingerprints)
     table = np.array([fingerprints[rank] for rank in ranks], np.uint32).reshape(len(ranks), len(entries))
     row_of = {rank: row for row, rank in enumerate(ranks)}
-    places: dict[int, list[int]] = {}  # by owner: entries that are split in one way are compared at one go
+    places: dict[int, list[int]] = {}  # by owner: entries that are split in one way are compared together
     for place, entry in enumerate(entries):
         places.setdefault(layout.entries[entry].owner, []).append(place)
     for of_owner in places.values():
@@ -305,7 +305,7 @@ def _judge(
 
     Args:
         values: Rank → fingerprint.
-        path: Of the tensor.
+        path: Path of the tensor.
         drifted: Is added to where most ranks agree.
         undecided: Is added to where they do not.
     """

@@ -72,7 +72,7 @@ class SliceSeal(BaseModel):
     """Written after the slice's bytes are durable; what makes them a slice.
 
     Attributes:
-        attempt: Of the job that wrote it. `step`: the step that is saved.
+        attempt: Attempt of the job that wrote it. `step`: the step that is saved.
         rank: Whose slice. `ranks`: of how many.
         frame_crc32s: One for each of `frames_of(layout, rank)`, of its `nbytes` without the padding.
         sealed_at_unix: When it was sealed, for people and reports; 0 where nobody said so.

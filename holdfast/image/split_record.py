@@ -29,9 +29,9 @@ class SplitRecord(BaseModel):
 
     Attributes:
         parts: How many different parts there were; ranks that held nothing do not count.
-        cuts: Of each dimension the sizes into which it was cut, as size, how many of them, next size, and so on. Empty:
+        cuts: Sizes into which each dimension was cut, as size, how many of them, next size, and so on. Empty:
             the parts were no grid, or the sizes take too many runs.
-        ranks: Who held the parts, in the order of the parts' places: of each part its lowest rank; then of each part
+        ranks: Holders of the parts, in the order of the parts' places: of each part its lowest rank; then of each part
             its next one, and so on. As first rank, distance to the next one, how many, and so on. Empty: parts were not
             held by the same number of ranks, or the ranks take too many runs.
     """

@@ -78,7 +78,7 @@ class MessageLine:
         return self._outgoing[0] if self._outgoing else None
 
     def written(self, nbytes: int) -> None:
-        """So many bytes of `outgoing` were written."""
+        """Note that this many bytes of `outgoing` were written."""
         head = self._outgoing.popleft()
         if nbytes < len(head):
             self._outgoing.appendleft(head[nbytes:])

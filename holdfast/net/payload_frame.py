@@ -21,7 +21,7 @@ RECEIPT = struct.Struct("<Q")
 
 
 class PayloadHeader(NamedTuple):
-    """What precedes a payload.
+    """The header of a payload.
 
     Attributes:
         number: From 1 on.
@@ -36,7 +36,7 @@ class PayloadHeader(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> PayloadHeader:
-        """Of `HEADER.size` bytes."""
+        """Read the header from `HEADER.size` bytes."""
         number, slot, _, nbytes = HEADER.unpack(data)
         return cls(number, slot, nbytes)
 

@@ -38,7 +38,7 @@ class RingPlace(NamedTuple):
     Attributes:
         directory: The run's runtime directory, as the stager calls it.
         attempt: The stager's. `token`: random, in the file that this stager keeps beside the ring.
-        boot_id: Of the kernel: a directory that machines share is not memory that they share.
+        boot_id: Boot id of the kernel: a directory that machines share is not memory that they share.
     """
 
     directory: str
@@ -51,7 +51,7 @@ class RingPlace(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """What `to_bytes` wrote. Raises `ProtocolError`."""
+        """Read the bytes of `to_bytes`. Raises `ProtocolError`."""
         try:
             return cls(*_FIELDS.validate_json(data))
         except (ValidationError, RecursionError) as error:
@@ -97,7 +97,7 @@ class NearRing:
         """Fill memory with parts of a chunk.
 
         Args:
-            attempt: Of the checkpoint.
+            attempt: Attempt of the checkpoint.
             step: Its step.
             chunk: Which of its chunks.
             wanted: Where each part begins in the chunk, and its memory.
@@ -135,7 +135,7 @@ class NearRing:
         return True
 
     def _record(self, slot: int) -> SlotRecord | None:
-        """What is in a slot, as if it were free: the flusher may free it meanwhile, and its bytes stay."""
+        """The chunk in a slot, as if it were free: the flusher may free it meanwhile, and its bytes stay."""
         try:
             record = self._journal.remains(slot)
         except HoldfastError:

@@ -3,9 +3,9 @@
     FULL slots   staged, or being received: the flusher has not written them yet
     FREE slots   written, and not filled again since: the bytes are still those (`holdfast/ring/journal.py`, rule 4)
 
-Nothing is kept back for this: a free slot is free, and is filled again when it is its turn. So a ring may have all of
-a checkpoint, a part, or nothing. Which of them was ever staged only its checkpoint file says, while the flusher still
-works on it, or the store, which has published it; remains of others are nobody's.
+Nothing is kept back for this: a free slot is free, and is filled again when it is its turn. A ring may therefore have
+all of a checkpoint, a part, or nothing. Which of them was ever staged only its checkpoint file says, while the flusher
+still works on it, or the store, which has published it; remains of others are nobody's.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class HeldCheckpoint(NamedTuple):
     """The chunks of one checkpoint that the ring still has.
 
     Attributes:
-        attempt: Of the job that saved it. `step`: the step.
-        staged_digest: Of its layout, while it is staged and not in the store; else empty.
+        attempt: Attempt of the job that saved it. `step`: the step.
+        staged_digest: Digest of its layout, while it is staged and not in the store; else empty.
         chunks: Chunk → what its slot holds.
         drift: While it is staged: in what its replicas were not the same, or why it may be torn; empty as far as is
             known.
@@ -112,7 +112,7 @@ def tell_held(held: Iterable[HeldCheckpoint]) -> bytes:
 
 
 def read_held(body: bytes) -> list[HeldCheckpoint]:
-    """What `tell_held` wrote; which slot it was is not in it. Raises `ProtocolError`: it is not that. Never unpacks
+    """Read the message of `tell_held`; it does not name the slot. Raises `ProtocolError`: it is not that. Never unpacks
     more than a limit.
     """
     try:

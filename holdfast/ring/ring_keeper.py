@@ -39,7 +39,7 @@ class RingKeeper:
             except FileNotFoundError:  # a flusher that ends has just taken the directory away
                 continue
             fcntl.flock(fd, fcntl.LOCK_SH)
-            # Who looked in between may have taken the file for one that a dead keeper left.
+            # A process that looked in between may have taken the file for one that a dead keeper left.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), (self._directory / _NAME).lstat()):
                     return fd

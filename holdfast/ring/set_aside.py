@@ -21,7 +21,7 @@ def note_set_aside(directory: Path, key: CheckpointId) -> None:
     """Add one.
 
     Raises:
-        ConfigError: What lies at its place is not ours.
+        ConfigError: A file of somebody else is in its place.
         StoreError: The machine lacks something, such as room.
     """
     path = directory / SET_ASIDE_NAME
@@ -36,7 +36,7 @@ def note_set_aside(directory: Path, key: CheckpointId) -> None:
 
 
 def read_set_aside(directory: Path) -> list[CheckpointId]:
-    """All of them, oldest first; none where there is no such file. What cannot be read is left out."""
+    """All of them, oldest first; none without the file. Unreadable lines are left out."""
     try:
         fd = open_private_file(directory / SET_ASIDE_NAME, os.O_RDONLY)
     except (FileNotFoundError, ConfigError, StoreError):

@@ -27,7 +27,7 @@ class GenericUpload(PartedUpload):
 
     Args:
         temporary: Full path that its unfinished objects' names begin with.
-        token: Of an upload that another process began and that goes on here; None begins one.
+        token: Token of an upload that another process began; None begins one.
         crc32s: With `token`: CRC-32 of parts as they must be.
 
     Raises:
@@ -49,7 +49,7 @@ class GenericUpload(PartedUpload):
         super().__init__(path, nbytes=nbytes, part_bytes=part_bytes)
         self._marker = f"{temporary}.begun"
         if token is None:
-            # What stood under the name before is never taken for ours, should it have the same size.
+            # An earlier object of the name is never taken for ours, even if it has the same size.
             kind = "new" if folder.size_or_none(path) is None else "over"
             self._token = f"{kind}-{secrets.token_hex(8)}"
             self._mark(joined=False)
@@ -136,7 +136,7 @@ class GenericUpload(PartedUpload):
         self._folder.put(self._marker, json.dumps({"token": self._token, "joined": joined}).encode())
 
     def _read_marker(self) -> dict[str, object] | None:
-        """The content of the marker; None if there is none, empty if it is not readable."""
+        """The content of the marker; None without a marker, empty if it is not readable."""
         try:
             marker = json.loads(self._folder.get(self._marker, _MARKER_BYTES_MAX))
         except StoreMissing:

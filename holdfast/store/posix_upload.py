@@ -57,8 +57,8 @@ class PosixUpload(PartedUpload):
 
     Args:
         temporary: Where it is written; on the same file system.
-        token: Of an upload that another process began and that goes on here; None begins one.
-        room: Of a retired file, which a new upload may use.
+        token: Token of an upload that another process began; None begins one.
+        room: Room of a retired file, which a new upload may use.
 
     Raises:
         StoreMissing: Nothing of the upload that `token` names is left.
@@ -125,7 +125,7 @@ class PosixUpload(PartedUpload):
         """Count, sync, link, sync the directory, and see that the name now leads to this very file.
 
         A failed sync is final: after it the kernel may call lost pages clean, and a second sync would succeed
-        on a file with holes. The upload must be begun anew then.
+        on a file with holes. The upload must be started over then.
         """
         if self._published:
             return

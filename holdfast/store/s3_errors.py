@@ -41,7 +41,7 @@ _ADVICE = {
     "QuotaExceeded": "delete old checkpoints, or ask for a larger quota",
     "InvalidObjectState": "the object is archived; restore it to a readable storage class first",
 }
-# Whoever renews them may be late: read anew (s3_bucket.py), they are tried for as long as anything is.
+# Their renewal may be late: read again (s3_bucket.py), they are tried for as long as anything is.
 EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 _RETRIABLE = EXPIRED | frozenset(
     {
@@ -78,7 +78,7 @@ def code_of(error: ClientError) -> str:
 
 
 def status_of(error: ClientError) -> int:
-    """The HTTP status, 0 if there is none."""
+    """The HTTP status; 0 without a status."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
@@ -145,7 +145,7 @@ def _from_server(error: ClientError, doing: str, url: str) -> StoreError:
 
 
 def _retry_after_seconds(error: ClientError) -> float:
-    """What the answer's `Retry-After` asks for; 0 where it has none, or one that is no number of seconds.
+    """Seconds of the answer's `Retry-After`; 0 without one, or if it is no number of seconds.
 
     The header may also be a date: for that the two clocks would have to agree, and no S3 server is known to send one.
     """

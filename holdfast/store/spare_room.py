@@ -7,8 +7,8 @@ A disk may take much less time to write over blocks that it has than to give new
 turn reserved room into written room, nor the device beneath it find some (docs/design/004-names-by-attempt.md). What
 PCcheck (Strati et al., ASPLOS 2025, section 3) has from preallocated slots, ordinary files get by being used again.
 
-Whoever has the old file open, mapped or linked would see it change: then it is not used. The kernel knows, on file
-systems of this machine alone: it grants a write lease only on a file that nobody else has open.
+A process that has the old file open, mapped or linked would see it change: then it is not used. The kernel knows, on
+file systems of this machine alone: it grants a write lease only on a file that nobody else has open.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SpareRoom:
 
         Returns:
             The descriptor to go on with: of the kept file under the new one's name (`descriptor` is closed then), or
-            `descriptor`, if there is none or it is somebody else's, too.
+            `descriptor`, if it does not exist or is somebody else's, too.
         """
         with self._lock:
             spare, self._spare = self._spare, None

@@ -25,7 +25,7 @@ TROUBLES = frozenset(
         *("slices_bad", "stager_refused", "nonfinite"),
     }
 )
-# Of each event the fields that say what happened, in the order in which they are read.
+# The fields of each event that say what happened, in the order in which they are read.
 _TOLD = (
     "name",
     "kind",

@@ -83,13 +83,13 @@ class CheckpointRow:
 
     @property
     def stalls(self) -> dict[int, float]:
-        """What it cost the training thread of each rank (CST)."""
+        """Its stall of each rank's training thread (CST)."""
         said = {r: t.seconds["cst_seconds"] for r, t in self.ranks.items() if "cst_seconds" in t.seconds}
         return self.record_stalls | said
 
     @property
     def stall_seconds(self) -> float | None:
-        """Of its slowest rank: training goes on together."""
+        """That of its slowest rank, since all ranks continue together."""
         return max(self.stalls.values(), default=None)
 
     def hear_record(self, record: Any) -> None:

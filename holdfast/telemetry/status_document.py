@@ -1,6 +1,6 @@
 """The document that a stager or flusher sends to `holdfast status`: bounded in size, and checked by its reader.
 
-Times are Unix seconds, named `*_at_unix`; None where this process does not know. Whoever reads it ignores fields that
+Times are Unix seconds, named `*_at_unix`; None where this process does not know. A reader ignores fields that
 it does not know, so either side may be of a newer version.
 """
 
@@ -66,7 +66,7 @@ class RankStatus(_Words):
 
     Attributes:
         step: The newest step that it has offered or declined.
-        stall_seconds: What its newest known checkpoint cost its training thread.
+        stall_seconds: Stall of its training thread by its newest known checkpoint.
     """
 
     rank: _Whole
@@ -94,10 +94,10 @@ class StatusDocument(_Words):
         attempt: 0: none yet.
         ranks_total: How many there are; `ranks` has the worst of them.
         not_taken: Causes of declined and failed steps, counted. `declined`: the last of them, newest last.
-        work_ended_at_unix: Of a flusher without a stager: when the last one went.
-        transport: Of a stager with a job; None: it has none, or is of an older version.
-        waits_at: Of a standing stager without a job: HOST:PORT, where it waits for one.
-        interval_why: Of a stager that has brought the ranks to an interval (`every="auto"`): the reason, for people.
+        work_ended_at_unix: Flusher without a stager only: when the last one left.
+        transport: Stager only; None: it has no job, or is of an older version.
+        waits_at: Standing stager without a job only: HOST:PORT, where it waits for one.
+        interval_why: Stager that has brought the ranks to an interval (`every="auto"`): the reason, for people.
     """
 
     version: Literal[1] = 1

@@ -240,7 +240,7 @@ def body_text(frame: Frame) -> str:
 
 
 def error_fields(error: HoldfastError) -> dict[str, str]:
-    """What an error is in a message; `peer_error` makes the error of it again."""
+    """An error as the fields of a message; `peer_error` makes the error from them."""
     return {"code": error.code, "message": str(error)[:_ERROR_CHARACTERS_MAX]}
 
 

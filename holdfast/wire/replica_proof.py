@@ -4,7 +4,7 @@
     rank 1   table  sums: w 3f52…  b 07aa…  moment 77d0…  ┴─ PROPOSE ─► w and moment differ: refused, by name
 
 State that is split among ranks by hand (ZeRO, tensor parallelism, pipeline stages, experts) has on each rank tensors of
-the same names and shapes with other bytes; one copy of each in a file is the loss of all the others. So each rank sends
+the same names and shapes with other bytes; one copy of each in a file loses all the others. Each rank therefore sends
 with its table a CRC-32 over every byte of every tensor, and no layout is agreed on before they were compared. What the
 ranks may differ in afterwards is drift, and seen by samples (`replicas.py`).
 
@@ -29,7 +29,7 @@ import numpy as np
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import REPLICATED
 
-# Of all numbers in the state. Below it are counters, generators and statistics; parts of a model are far above.
+# Share of all numbers in the state. Below it are counters, generators and statistics; parts of a model are far above.
 _SPLIT_FRACTION = 0.1
 _NAMED_MAX = 5
 _SIDES_MAX = 4
@@ -116,7 +116,7 @@ def is_statistic(path: str) -> bool:
 
 
 def _may_be_a_part(row: Sequence[Any]) -> bool:
-    """Of a model or an optimizer."""
+    """Whether a path belongs to a model or an optimizer."""
     path, dtype, shape, _ = row
     return str(dtype).startswith(_FLOATING) and math.prod(shape) > 1 and not is_statistic(path)
 
@@ -140,7 +140,7 @@ def _refusal(table: Sequence[Sequence[Any]], split: Sequence[int], sums: Mapping
 
 
 def _late_copy(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
-    """What to say where all that differs is a copy of weights that are equal; else nothing.
+    """Advice if only a copy of equal weights differs; else nothing.
 
     An EMA, a target network or a teacher that was copied before DistributedDataParallel made the weights equal.
     """

@@ -26,7 +26,7 @@ _PARTS = struct.Struct("<II")  # bytes of the shared part, and of the rank's own
 
 @dataclass(frozen=True)
 class _SharedPart:
-    """What a rank says in the same words as many others: its tensors, and which of its regions each one has."""
+    """The part of a proposal that many ranks have in common: tensors, and which regions of theirs a rank has."""
 
     table_digest: str
     table: list[list[Any]]
@@ -69,7 +69,7 @@ class Proposal:
         refusal: Instead of all that: why this rank cannot save its state, as `(code, message)`.
         stage: Where the ranks have different tensors, the places of this rank's. `held` then has the tensors, too, of
             which a rank may have to send all.
-        step: Of the save that it is for; -1: it is not said.
+        step: Step of the save that it is for; -1: not given.
         change: In what the state differs from what this rank had proposed before, for people; empty the first time.
     """
 
@@ -117,7 +117,7 @@ class Proposal:
 
 
 class ProposalReader:
-    """Reads the proposals of one round. What many ranks say in the same words is unpacked, and kept, once."""
+    """Reads the proposals of one round. Parts that many ranks have in common are unpacked, and kept, once."""
 
     def __init__(self, kept_max: int = 1) -> None:
         self._kept_max = kept_max
@@ -204,7 +204,7 @@ class Agreement:
         rank0_only: Paths of tensors of which other ranks hold other bytes than rank 0, whose are saved.
         split_rows: `(row of the table, number of its pattern)` of these.
         asks_stages: Nothing is agreed on yet: the ranks have different tensors, and each is to say what is where.
-        union: What they have together, if they have different tensors; rows are then of its table.
+        union: Union of their trees, if the ranks have different tensors; rows are then of its table.
     """
 
     pickle_reserve_bytes: int

@@ -29,10 +29,10 @@ _Outline = Any
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank says of its tree, where the ranks have other tensors.
+    """One rank's description of its tree, if the ranks have different tensors.
 
     Attributes:
-        groups: Of each optimizer that is keyed by parameter name, per group the names, and the settings as a text.
+        groups: Names and settings (as text) per group of each optimizer that is keyed by parameter name.
     """
 
     outline: _Outline
@@ -119,7 +119,7 @@ def unite_trees(
 
     Raises:
         StateError: They do not fit each other; names rank and place.
-        ProtocolError: An outline is none.
+        ProtocolError: An outline is malformed.
     """
     trees = []
     for rank, (table, stage) in enumerate(zip(tables, stages, strict=True)):
@@ -180,7 +180,7 @@ def _join(union: Any, other: Any, where: str, rank: int) -> None:
 
 
 def _refuse_plain(node: Any, where: str, rank: int) -> None:
-    """Of what rank 0 lacks, rank 0 can write only tensors, in dicts."""
+    """Rank 0 can write only tensors, in dicts, for entries that it lacks."""
     found = [*_plain(node, where)]
     if found:
         more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""

@@ -20,7 +20,7 @@ class Ec2Fleet:
     """The running trainers as hosts. Lost trainers are replaced in the same zone.
 
     Args:
-        wish: What `up` was asked for, to replace lost trainers; None: they are not replaced.
+        wish: The request to `up`, to replace lost trainers; None: they are not replaced.
     """
 
     def __init__(

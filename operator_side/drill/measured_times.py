@@ -46,7 +46,7 @@ _TIMES = frozenset(
 )
 _COUNTED = re.compile(r"time_?steps?")
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-# Of Trainer's last entry: means over the steps since the process began.
+# In Trainer's last entry: means over the steps since the process began.
 _OF_THE_PROCESS = {"train_loss": "train_runtime"}
 
 

@@ -180,7 +180,7 @@ class _Replay:
         kept, begun_us = self._kept(timeline, trained, training, self.safe_us)
         in_store, _ = self._kept(timeline, trained, training, self.durable_us)
 
-        # What an earlier launch left under way has come to the store by now, or is overtaken.
+        # Checkpoints in flight from an earlier launch are in the store by now, or are overtaken.
         self.floor = np.where(ended & (self.newest_us <= time), self.step, self.floor)
         self.floor = np.where(in_store > 0, self.step + in_store, self.floor)
         at = self.step + done

@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError
 
 _GIB = 1 << 30
 _BITS = 8
-_BESIDE_RING_BYTES = _GIB  # docs/operations.md: the processes and the system
+_BESIDE_RING_BYTES = _GIB  # docs/stager.md: the processes and the system
 _JOURNAL_STATES = 3  # FILLING, FULL, FREE
 _JOURNAL_HEADER_BYTES, _JOURNAL_RECORD_BYTES = 4096, 8192  # docs/ring.md
 _MESSAGES_PER_RANK = 4  # OFFER, DONE, STAGED, DURABLE
@@ -164,7 +164,7 @@ STAGERS_SOURCE = (
     "AWS, Specifications for Amazon EC2 compute optimized instances; not tried out here: compare with "
     "`aws ec2 describe-instance-types`"
 )
-# Only sizes whose bandwidth AWS states without "up to": that would be a burst (docs/operations.md).
+# Only sizes whose bandwidth AWS states without "up to": that would be a burst (docs/stager.md).
 STAGERS = (
     Machine("c7gn.4xlarge", 50, 32 * _GIB),
     Machine("c7gn.8xlarge", 100, 64 * _GIB),

@@ -145,9 +145,9 @@ def poisson(
         times = np.concatenate((losses, gains))
         change = np.concatenate((np.full(len(losses), -1), np.ones(len(gains), dtype=np.int64)))
         order = np.argsort(times, kind="stable")
-        # So many at once that none is left: the next loss has nothing to take.
+        # All nodes at once: the next loss has nothing to take.
         counts = np.maximum(0, nodes + np.cumsum(change[order]))
-        # What comes in the same moment is there for a relaunch.
+        # Machines that come in the same moment count for a relaunch.
         counts = counts[np.searchsorted(times[order], times[order], side="right") - 1]
         column = Column(
             nodes, times[order], (change[order] < 0).astype(np.int64), counts, np.zeros(len(times), np.int64)

@@ -72,7 +72,7 @@ def lost_with_node(known: LossInputs) -> Lost:
     """The loss if all training ranks and the stager's node are killed, and the ring with them."""
     staged, durable, since = known.staged, known.durable, known.running_since_unix
     earlier_seconds = 0.0
-    # What an earlier job has staged and this one goes on from is in the ring alone until it is durable.
+    # A checkpoint that an earlier job has staged and this one resumed from is in the ring alone until it is durable.
     if staged is not None and _is_newer(staged, durable) and (since is None or staged.saved_at_unix <= since):
         earlier_seconds = 0.0 if durable is None else max(0.0, staged.saved_at_unix - durable.saved_at_unix)
     return _lost(known, durable, earlier_seconds)

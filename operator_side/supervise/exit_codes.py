@@ -37,7 +37,7 @@ _LOST_A_PEER = frozenset(
     }
 )
 _OF_COLLECTIVES = frozenset({"RuntimeError", "DistBackendError"})
-# What gloo, NCCL and its watchdog say; all of them of a connection to another process.
+# Errors of gloo, NCCL and its watchdog, all about a connection to another process.
 _LOST_CONNECTION = re.compile(
     r"Connection (?:closed|reset) by peer|remote process exited|ncclRemoteError|Broken pipe|Socket closed"
     r"|Timed out waiting \d+ms for (?:recv|send) operation|Watchdog caught collective operation timeout"
@@ -172,7 +172,7 @@ def _deaths(seen: Seen, job: _Job) -> tuple[Death, ...]:
     if status < 0:
         return ()  # the launcher itself was killed, whatever became of the ranks
     if status > _SHELL_SIGNALED:
-        # What shells, srun and mpirun end with when a signal has killed their process.
+        # Exit codes of shells, srun and mpirun when a signal has killed their process.
         status = _SHELL_SIGNALED - status
     ended = [one for one in job.ranks.values() if one.exception]
     if not ended:

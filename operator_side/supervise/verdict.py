@@ -58,7 +58,7 @@ class Death:
     Attributes:
         rank: Its rank in the whole job; the stager's is the number of trainers.
         status: Exit code, or minus the number of the signal.
-        exception: The exception at the end of its log, such as `ValueError`; empty if there is none.
+        exception: The exception at the end of its log, such as `ValueError`, or an empty text.
         by_us: Whether the supervisor had already begun to end the attempt.
         lost_peer: Whether the loss of another process ended it, by its own words.
         out_of_memory: Whether the kernel has killed a process of its control group to free memory while it ran.
@@ -230,7 +230,7 @@ def _crashed(evidence: Evidence) -> Verdict | None:
 
 
 def _is_not_durable(death: Death, evidence: Evidence) -> bool:
-    """Whether it was the end of a training that has done its work. Of the ranks that end so one says it."""
+    """Whether it was the end of a training that has done its work. One of the ranks that end so reports it."""
     said = any(class_of(one.exception) is errors.NotDurable for one in evidence.deaths)
     return said and death.status == errors.NotDurable.exit_code
 

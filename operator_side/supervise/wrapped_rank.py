@@ -73,7 +73,7 @@ class WrappedRank:
                 status = self._relay(process, path)
                 reports = list(_read_reports(path))
         finally:
-            # What comes too late for the command must not take the place of the code that this process ends with.
+            # A signal that is too late for the command must not take the place of the code that this process ends with.
             for number in (*_PASSED_ON, *_KEPT):
                 signal.signal(number, signal.SIG_IGN)
         return Seen(

@@ -140,7 +140,7 @@ def test_names_are_as_prometheus_wants_them(exposed: dict[str, list[dict[str, st
 
 def test_every_metric_and_every_alarm_is_explained() -> None:
     text = (ROOT / "docs/monitoring.md").read_text()
-    metrics, alarms = text.split("## Metrics\n")[1].split("\n### What each alarm means\n")
+    metrics, alarms = text.split("## Metrics\n")[1].split("\n### Alarms\n")
     alarms = alarms.split("\n## ")[0]
     assert set(re.findall(r"^\| `(Holdfast\w+)` \|", alarms, re.MULTILINE)) == {
         rule["alert"] for rule in rules()

@@ -40,10 +40,10 @@ def selected() -> list[str]:
 
 
 def promises(page: str) -> Iterator[Promise]:
-    """The rows of the table under "What breaks"."""
-    table = page.partition("## What breaks")[2].partition("\n## ")[0]
+    """The rows of the table under "Failures and promised results"."""
+    table = page.partition("## Failures")[2].partition("\n## ")[0]
     for line in table.splitlines():
-        if not line.startswith("| ") or line.startswith("| what breaks"):
+        if not line.startswith("| ") or line.startswith("| failure |"):
             continue
         what, _, shown = (cell.strip() for cell in line.strip("| ").split(" | "))
         tests = re.findall(r"`((?:tests/|test_)[\w./]+)`", shown)
@@ -117,5 +117,5 @@ def test_the_cells_of_the_kill_matrix_that_make_check_runs_have_all_victims_that
     ],
 )
 def test_a_promise_without_a_test_is_found(shown: str, complaint: str) -> None:
-    page = f"## What breaks\n\n| what breaks | it | shown by |\n|---|---|---|\n| all | well | {shown} |\n"
+    page = f"## Failures\n\n| failure | it | shown by |\n|---|---|---|\n| all | well | {shown} |\n"
     assert any(complaint in found for found in complaints(page, selected()))

@@ -13,5 +13,5 @@ safetensors_format                    shared by reader and writer
 tensor_names, plain_values            flat names of tensors; other values as JSON
 
 The commands are operator_side/commands/export.py and import_state.py.
-The reasons: docs/design/024-doors.md.
+The reasons: docs/design/015-tools-read-evidence.md.
 """

@@ -4,7 +4,7 @@
     each tensor     its chunks lie in it and make it up, each element once; each chunk has its bytes in its place
     each path       lists are no longer than what is put into them
 
-So all tensors together take no more memory than the files have bytes.
+All tensors together therefore take no more memory than the files have bytes.
 """
 
 from __future__ import annotations

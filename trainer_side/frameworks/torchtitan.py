@@ -47,7 +47,7 @@ class HoldfastCheckpointManager:
     """Saves and restores in torchtitan's training loop, or in one that is written like it.
 
     A checkpoint has the model, the optimizers, the schedulers, the loader, all of `states`, and each rank's random
-    numbers. Of DTensors each rank saves its part. Making it is collective, as making a `Checkpointer` is.
+    numbers. Each rank saves its part of a DTensor. Making it is collective, as making a `Checkpointer` is.
 
     Args:
         config: torchtitan's settings of checkpoints, or any object with some of them: `enable`, `interval`,

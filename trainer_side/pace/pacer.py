@@ -140,7 +140,7 @@ class UpdateTimes:
     that the calls take, not the kernels: that is also what the gate holds back.
 
     Args:
-        optimizers: Those whose steps are timed; one whose class never calls `Optimizer.__init__` has no hooks.
+        optimizers: Optimizers whose steps are timed; one whose class never calls `Optimizer.__init__` has no hooks.
         clock: Seconds that only go forward.
     """
 

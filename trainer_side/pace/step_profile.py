@@ -34,7 +34,7 @@ class StepProfile:
         clock: Seconds that only go forward.
 
     Attributes:
-        image_bytes: Of the whole checkpoint; `slice_bytes`: of this rank's part. 0: not known yet.
+        image_bytes: Bytes of the whole checkpoint; `slice_bytes`: of this rank's part. 0: not known yet.
         in_flight_max: How many checkpoints may be on their way at once.
     """
 

@@ -3,7 +3,7 @@
 The CRC-32 of every byte of every tensor proves that replicas are equal (`holdfast/wire/replica_proof.py`). Host memory
 is read in place; device memory is copied in pieces through two pinned buffers. Once for each agreement of the ranks.
 
-A layout comes out the same on ranks whose tables are the same (design/003).
+A layout comes out the same on ranks whose tables are the same (docs/design/003-one-layout-torch-zip.md).
 """
 
 from __future__ import annotations
