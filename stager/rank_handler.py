@@ -23,7 +23,7 @@ from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
-from holdfast.wire.layout_agreement import LayoutRound, OneSided
+from holdfast.wire.layout_round import LayoutRound, OneSided
 from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.welcome import Welcome
 from stager.actions import Actions

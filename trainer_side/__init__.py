@@ -21,6 +21,7 @@ Not guaranteed: that each step asked for is saved (a full ring or area skips one
 ranks before STAGED, and that training is bit-identical with another number of ranks.
 
 checkpointer   start here: the class that a script uses
+builder        joins the job, and puts the parts of a Checkpointer together
 data/          samplers and streams that resume at the exact sample
 state/         the user's state as the bytes of one portable file, without a copy of the tensors
 save/          from `save()` to a filled staging area

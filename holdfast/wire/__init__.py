@@ -1,7 +1,7 @@
 """The messages between training ranks and the stager, and among the ranks.
 
 frames, welcome                      control messages; the stager's first one
-layout_agreement, state_messages     how the ranks agree on a layout, and what they send for it
+layout_round, state_messages         how the ranks agree on a layout, and what they send for it
 state_union, union_table, held_regions    trees that differ between ranks, and the regions that a rank holds
 replica_proof, doubt                 whether replicas are equal; a rank's doubt about its copies
 pace                                 the interval at which all ranks save

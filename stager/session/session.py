@@ -26,7 +26,7 @@ from holdfast.image.replicas import OnDivergence, Replicas
 from holdfast.image.save_record import SaveRecord
 from holdfast.notices.should_save import InFlight
 from holdfast.wire.frames import Kind
-from holdfast.wire.layout_agreement import pickle_reserve_bytes
+from holdfast.wire.layout_round import pickle_reserve_bytes
 from stager.session.admission import Admission
 from stager.session.checkpoint import Checkpoint, Phase
 from stager.session.ring_slots import RingSlots

@@ -27,12 +27,12 @@ IDIOM = re.compile(r"\b(?:anew|in vain|at one go|is none|so many|likewise|to the
 
 # How many such sentences there are. A kind may only lose some: whoever removes more than SLACK writes the new count.
 RECORDED = {
-    "docstrings": 692,
-    "comments": 71,
+    "docstrings": 332,
+    "comments": 28,
     "messages": 0,
     "README.md": 0,
     "docs/tutorial.md": 0,
-    "docs/architecture.md": 10,
+    "docs/architecture.md": 0,
 }
 SLACK = 5
 MESSAGE_WORDS_MIN = 3  # a shorter string is a name or a key

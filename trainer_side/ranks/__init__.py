@@ -1,7 +1,7 @@
 """A rank's way to the other ranks: MPI or torch.distributed, deadlines.
 
 peers, ports, deadlines          the interfaces for restore, stager and council; calls that may never return
-joined, distributed, cores       how this job was started; torch.distributed; this rank's share of the cores
+joined, distributed              how this job was started; torch.distributed
 mpi, mpi_*                       a job of mpirun
 c10d_*                           a job without MPI: ranks meet in a key-value store
 tcp_stager_port, connecting, payload_sender    the stager over TCP

@@ -29,7 +29,7 @@ from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind, decode, peer_error
-from holdfast.wire.layout_agreement import pickle_reserve_bytes
+from holdfast.wire.layout_round import pickle_reserve_bytes
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.background_thread import BackgroundThread, thread_died
 from trainer_side.notice.agreed_steps import AgreedSteps

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.store.file_system import IN_MEMORY, file_system_of
-from trainer_side.ranks.cores import cores_of_rank
 from trainer_side.ranks.deadlines import start
 
+_RANKS_BESIDE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")  # by mpirun, by torchrun
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; Python has no names for them
 _SECTION_BYTES = 64 << 20
 _THREADS_MAX = 16
@@ -93,3 +93,12 @@ def _madvise() -> Callable[[int, int, int], int]:
     found = ctypes.CDLL(None, use_errno=True).madvise
     found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return found
+
+
+def cores_of_rank() -> int:
+    """How many cores this rank may keep busy for a moment, at least 1: those it is bound to, or its share of all."""
+    usable = len(os.sched_getaffinity(0))
+    if usable < (os.cpu_count() or 1):
+        return usable  # the launcher has dealt them out
+    beside = max((int(os.environ.get(name) or "1") for name in _RANKS_BESIDE), default=1)
+    return max(1, usable // max(1, beside))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
-from trainer_side.ranks.cores import cores_of_rank
+from trainer_side.tiers.first_touch import cores_of_rank
 from trainer_side.tiers.medium import CachedFile, DirectFile, MappedFile, Medium, PmFile
 from trainer_side.tiers.slot_tier import SlotTier
 from trainer_side.tiers.tier import Nearness, Tier

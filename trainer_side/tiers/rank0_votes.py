@@ -28,7 +28,7 @@ from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind, peer_error
-from holdfast.wire.layout_agreement import LayoutRound, OneSided
+from holdfast.wire.layout_round import LayoutRound, OneSided
 from holdfast.wire.state_messages import Agreement
 from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator
 from trainer_side.tiers.tier import Order, StepVerdict, read_reason

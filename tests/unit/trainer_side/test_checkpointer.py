@@ -24,7 +24,7 @@ from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Kind
-from holdfast.wire.layout_agreement import LayoutRound
+from holdfast.wire.layout_round import LayoutRound
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer

@@ -22,7 +22,7 @@ _ROOMS = (
         "holdfast.policy",
         "holdfast.store.s3",
         "holdfast.store.generic",
-        "holdfast.wire.layout_agreement",
+        "holdfast.wire.layout_round",
     ),
     *("trainer_side.convert", "trainer_side.frameworks", "trainer_side.pace.pacer"),
     *(
@@ -89,6 +89,6 @@ with Checkpointer({{"weight": torch.zeros(4)}}, every=1, config=config) as check
     assert {*_OF_TIERS, "trainer_side.ranks.c10d_world"} <= loaded
     beside = ("mpi4py", "trainer_side.ranks.mpi_world")
     unused = tuple(
-        name for name in _ROOMS if name != "holdfast.wire.layout_agreement"
+        name for name in _ROOMS if name != "holdfast.wire.layout_round"
     )  # the tiers' council agrees by itself
     assert of_these(loaded, (*_PACKAGES, *unused, *beside)) == []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError, StateError
 from holdfast.wire.frames import decode
-from holdfast.wire.layout_agreement import LayoutRound
+from holdfast.wire.layout_round import LayoutRound
 from holdfast.wire.replica_proof import ReplicaProof, decode_sums, encode_sums, prove, ranks_named
 from holdfast.wire.state_messages import Agreement, Proposal
 

@@ -8,7 +8,7 @@ from holdfast.errors import ProtocolError
 from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire.frames import Kind
-from holdfast.wire.layout_agreement import pickle_reserve_bytes
+from holdfast.wire.layout_round import pickle_reserve_bytes
 from stager.session.checkpoint import Phase
 from stager.session.session_messages import (
     Began,

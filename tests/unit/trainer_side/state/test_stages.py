@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import StateError
-from holdfast.wire.layout_agreement import LayoutRound
+from holdfast.wire.layout_round import LayoutRound
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.state.optimizer_places import by_name, first_names, parameter_names
 from trainer_side.state.pickling import load_structure

@@ -12,7 +12,7 @@ from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
 from holdfast.wire.frames import decode
 from holdfast.wire.held_regions import HeldRegions, held_rows
-from holdfast.wire.layout_agreement import LayoutRound, OneSided, pickle_reserve_bytes
+from holdfast.wire.layout_round import LayoutRound, OneSided, pickle_reserve_bytes
 from holdfast.wire.state_messages import Agreement, Proposal
 
 ROWS: list[list[Any]] = [

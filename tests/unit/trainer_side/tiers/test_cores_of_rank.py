@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from trainer_side.ranks.cores import cores_of_rank
+from trainer_side.tiers.first_touch import cores_of_rank
 
 
 @pytest.mark.parametrize(
