@@ -409,6 +409,8 @@ class StagingPool:
 
     def _take_slots(self, step: int, record: SaveRecord) -> TierWrite | None:
         """With `on_full="wait"`, wait for those that will become free: verdicts come a little later than seals."""
+        if not self._tiers.tiers:
+            return None
         lives = self._link.job.lives
         if self._config.on_full == "skip" or not self._tiers.takes_steps:
             return self._tiers.begin(step, record, stager_lives=lives)
