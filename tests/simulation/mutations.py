@@ -55,8 +55,8 @@ MUTATIONS = {
             "full_before_other_senders",
             "a chunk is FULL when the first of its senders is in",
             "stager.session.ring_slots",
-            "if len(checkpoint.complete[chunk]) == len(layout.senders(chunk)):",
-            "if checkpoint.complete[chunk]:",
+            "if len(checkpoint.complete[chunk]) < len(layout.senders(chunk)):",
+            "if not checkpoint.complete[chunk]:",
         ),
         _one(
             "credit_twice",
