@@ -6,6 +6,7 @@ A profile of real calls, with a link that the test plays. Lower a limit with eac
 from __future__ import annotations
 
 import ast
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -33,6 +34,7 @@ from trainer_side.restore.restore import restore
 PRODUCT = tuple(Path(str(package.__file__)).parent for package in (holdfast, trainer_side))
 SAVE_ROOM = PRODUCT[1] / "save"
 PLAYED = (memory_store.__file__, test_checkpointer.__file__)
+LOG_HANDLERS = logging.__file__  # which a test before may have installed in this process
 FIRST_SAVE_MAX = 44
 LATER_SAVE_MAX = 22
 RESTORE_MAX = 25
@@ -56,9 +58,9 @@ def files_entered(function: Callable[[], object]) -> list[str]:
 
 
 def _is_beside(frame: FrameType | None) -> bool:
-    """Whether it runs in the body of a module that is imported, or in what the test plays: neither is on the way."""
+    """Whether it is not on the way: it runs in the body of an imported module, in a log handler, or the test plays it."""
     while frame is not None and frame.f_code.co_filename != __file__:
-        if frame.f_code.co_name == "<module>" or frame.f_code.co_filename in PLAYED:
+        if frame.f_code.co_name == "<module>" or frame.f_code.co_filename in (*PLAYED, LOG_HANDLERS):
             return True
         frame = frame.f_back
     return False
