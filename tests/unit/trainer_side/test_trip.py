@@ -58,7 +58,7 @@ def files_entered(function: Callable[[], object]) -> list[str]:
 
 
 def _is_beside(frame: FrameType | None) -> bool:
-    """Whether it is not on the way: it runs in the body of an imported module, in a log handler, or the test plays it."""
+    """Whether it is off the way: in the body of a module that is imported, in a log handler, or played by the test."""
     while frame is not None and frame.f_code.co_filename != __file__:
         if frame.f_code.co_name == "<module>" or frame.f_code.co_filename in (*PLAYED, LOG_HANDLERS):
             return True
