@@ -99,7 +99,7 @@ class RetryQueue:
 
     @property
     def wait_seconds(self) -> float | None:
-        """How long until the first call is due; None if there is none."""
+        """How long until the first call is due; None if the queue is empty."""
         return max(0.0, self._waiting[0][0] - self._clock()) if self._waiting else None
 
     def put(self, key: CheckpointId, seconds: float, act: Callable[[], None]) -> None:

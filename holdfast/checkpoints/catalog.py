@@ -309,8 +309,8 @@ class Catalog:
         raise DamageError(f"{self._store.url}: step {step}: {items[0].fault}")
 
     def slices(self) -> Sequence[SliceSet]:
-        """What ranks wrote to the store themselves and is no file yet, newest first; by name, nothing is read. Raises
-        `StoreError`.
+        """Checkpoints that exist only as slices written by the ranks, newest first. Found by name; no object is read.
+        Raises `StoreError`.
         """
         return find_sets(self._store.list())
 

@@ -184,10 +184,11 @@ class Store(Protocol):
     def resume(self, name: str, begun: BegunUpload) -> Upload:
         """Go on with an upload that a dead process began with `begin`, under the same name.
 
-        Only the run's single writer may call this. Parts that the dead one was still sending may or may not count.
+        Only the run's single writer may call this. Parts that the dead process was still sending may or may not count.
 
         Raises:
-            StoreMissing: Nothing of it is left (swept, aborted), or the token is none of this upload; `begin_anew`.
+            StoreMissing: Nothing of the upload is left (swept, aborted), or the token belongs to another one;
+                `begin_anew`.
             StoreError: Not retriable: the backend cannot resume.
         """
         ...

@@ -41,7 +41,7 @@ NOT_READABLE = (
     ValueError,
     struct.error,
 )
-"""What torch's reader and unpickler raise on bytes from outside, beside their own UnpicklingError."""
+"""Exceptions that torch's reader and unpickler raise on malformed bytes, beside their own UnpicklingError."""
 
 
 def refuse_costly_pickle(file: IO[bytes], what: str) -> None:
