@@ -42,7 +42,7 @@ class RetryCounts:
 
     @property
     def seconds(self) -> float:
-        """How long nothing has succeeded while a checkpoint was pending; 0 when none is."""
+        """How long nothing has succeeded while a checkpoint was pending; 0 without one."""
         return self._clock() - self._since if self._holds else 0.0
 
     def held(self, key: CheckpointId, error: StoreError) -> float:

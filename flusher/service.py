@@ -314,7 +314,7 @@ class FlusherService:
             settle(self._engine, self._ring, why)
 
     def _end_if_held(self) -> None:
-        """Leave the ring to the next flusher when the store takes nothing and there is no more use in waiting."""
+        """Leave the ring to the next flusher when the store takes no writes and waiting is pointless."""
         refused = self._refused()
         if refused is None or (self._handler is not None and not self._terminating):
             return

@@ -162,7 +162,9 @@ class Maintenance:
         self._workers.submit((0,), lambda: self._look_after(key, known))
 
     def doubt(self, found: Sequence[DoubtedSteps]) -> None:
-        """Mark what is published of these steps, and whatever will be. The list has all that were given before."""
+        """Mark the published checkpoints of these steps, and those that are published later. The list has all that were
+        given before.
+        """
         if self.marks.learn(found):
             self._mark_again()
 

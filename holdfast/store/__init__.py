@@ -130,7 +130,7 @@ def normalise_url(url: str) -> str:
 
 
 def refuse_missing_parent(store_url: str, *, create: bool) -> None:
-    """See that a run in a directory has a place to be.
+    """Check that the parent of a run's directory exists.
 
     A parent that is missing is a file system that is not mounted, more often than a new place. Directories made on
     the empty mount point would take checkpoints that nobody finds again, until the root disk is full.

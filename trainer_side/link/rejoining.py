@@ -41,7 +41,7 @@ class Reconnect(NamedTuple):
 
     Attributes:
         connect: Connects as this generation of the job's start (`World.again`).
-        newest_attempt: The newest attempt with a checkpoint in the run, 0 without one. Asked by rank 0 alone, in the
+        newest_attempt: The newest attempt with a checkpoint in the run, 0 without one. Called by rank 0 alone, in the
             thread of the search; raises `StoreError`.
     """
 

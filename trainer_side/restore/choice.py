@@ -126,7 +126,7 @@ class Candidate:
 
     @property
     def checkpoint(self) -> CheckpointId:
-        """Which one it is, wherever it lies."""
+        """Its id, which is the same wherever it lies."""
         return CheckpointId(self.attempt, self.step)
 
 

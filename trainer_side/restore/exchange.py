@@ -66,7 +66,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def _turn(self, unit: Unit) -> int | None:
-        """Which of the own units that others need it is; None: nobody else needs it, or it is not this rank's."""
+        """Its index among this rank's units that others need; None if it is not one of them."""
 
     @abstractmethod
     def keep(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
@@ -193,7 +193,7 @@ def check_told(
 def check_entries(
     manifest: Manifest, image: ImageMap, told: Mapping[int, tuple[EntryPart, Sum]], tier: str
 ) -> DamageError | None:
-    """See that what the tiers gave is what the store has of the same checkpoint: no byte is read for it.
+    """Check the bytes from the tiers against the store's manifest of the same checkpoint, without reading any byte.
 
     `image`: The layout of the slices. `tier`: Where the bytes come from, for the message.
     """

@@ -401,7 +401,7 @@ class InTurn:
         return pass_over(candidates(self._holders, self._shelf.stored, self._places), self._set_aside)
 
     def first(self) -> Candidate | None:
-        """The first candidate; whatever is newer is known then. Collective."""
+        """The first candidate; all newer checkpoints are known by then. Collective."""
         return next((one for one in self if isinstance(one, Candidate)), None)
 
     def _is_settled(self, one: Candidate | Passed) -> bool:

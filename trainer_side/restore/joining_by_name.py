@@ -314,7 +314,7 @@ class _Join:
         saved: Mapping[str, Any],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """See that what no name has joined has the shapes that were saved.
+        """Check that tensors that no name has joined have the saved shapes.
 
         Raises:
             StateError: It has others, so the order must be another one; names both.
@@ -364,7 +364,7 @@ class _Join:
     def see_twice(
         self, order: Sequence[int], optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
     ) -> None:
-        """See that a parameter that the optimizer has twice has one state in the checkpoint.
+        """Check that a parameter that the optimizer has twice has one state in the checkpoint.
 
         Raises:
             StateError: It has two, and the later one would win; names both.

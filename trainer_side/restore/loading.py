@@ -3,7 +3,7 @@
     check    names and shapes, before the first byte is read       live_trees   what the tensors are read over
     load     objects ─► tensors ─► PerRank values ─► RNG states
 
-Random states come last: whatever another object's `load_state_dict` draws must not count.
+Random states come last, because another object's `load_state_dict` may draw random numbers.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ class Origin(Protocol):
 
     @property
     def seconds_share(self) -> float:
-        """Which part of the time for restoring one request may take; then it hangs, and another source is asked."""
+        """The fraction of the restore's time limit after which a request counts as hanging."""
         ...
 
     def lying(self, unit: Unit) -> Lying: ...

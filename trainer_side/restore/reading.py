@@ -11,8 +11,8 @@
 3. A unit that is read and checked is shared with the other ranks while the next ones are read: with all of them
    (`broadcast.py`), or with those that need bytes of it (`scatter.py`). The turns go round the ranks (first unit of
    each, second unit of each, …), so each rank makes the same `share` calls in the same order.
-4. A rank that meets damage goes on sharing, whatever its memory holds: the order of calls must not break. Its error is
-   returned, and the ranks agree afterwards.
+4. A rank that finds damage keeps sharing, although its memory is undefined: the order of calls must not break. Its
+   error is returned, and the ranks agree afterwards.
 5. A unit that a tier cannot give does not stop the others: `slice_reader.py` reads it from elsewhere. A failure of the
    store ends the reading.
 6. A request to a tier that does not return in time means that its device hangs: this rank gives up all its requests to
@@ -100,7 +100,7 @@ class Reading:
     uses: dict[str, Use] = field(default_factory=dict)
 
     def add(self, other: Reading) -> None:
-        """Count what another reading did as well; not its error, nor its failures."""
+        """Add the counts of another reading, without its error and failures."""
         self.bytes_read += other.bytes_read
         self.sums.update(other.sums)
         self.received.update(other.received)
@@ -310,7 +310,7 @@ class ReaderPool:
         return lost
 
     def _give_up(self, unit: Unit) -> None:
-        """Nothing more is asked of the tier that this unit is in; under the lock."""
+        """Send no more requests to the tier of this unit; under the lock."""
         origin = self._origins[unit.number]
         if origin.tier in self._hanging:
             return

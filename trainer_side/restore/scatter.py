@@ -132,7 +132,7 @@ class Scatter(Exchange):
         return len(self._leaving) >= _PACKED or len(self._coming) >= _COMING or not has_room
 
     def settle(self) -> None:
-        """See that what has come is what was sent, after `Peers.finish`."""
+        """Check that the received bytes are those that were sent, after `Peers.finish`."""
         for chunk, runs, sealed in self._coming:
             found = combine_all(Sum.of(run.data) for run in runs)
             if found != int.from_bytes(sealed.tobytes(), "little") and self.error is None:
@@ -174,7 +174,7 @@ class Scatter(Exchange):
         return self._section.bytes[begin : self._section_end]
 
     def _crossing_bytes(self, chunk: int) -> int:
-        """Most that what comes of a chunk takes in a window."""
+        """The most room in a window that the received bytes of one chunk take."""
         runs = [end - first for region, first, end in self._runs(chunk) if region.device is not None]
         return sum(_aligned(nbytes) + 2 * WIDEST_BYTES for nbytes in runs)
 

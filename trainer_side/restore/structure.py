@@ -141,7 +141,7 @@ def check_structure_chunks(store: Store, manifest: Manifest) -> None:
     were written is it the state that is wrong, and not the file.
 
     Raises:
-        DamageError: One of them is not as it was written.
+        DamageError: One of them differs from the bytes that were written.
         StoreError: The store failed.
     """
     head_bytes, tail_offset = ends_of(manifest)
@@ -308,7 +308,7 @@ class Structure:
         return [index for _, index in numbered]
 
     def _check_paths(self) -> None:
-        """See that each tensor lies in the entry that the manifest names: the order above is torch's, not a promise."""
+        """Check that each tensor lies in the entry that the manifest names: torch does not promise the order above."""
         entry_of = self.entry_of
         stated: dict[str, set[int]] = {}
         for record in self._image.tensors:

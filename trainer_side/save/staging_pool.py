@@ -322,7 +322,7 @@ class StagingPool:
     def wait(self, step: int, seconds_max: float | None = None) -> float:
         """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once.
 
-        `seconds_max`: Wait whatever `on_full` says, for as long; None: as the settings say.
+        `seconds_max`: Wait for this long, regardless of `on_full`; None: as the settings say.
 
         If all areas are taken, that is until the oldest is staged, or has ended: every rank has sent it then, and the
         stager has room. Also ends when another rank has declined the step.

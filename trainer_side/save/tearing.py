@@ -199,7 +199,7 @@ class SavedInstant:
         self._words = _read(self._live, check.wide, readable)
 
     def changed(self) -> str:
-        """A tensor that is not as it was."""
+        """A tensor that has changed."""
         versions = _versions(self._tensors)
         if versions != self._versions:
             pairs = zip(versions, self._versions, self._entry_of_tensor, strict=True)
@@ -208,14 +208,14 @@ class SavedInstant:
         return self._path(np.arange(len(wrong)), wrong)
 
     def changed_at(self, storages: Collection[int]) -> str:
-        """A tensor in one of the storages at these addresses that is not as it was."""
+        """A tensor in one of the storages at these addresses that has changed."""
         mine = [place for place, storage in enumerate(self.storages()) if storage in storages]
         entries = {self.check.pieces[place].entry for place in mine}
         tensors = [place for entry in entries for place in self._tensors_of.get(entry, ())]
         return self._changed(np.array(mine, np.int64), tensors)
 
     def changed_in(self, batch: Batch) -> str:
-        """A tensor that was copied in `batch`, and is not as it was; before the update may change it. Copy thread."""
+        """A tensor that was copied in `batch` and has changed; called before the update may change it. Copy thread."""
         look = self.check.look(batch)
         return self._changed(look.places, look.tensors)
 
@@ -234,7 +234,7 @@ class SavedInstant:
     def changed_uncounted(self, area: torch.Tensor) -> str:
         """A tensor of which a byte is not as in the staging area, though torch has counted no change of it. Reads all.
 
-        Training thread, on the stream on which training goes on. The area has all bytes of this instant.
+        Training thread, on the stream of the training. The area has all bytes of this instant.
         """
         versions = _versions(self._tensors)
         counted = {

@@ -229,7 +229,7 @@ def by_name(
 
 
 def has_groups(saved: Any) -> bool:
-    """Whether what was saved has the form of an optimizer's state."""
+    """Whether the saved value has the form of an optimizer's state."""
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     return (
         isinstance(groups, list)

@@ -185,7 +185,7 @@ class SavedNames:
     """The names in the files of one rank, made again when its optimizers get other parameters. Training thread.
 
     Args:
-        state: As the script gave it.
+        state: The state, as the script passed it.
         is_writer: Whether this rank writes data.pkl; others have no names to make.
 
     Attributes:
@@ -330,7 +330,7 @@ class PerRankNames:
     """Keeps `PerRank.names` up to date for all values of this rank's state. Training thread.
 
     Args:
-        state: As the script gave it.
+        state: The state, as the script passed it.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:

@@ -134,8 +134,8 @@ class Constants:
 
     def __init__(self, containers: Sequence[Any], known: Mapping[int, Any]) -> None:
         constant: set[int] = set()
-        # Containers without attributes that occur once: whoever recognises the outer container knows them. A container
-        # that occurs in several places may occur in other places in another tree.
+        # Containers without attributes that occur once: recognising the outer container is enough. A container that
+        # occurs in several places may occur in other places in another tree.
         inner: set[int] = set()
         times = Counter(id(value) for node in containers for value in _values(node) or ())
         for node in reversed(containers):

@@ -203,7 +203,7 @@ class VoteCount:
         return []
 
     def refuse(self, order: Order, why: Reason) -> list[StepVerdict]:
-        """No tier keeps this step, whatever is sealed of it. Said before any tier can have it from all ranks."""
+        """No tier keeps this step, even if some slices are sealed. Said before any tier can have it from all ranks."""
         self._refused[order] = why
         if len(self._refused) > self._open_max:
             del self._refused[min(self._refused)]
