@@ -58,7 +58,9 @@ class DoubtMarks:
         self._stopped = True
 
     def marked(self, manifest: Manifest) -> Manifest:
-        """The manifest with the doubt about its checkpoint; itself if there is none or it states one."""
+        """The manifest with the doubt about its checkpoint added; unchanged without a doubt, or if it states one
+        already.
+        """
         key = manifest.order
         if manifest.doubt or not (reason := doubt_about(self._doubts, key)):
             return manifest

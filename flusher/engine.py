@@ -104,7 +104,7 @@ class Engine:
     # -- what the stager says ------------------------------------------------------------------------------------
 
     def begin(self, key: CheckpointId, layout: Layout) -> None:
-        """A checkpoint begins, or goes on where a dead flusher left it. One that is known is only answered."""
+        """A checkpoint begins, or resumes where a dead flusher left it. One that is known is only answered."""
         if layout.digest not in self._indexes:
             self._indexes = {
                 layout.digest: LayoutIndex(layout)
@@ -219,7 +219,7 @@ class Engine:
         return self._pipeline.only_receiving and not self._later and not self._discards
 
     def held_seconds(self) -> float:
-        """How long nothing could be done any more but to wait for the store; 0 while something goes on."""
+        """How long all work has been waiting for the store; 0 while anything else is in progress."""
         return self._held.seconds
 
     @property

@@ -229,7 +229,7 @@ class Jobs:
         progress_path(self._ring.directory, key).unlink(missing_ok=True)
 
     def _go_on(self, job: Open) -> Event:
-        """Open the upload of a dead flusher, and see that the store has what the record says."""
+        """Open the upload of a dead flusher, and check that the store has the parts that the record names."""
         progress, layout = self._progress[job.key], job.index.layout
         head = progress.head
         manifest = self._manifest(head.file)

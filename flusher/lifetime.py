@@ -3,8 +3,8 @@
     lock on this machine ─► store answers ─► claim on the run ─► what dead writers left goes, but for uploads in flight
     ─► a dead flusher's ring, or a new one ─► socket ─► ready ─► Service.run ─► socket, ring, claim and lock given back
 
-A flusher that fails leaves the ring where it is: the next one goes on with it. Nothing that takes long is done before
-the socket is there, because a stager may be waiting with slots that fill up.
+A flusher that fails leaves the ring in place, and the next one resumes it. Nothing that takes long is done before the
+socket is there, because a stager may be waiting with slots that fill up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The record, beside the ring, of what the store has of one checkpoint: the next flusher goes on from there.
+"""The record, beside the ring, of the parts that the store has of one checkpoint: the next flusher resumes from it.
 
     flush-<attempt>-<step>      head: file, write-id, token, part_bytes, layout digest
                                 one line per part that the store has: its index, its segments' CRCs

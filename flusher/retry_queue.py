@@ -42,7 +42,7 @@ class RetryCounts:
 
     @property
     def seconds(self) -> float:
-        """How long nothing has succeeded while a checkpoint was pending; 0 when none is."""
+        """How long nothing has succeeded while a checkpoint was pending; 0 without one."""
         return self._clock() - self._since if self._holds else 0.0
 
     def held(self, key: CheckpointId, error: StoreError) -> float:
@@ -99,7 +99,7 @@ class RetryQueue:
 
     @property
     def wait_seconds(self) -> float | None:
-        """How long until the first call is due; None if there is none."""
+        """How long until the first call is due; None if the queue is empty."""
         return max(0.0, self._waiting[0][0] - self._clock()) if self._waiting else None
 
     def put(self, key: CheckpointId, seconds: float, act: Callable[[], None]) -> None:

@@ -100,8 +100,8 @@ class FlusherService:
         return self._handler
 
     def run(self) -> None:
-        """Serve until all is done. Raises `FencedError`: another writer took the run over. What was staged is its
-        business now.
+        """Serve until all is done. Raises `FencedError`: another writer has taken the run over, and is responsible for
+        the staged checkpoints now.
         """
         before = {number: signal.signal(number, self._on_signal) for number in ENDING_SIGNALS}
         self._lease.start_beating(self._inbox.put)
@@ -314,7 +314,7 @@ class FlusherService:
             settle(self._engine, self._ring, why)
 
     def _end_if_held(self) -> None:
-        """Leave the ring to the next flusher when the store takes nothing and there is no more use in waiting."""
+        """Leave the ring to the next flusher when the store takes no writes and waiting is pointless."""
         refused = self._refused()
         if refused is None or (self._handler is not None and not self._terminating):
             return
@@ -334,9 +334,8 @@ class FlusherService:
         return self._maintenance.marks.refused if self._engine.idle else None
 
     def _take_no_more(self) -> None:
-        """Told to end: what is staged is published. What is being received may be called staged at this very moment.
-
-        It therefore stays in the ring, as after a crash, and the next flusher goes on with it.
+        """End as told: staged checkpoints are still published. A checkpoint that is being received may become staged at
+        any moment, so it stays in the ring, as after a crash, and the next flusher continues it.
         """
         reason = "this flusher was told to end"
         if self._waits_for_old_stager and not self._ring.is_held():

@@ -87,7 +87,7 @@ class Maintenance:
         set_aside: Tells which checkpoints the supervisor of the run has set aside so far.
 
     Attributes:
-        marks: Of checkpoints that may be torn.
+        marks: Marks of checkpoints that may be torn.
     """
 
     def __init__(
@@ -162,7 +162,9 @@ class Maintenance:
         self._workers.submit((0,), lambda: self._look_after(key, known))
 
     def doubt(self, found: Sequence[DoubtedSteps]) -> None:
-        """Mark what is published of these steps, and whatever will be. The list has all that were given before."""
+        """Mark the published checkpoints of these steps, and those that are published later. The list has all that were
+        given before.
+        """
         if self.marks.learn(found):
             self._mark_again()
 
@@ -357,7 +359,7 @@ class Maintenance:
         return self._write_ids.get(name, self._known[name].write_id) != self._known[name].write_id
 
     def make_room(self) -> None:
-        """The store is full: remove checkpoints that only the ladder keeps. Those of other settings stay."""
+        """The store is full: remove checkpoints that only the ladder keeps. Checkpoints kept by other settings stay."""
         keep = self._rules.keep
         if keep != keep.without_rungs():
             self._submit(lambda: self._guarded(lambda: self._prune(keep.without_rungs()), "no room was made"))

@@ -47,7 +47,7 @@ class WriterLease:
         return self._claim.attempt
 
     def check(self) -> None:
-        """See that the run is still ours; raises `FencedError` if not."""
+        """Check that this flusher still holds the lease; raises `FencedError` if not."""
         with self._lock:
             self._claim.check()
 

@@ -31,7 +31,7 @@ def is_under_mpirun() -> bool:
 
 
 def find_mpirun() -> str:
-    """The mpirun beside this Python, else that on PATH. Raises `ConfigError`: there is none."""
+    """The mpirun beside this Python, else the one on PATH. Raises `ConfigError`: mpirun is not installed."""
     beside = Path(sys.executable).with_name("mpirun")
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     if mpirun is None:

@@ -153,7 +153,7 @@ class _Walk:
                 return
 
     def _operand(self, code: int, size: int) -> tuple[int, int]:
-        """Where the operand lies. What is claimed and not there counts, too."""
+        """The begin and end of the operand. Bytes that a length claims count even if the pickle does not have them."""
         begin = self._position
         if size == pickletools.UP_TO_NEWLINE:
             end = self._pickled.index(b"\n", begin)

@@ -56,8 +56,8 @@ class StagerKey:
 
 
 def key_found(address: Address) -> bytes:
-    """The key of a stager of this user on this machine. For a rank that was given none, once it is connected: the
-    stager has put the key there before it answers. Raises `ConfigError`: there is none.
+    """The key of a stager of this user on this machine, for a rank without a configured key. Called once the rank is
+    connected, since the stager writes the key before it answers. Raises `ConfigError`: the key file does not exist.
     """
     path = stager_key_path(address)
     try:

@@ -144,7 +144,7 @@ class Actions:
             now = self._clock()
             seconds = now - self._offered_at.pop(action.step, now)
             self._begun_at.pop(action.step, None)
-            # A slow store declines every step for the same reason: it is said once, and the events count them.
+            # A slow store declines every step for the same reason: it is logged once, and the events count the steps.
             if self.line.held:
                 reason = f"{reason}; the store takes nothing: {self.line.held}"
             said = re.sub(r"[0-9]+", "#", str(reason))

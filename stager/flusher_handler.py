@@ -73,7 +73,7 @@ class FlusherHandler:
         self.drained = False
 
     def close(self) -> None:
-        """Leave the flusher; it goes on by itself."""
+        """Leave the flusher, which keeps running."""
         if self._next is not None:
             self._next.close()
         self._line.close()

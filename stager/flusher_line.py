@@ -4,8 +4,8 @@
                                   ▲           │ none: a pause, longer each time
                                   └───────────┘
 
-The thread does nothing but that: the stager's loop goes on, and MPI stays in it. While the line is cut nothing is kept
-for the flusher: the next one is told what the session knows.
+The thread does nothing else: the stager's loop continues, and all MPI calls stay in it. While the line is cut nothing
+is kept for the flusher: the next one is told what the session knows.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FlusherLine:
     # -- while it is whole ---------------------------------------------------------------------------------------
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Tell the flusher; to one that is gone nothing is said."""
+        """Send a message to the flusher; dropped if it is gone."""
         if not self.cut:
             self._unsent.append((kind, fields))
             self._pass_on()
@@ -179,7 +179,7 @@ class FlusherLine:
         )
 
     def close(self) -> None:
-        """Leave the flusher; it goes on by itself."""
+        """Leave the flusher, which keeps running."""
         self.flusher.close()
 
     def _fail(self, why: str) -> None:

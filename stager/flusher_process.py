@@ -46,8 +46,8 @@ _started: dict[subprocess.Popen[bytes], int] = {}
 
 
 class FlusherAhead:
-    """A flusher that has its modules and waits to be told to begin; it ends with this process. None is made where one
-    answers already. Main thread.
+    """A flusher that has its modules and waits to be told to begin; it ends with this process. No new one is started if
+    one answers. Main thread.
     """
 
     def __init__(self, config: StagerConfig) -> None:
@@ -95,7 +95,7 @@ class Flusher:
     resumed: bool = False
 
     def close(self) -> None:
-        """Leave it. It goes on by itself."""
+        """Leave it. It keeps running."""
         self.ring.close()  # first: a flusher that sees us hang up asks whether we still have it
         self.channel.close()
 

@@ -1,4 +1,4 @@
-"""Which of many sockets can be read or written now: epoll, and whom each event concerns."""
+"""Tells which sockets can be read or written now: epoll, with an owner for each socket."""
 
 from __future__ import annotations
 

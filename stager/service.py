@@ -136,7 +136,7 @@ class StagerService:
             self._trainers.leave(rank, lost=True)
 
     def close(self) -> None:
-        """Leave ring and flusher, which goes on by itself."""
+        """Leave ring and flusher, which keeps running."""
         self._payloads.close()
         self._flusher_handler.close()
 
@@ -187,7 +187,7 @@ class StagerService:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Nothing more comes of the trainers: have the flusher make durable what is staged, and wait for it.
+        """The trainers are gone: wait until the flusher has made all staged checkpoints durable.
 
         Unless some were lost and the ring is kept: the next attempt is waiting for us to end, and begins from the ring.
         """

@@ -47,8 +47,8 @@ _ANY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - no address to connec
 
 
 def key_of(config: StagerConfig) -> bytes:
-    """The key with which ranks are to prove themselves; empty: one is to be made for ranks of this machine. Raises
-    `ConfigError`: there is none, and the address can be reached from other machines.
+    """The key that ranks must prove they have; empty: the stager makes one for ranks on this machine. Raises
+    `ConfigError`: no key is set, and the address can be reached from other machines.
     """
     key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
     address = parse_address(config.listen or "")

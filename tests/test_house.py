@@ -42,11 +42,6 @@ def test_map_errors_names_each_file_to_add_and_each_to_remove() -> None:
 
 # A room of more files than this has a map; in a smaller one the first lines of the files are enough.
 UNMAPPED_MAX = 9
-# Larger rooms that have no map yet. A room leaves the list when it gets one.
-UNMAPPED = (
-    *("holdfast/checkpoints", "holdfast/store", "trainer_side/link", "trainer_side/notice"),
-    *("trainer_side/restore", "trainer_side/save", "trainer_side/state", "trainer_side/tiers"),
-)
 
 
 def rooms() -> list[str]:
@@ -61,10 +56,7 @@ def test_a_map_names_all_rooms_and_files(room: str) -> None:
     docstring = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))) or ""
     there = children(ROOT / room)
     errors = map_errors(docstring, there)
-    if room in UNMAPPED:
-        assert errors, "its map is complete: take it off the list"
-        assert len(there) > UNMAPPED_MAX, "it is small: take it off the list"
-    elif room in PACKAGES or len(there) > UNMAPPED_MAX:
+    if room in PACKAGES or len(there) > UNMAPPED_MAX:
         assert errors == [], f"in the docstring of {room}/__init__.py"
 
 
@@ -101,16 +93,16 @@ BUDGETS = {
     "trainer_side/convert": 1800,
     "trainer_side/data": 600,
     "trainer_side/frameworks": 1000,
-    "trainer_side/link": 1850,
+    "trainer_side/link": 1900,
     "trainer_side/notice": 1100,
     "trainer_side/pace": 550,
     "trainer_side/ranks": 2800,
     "trainer_side/restore": 7300,
-    "trainer_side/save": 6300,
+    "trainer_side/save": 6350,
     "trainer_side/state": 4900,
     "trainer_side/tiers": 5250,
 }
-PRODUCT_LINES_MAX = 80_700
+PRODUCT_LINES_MAX = 80_820
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

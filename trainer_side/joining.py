@@ -222,7 +222,9 @@ def _missing_parent(config: TrainerConfig, store_url: str) -> HoldfastError | No
 
 
 def _sweep(store: Store, attempt: int) -> None:
-    """Nobody else does it in a job without a stager. Whoever wrote before is fenced by this attempt, or looked up."""
+    """Remove unfinished uploads of older attempts, as the flusher does in a job with a stager. This attempt fences
+    older writers; those that may still be alive are looked up.
+    """
     if living := may_live(store, attempt):
         _log.warning(
             "unfinished uploads of older attempts stay in the store, because %s may still be writing them",

@@ -5,8 +5,8 @@
       │                          the ranks' replicas differ and are refused ──────► declined, failed ┐
       └── declined here ─────────────────────────────────────────────────────────► declined         ┴─► causes, counted
 
-A rank that has begun a step learns later that another one had no room for it: the stager tells all. So the books are
-right for the steps that have their verdict, and once all have one they name the same steps on every rank.
+A rank that has begun a step may learn later, from the stager, that another rank had no room for it. The counts are
+final for steps that have a verdict; once every step has one, all ranks count the same steps.
 """
 
 from __future__ import annotations

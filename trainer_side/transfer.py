@@ -52,8 +52,8 @@ class Transfer:
 
     Attributes:
         record: Times and bytes; all `*_seconds` of phases count from the save.
-        reason: Why it was declined or failed; None before that, and in a job without a stager.
-        fingerprints: Of this rank's replicas, as DONE carries them; there before the last byte is ready.
+        reason: Why the step was declined or failed; None before that, and in a job without a stager.
+        fingerprints: Fingerprints of this rank's replicas, as sent with DONE; set before the last byte is ready.
         frames: How many frames this rank sends. `frames_left`: how many of them it has not sent.
         released: Set when the source's memory is no longer read.
         settled: Set when it is staged, declined or failed.

@@ -1,1 +1,14 @@
-"""Checkpoints in the store: names, manifests, claims, slices."""
+"""Checkpoints in the store: names, manifests, the lease, slices.
+
+    publish   intent ─► file ─► manifest: only now the checkpoint exists ─► the intent is removed
+
+catalog, manifest_order      the checkpoints of a run, newest first; manifests of a listing in the same order
+publish, intents             names and manifests of checkpoints; a record of each object before it is made or removed
+lease, identity              one writer per run; the process that holds the lease, so that others see whether it lives
+image_writing, assembly      writes a file part by part; makes the file from slices that the ranks have written
+slice_sets                   slices that ranks wrote to the store, and which of them are a whole checkpoint
+
+verification, chunk_sums     reads a checkpoint back; the sums of one chunk
+nonfinite                    counts NaN and infinite values
+zip_directory                the central directory of the zip file, as torch writes it
+"""

@@ -138,7 +138,7 @@ class Assembler:
         )
 
     def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:
-        """Put what `rank` has of `chunk` in its place, checked. Any thread.
+        """Copy the part of `chunk` that `rank` has to its place, and check it. Any thread.
 
         Raises:
             DamageError: Its bytes are not what was sealed: which rank and chunk, in which object, of which tensors.

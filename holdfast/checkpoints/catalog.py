@@ -122,7 +122,7 @@ class CatalogLook:
     ) -> Iterator[CatalogItem]:
         """These manifests, or all, in their order. The first is read alone, and then a few ahead of who asks.
 
-        One that is pruned meanwhile is left out. One that is listed and cannot be opened has that as its fault.
+        A manifest that is pruned meanwhile is left out. One that is listed and cannot be opened has that as its fault.
 
         Args:
             names: Which; None: all.
@@ -229,7 +229,7 @@ class Catalog:
         Sizes are compared, bytes are not read: restore checks every chunk's CRC as it reads.
 
         Raises:
-            StoreError: The store failed. That one manifest is damaged or vanishes meanwhile is no error.
+            StoreError: The store failed. A manifest that is damaged, or vanishes meanwhile, is no error.
         """
         return self.look().items()
 
@@ -253,7 +253,7 @@ class Catalog:
         """The manifest of `step`, in its newest attempt; or without a step the newest good one, with a warning for
         each newer one that is not.
 
-        A step that is asked for by number is given even if its state is bad: people want to look at it.
+        A step that is requested by number is returned even if its state is bad, so that people can inspect it.
 
         Raises:
             StoreMissing: No run, no checkpoint in it, or no such step; names the steps that are near.
@@ -283,7 +283,7 @@ class Catalog:
         raise self._nothing()
 
     def of_step(self, step: int) -> Sequence[CatalogItem]:
-        """The manifests of one step, newest first; of the other steps none is read. Raises `StoreError`."""
+        """The manifests of one step, newest first; those of other steps are not read. Raises `StoreError`."""
         return list(CatalogLook(self._store, step).items())
 
     def _of_step(self, step: int) -> Manifest:
@@ -309,8 +309,8 @@ class Catalog:
         raise DamageError(f"{self._store.url}: step {step}: {items[0].fault}")
 
     def slices(self) -> Sequence[SliceSet]:
-        """What ranks wrote to the store themselves and is no file yet, newest first; by name, nothing is read. Raises
-        `StoreError`.
+        """Checkpoints that exist only as slices written by the ranks, newest first. Found by name; no object is read.
+        Raises `StoreError`.
         """
         return find_sets(self._store.list())
 

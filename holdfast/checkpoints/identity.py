@@ -1,4 +1,4 @@
-"""Which process on which machine a writer is, so that others can look whether it lives."""
+"""Identifies a writer by process and machine, so that others can check whether it is alive."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Image(Protocol):
     def senders(self, chunk: int) -> tuple[int, ...]: ...
 
     def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:
-        """Put what `rank` has of `chunk` in its place. Any thread."""
+        """Copy the part of `chunk` that `rank` has to its place. Any thread."""
         ...
 
     def finish_chunk(self, memory: memoryview) -> int:

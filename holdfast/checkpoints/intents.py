@@ -174,7 +174,7 @@ def _is_listed(store: Store, intent: Intent) -> bool:
 
 
 def _is_that_write(store: Store, intent: Intent) -> bool:
-    """Whether what stands at the file's name is what this intent speaks of."""
+    """Whether the file at this name is the one that this intent records."""
     try:
         if store.size(intent.file) != intent.nbytes:
             return False

@@ -182,7 +182,7 @@ class Lease:
         return self._record.write_id
 
     def check(self, *, at_once: bool = False) -> None:
-        """See that the run is still ours. Call before every act that others can see.
+        """Check that this process still holds the lease. Call before every act that others can see.
 
         Args:
             at_once: Ask the store once: the caller tries again by itself.
@@ -247,7 +247,7 @@ class Lease:
 
 
 def newest_attempt(store: Store) -> int:
-    """The highest attempt that anybody has claimed or published in this run; 0 on a new one. Raises `StoreError`."""
+    """The highest attempt that any writer has claimed or published in this run; 0 on a new run. Raises `StoreError`."""
     objects = store.list()
     attempts = _attempts(store, objects)
     if _says_named(store, attempts):  # then whoever published a file had a claim

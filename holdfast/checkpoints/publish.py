@@ -65,8 +65,8 @@ class Publishing(Protocol):
 def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
     """The name under which a checkpoint is published. No other attempt ever writes it, however late it wakes up.
 
-    The first attempt of a run has the plain names, each later one carries its number. A name at which anything stands
-    is left alone, whoever put it there.
+    The first attempt of a run has the plain names, each later one carries its number. A name that is in use is left
+    alone, whoever wrote it.
 
     Args:
         store: The run.

@@ -6,8 +6,8 @@
     RUN/slices/doubts-a002-r00001.json                        what rank 1 doubts, written once (holdfast/ring/doubts.py)
 
 A *set* is what the store has of one (attempt, step) for one number of ranks. It is complete when all its seals are
-there; nobody writes that down, so nobody can write it wrongly. Names say all that is needed to find and to remove one;
-what is inside is input from outside and is read by `load`, with a limit on everything.
+there; no record of this is written, so none can be wrong. The names suffice to find and to remove a set; the contents
+are untrusted input, which `load` reads with a limit on everything.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SliceName(NamedTuple):
 def layout_name(attempt: int, digest: str) -> str:
     """Where the layout of the slices of an attempt lies.
 
-    Each attempt has its own, so that whoever clears up after a dead one takes nothing from a living one.
+    Each attempt has its own, so that clearing up after a dead attempt takes nothing from a living one.
 
     Raises:
         DamageError: The digest, which comes from outside, is malformed.
@@ -205,7 +205,7 @@ def read_layout(store: Store, attempt: int, digest: str) -> Layout:
 
 
 def load_set(store: Store, found: SliceSet) -> LoadedSet:
-    """Read the seals and the layout of a set, and see that they belong together. Blocks; the slices are not read.
+    """Read the seals and the layout of a set, and check that they belong together. Blocks; the slices are not read.
 
     Raises:
         DamageError: It is not complete, or its parts do not belong together; names which.

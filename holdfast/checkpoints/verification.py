@@ -1,4 +1,4 @@
-"""Read a published checkpoint back, and say exactly what of it is not as it was written.
+"""Reads a published checkpoint back, and reports exactly which bytes differ from those that were written.
 
     file ─► windows of chunk_bytes ─► segments (cut where entries begin and end) ─► CRC-32 of each segment
                                                                                          │ combined, read once
@@ -9,9 +9,9 @@ The manifest holds what the flusher computed from its memory; so a difference is
 store or in it. A chunk that differs is read once more: damage on the way back is not damage of the checkpoint. The
 zip's own fields are what `unzip -t` would believe: they must say the same.
 
-Numbers that are not finite are counted on the same pass, while the bytes are in the cache. Here and not where the
-flusher checks what came from the ranks: every checkpoint comes by here, whoever wrote it (the flusher, one that went on
-with an upload, a tool that made a file of slices), and no slot of the ring waits for it.
+Numbers that are not finite are counted on the same pass, while the bytes are in the cache. The check is here, and not
+where the flusher checks bytes from the ranks, because every checkpoint is read back, whoever wrote it (the flusher, one
+that resumed an upload, a tool that made a file from slices), and no slot of the ring waits for it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is as it was written."""
+        """Whether every byte is the one that was written."""
         return not self.damage
 
     @property

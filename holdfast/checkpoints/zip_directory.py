@@ -3,8 +3,8 @@
     records with names of one length, one behind the other ─► one array of numpy    (archive/data/10 to archive/data/99)
 
 `zipfile` makes an object of each record, which of tens of thousands takes as long as to check the bytes of a small
-state. At the first thing here that is not plain (extra fields, comments, sizes above 4 GiB, names that are not ASCII)
-nothing is said, and `zipfile` is asked.
+state. At the first unusual record (extra fields, comments, sizes above 4 GiB, names that are not ASCII) it gives up,
+and `zipfile` reads the directory.
 """
 
 from __future__ import annotations

@@ -152,7 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _leave_closed_terminal() -> None:
-    """What a closed terminal has not taken would be written again at the end, and its failure replace the exit code."""
+    """Drop output for a closed terminal: Python would write it again on exit, and the error would replace the exit
+    code.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -9,12 +9,12 @@ that differs goes unseen, and a checkpoint is pieced together from ranks that do
 one CRC-32 for each *watched* entry, over bytes sampled at the saved instant (`fingerprint.py`), and sends them
 with DONE; the stager compares them before it stages.
 
-Watched are replicated entries that one tensor fills; bytes between tensors belong to nobody. Of entries that are
-split among the ranks, those of which several ranks hold the same region, as the replicas of HSDP do: a rank's
-fingerprint is that of its own region, and compared with those of its other holders. Both sides find them by the same
-rule in the same layout, so only the CRCs travel: four bytes for each entry, as base64 in the JSON body, 5.4 MB for a
-million: below `MAX_BODY_BYTES` for every layout that is. No tree of digests: it would save bytes that nobody misses,
-and cost a round trip on the day when they differ.
+Watched entries are replicated entries that one tensor fills (bytes between tensors belong to nobody), and sharded
+entries of which several ranks hold the same region, as the replicas of HSDP do: the fingerprint of a rank's region is
+compared with those of its other holders. Both sides derive the watched entries from the layout by the same rule, so
+only the CRCs travel: four bytes for each entry, as base64 in the JSON body, 5.4 MB for a million, which is below
+`MAX_BODY_BYTES` for every valid layout. A tree of digests would save few bytes, and cost a round trip when replicas
+differ.
 
 Samples rotate: rows of `ROW_BYTES`, every `stride`-th, from a row on that `first_row` draws from the step. Ranks that
 save the same step look at the same rows, and whatever steps are saved, every row has its turn.

@@ -29,7 +29,7 @@ class SaveRecord:
         copied_inside: Whether the copy was finished inside `save()`, so that nothing could tear it.
         save_seconds: In `save()`. `gate_seconds`: waited at the gate. `cst_seconds`: both, the stall.
         sending_seconds: From `save()` to this state of the transfer; so the other names of states.
-        job: Of a slice's seal: the job that wrote it. `drift`: of a slice in the ring: why its replicas differ.
+        job: In the seal of a slice: the job that wrote it. `drift`: for a slice in the ring: why its replicas differ.
         more: Fields that this version does not know, or of another type than it expects.
     """
 

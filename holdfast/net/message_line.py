@@ -55,8 +55,8 @@ class MessageLine:
         return len(self._unacknowledged)
 
     def put(self, message: bytes) -> None:
-        """Send a message after all others. Raises `ProtocolError`: the other side has not acknowledged so many that no
-        more are kept.
+        """Send a message after all others. Raises `ProtocolError`: too many messages are unacknowledged to keep another
+        one.
         """
         if self._kept_bytes + len(message) + _KEPT_BYTES > UNACKNOWLEDGED_BYTES_MAX:
             raise ProtocolError(
@@ -102,8 +102,8 @@ class MessageLine:
         return memoryview(self._scratch)[begun:]
 
     def arrived(self, nbytes: int) -> list[bytes]:
-        """So many bytes were read into the last `room`; the messages that are complete now. Raises `ProtocolError`:
-        they are not what a line carries; the connection must be ended.
+        """Take `nbytes` that were read into the last `room`; returns the messages that are now complete. Raises
+        `ProtocolError`: the bytes are not valid messages; the connection must be ended.
         """
         if self._large is not None:
             self._large_filled += nbytes
@@ -160,8 +160,8 @@ class MessageLine:
     # -- cut ---------------------------------------------------------------------------------------------------------
 
     def resume(self, received: int) -> None:
-        """Go on over a new connection, whose other side has received `received` messages of ours so far. Raises
-        `ProtocolError`: it cannot have received so many, or so few.
+        """Continue over a new connection. Its other side has received `received` of our messages so far. Raises
+        `ProtocolError`: the peer acknowledged an impossible number of messages.
         """
         sent = self._acknowledged + len(self._unacknowledged)
         if not self._acknowledged <= received <= sent:

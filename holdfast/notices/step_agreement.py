@@ -6,8 +6,9 @@
     a rank does not answer, or the ranks have passed too many steps ─► call off, and no rank waits for anything
 
 A rank promises a step by answering that it has not passed the step; it then waits at that step for the decider's answer
-(trainer_side/notice/promised_steps.py is the ranks' side). So at any step all ranks act or none does. A rank's link
-answers, not its training: an answer takes milliseconds, and `answer_seconds_max` is for processes that are stopped.
+(trainer_side/notice/promised_steps.py is the ranks' side). Therefore either all ranks act at a step, or no rank does. A
+rank's link answers, not its training: an answer takes milliseconds, and `answer_seconds_max` is for processes that are
+stopped.
 
 Two users: a preemption notice (preemption.py) and the interval (stager/interval_agreement.py). They say what the agreed
 step means, and when an agreement begins or is given up. No clock, no transport: answers in, announcements out.

@@ -78,8 +78,8 @@ class NearRing:
                 memory = mmap.mmap(journal.fileno(), 0, access=mmap.ACCESS_READ)
             self._descriptor = open_private_file(directory / "ring", os.O_RDONLY)
             weakref.finalize(self, os.close, self._descriptor)
-            # Last: a flusher that makes another ring has removed this file before. So both are of the stager's ring,
-            # and never the journal of one with the bytes of another.
+            # Checked last: a flusher removes this file before it makes another ring. If it still has the token, the
+            # journal and the bytes belong to the same ring, the stager's.
             if read_side_file(stager_file(directory, place.attempt)) != place.token.encode():
                 raise ConfigError(f"{directory}: this is not the ring of the stager that answers")
         except FileNotFoundError as error:

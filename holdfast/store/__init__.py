@@ -1,13 +1,24 @@
-"""Stores for checkpoints: POSIX, S3 and the rest of fsspec behind one interface (`holdfast.store.base`).
+"""Stores for checkpoints: POSIX, S3 and the rest of fsspec behind one interface.
 
     open_store(url) ─► Retrying ─► PosixStore     /mnt/nfs/run, file:///mnt/nfs/run
                                ├─► S3Store        s3://bucket/run
                                └─► GenericStore   any other URL that fsspec knows
 
-Each has its upload (`*_upload`), a `PartedUpload` (`parts`). Store and upload share the layer below both: `posix_io`,
-`s3_bucket`, `generic_folder`. `names` has the names inside a run, `ranged` reads an object as a file. `wrapper` is the
-base of the stores in front of another: `retrying`, and `guarded`, which asks before each try whether the run is still
-ours. boto3 and fsspec are imported when a store of theirs is opened, so that tools on local files start quickly.
+boto3 and fsspec are imported when a store of theirs is opened, so that tools on local files start quickly.
+
+base, names                      the interface that the conformance suite checks; valid names inside a run
+wrapper, retrying, guarded       a store that wraps another: the base class, retries, a check of the lease before writes
+parts                            the base of all uploads: which parts are written, and whether the upload is open
+concurrency                      limits requests in flight
+ranged, body                     an object as a read-only file; memory views as the body of a request
+
+posix, posix_upload              a run in a directory; one upload
+posix_io, posix_errors           the system calls below both; their errors
+file_system, spare_room          the file system of a path; reuses the blocks of removed checkpoints
+s3, s3_upload                    a run in a bucket; one upload
+s3_bucket, s3_client, s3_errors    the requests below both; the boto3 client; their errors
+generic, generic_upload          a run in any other file system of fsspec; one upload
+generic_folder                   the calls below both
 """
 
 from __future__ import annotations
@@ -119,7 +130,7 @@ def normalise_url(url: str) -> str:
 
 
 def refuse_missing_parent(store_url: str, *, create: bool) -> None:
-    """See that a run in a directory has a place to be.
+    """Check that the parent of a run's directory exists.
 
     A parent that is missing is a file system that is not mounted, more often than a new place. Directories made on
     the empty mount point would take checkpoints that nobody finds again, until the root disk is full.

@@ -126,7 +126,7 @@ class Store(Protocol):
         """Give back what the store holds open; it is not used afterwards."""
 
     def check(self, *, write: bool) -> None:
-        """See that the store answers, and with `write` that it takes, returns and deletes a small object. Raises
+        """Check that the store answers, and with `write` that it takes, returns and deletes a small object. Raises
         `StoreError`: naming URL, cause and what to do; not retriable for missing bucket, credentials, permission.
         """
         ...
@@ -140,8 +140,8 @@ class Store(Protocol):
         ...
 
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
-        """The whole of a small object. Raises `StoreMissing`, and `DamageError` if it is above `bytes_max`: anybody
-        may have put it there, so it takes no memory.
+        """The whole of a small object. Raises `StoreMissing`, and `DamageError` if it is larger than `bytes_max`: it
+        may come from anybody, so no memory is allocated for it.
         """
         ...
 
@@ -184,10 +184,11 @@ class Store(Protocol):
     def resume(self, name: str, begun: BegunUpload) -> Upload:
         """Go on with an upload that a dead process began with `begin`, under the same name.
 
-        Only the run's single writer may call this. Parts that the dead one was still sending may or may not count.
+        Only the run's single writer may call this. Parts that the dead process was still sending may or may not count.
 
         Raises:
-            StoreMissing: Nothing of it is left (swept, aborted), or the token is none of this upload; `begin_anew`.
+            StoreMissing: Nothing of the upload is left (swept, aborted), or the token belongs to another one;
+                `begin_anew`.
             StoreError: Not retriable: the backend cannot resume.
         """
         ...

@@ -6,9 +6,9 @@
        └────── not: back ──► narrowing                       └── not: back ──► keeping ── after a while ──► growing …
 
 Bytes a second are estimated from single requests: each brings its bytes over its own time, and `width` of them run side
-by side. So the ends of an upload, and the waits between two, measure nothing and count for nothing. Where each
-connection stays as fast although there are more of them, the next step is a factor of four, else of two, and fewer
-would be slower. A width that brought nothing is tried again only after ever longer: the network may change.
+by side. The end of an upload and the pauses between uploads therefore do not distort the estimate. If each connection
+stays as fast while their number grows, the next step is a factor of four, else of two. A width that brought nothing is
+tried again after ever longer pauses, since the network may change.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class AdaptiveLimit:
         return self._width
 
     def ended(self, began: float, now: float, nbytes: int, *, full: bool) -> None:
-        """A request has ended.
+        """Count a request that has ended.
 
         Args:
             began: When it began, in seconds of any clock.
             now: When it ended, of the same clock.
-            nbytes: What it carried.
-            full: Whether as many as allowed were under way: other requests tell nothing of the width.
+            nbytes: Bytes that it carried.
+            full: Whether as many requests as allowed were in flight; other requests say nothing about the width.
         """
         if not full or began <= self._since or now <= began:
             return

@@ -35,7 +35,7 @@ class GenericFolder:
         return f"{self._root.rstrip('/')}/{name}".rstrip("/")
 
     def check(self) -> None:
-        """See that the file system answers."""
+        """Check that the file system answers."""
         with self._translated("list", self.url):
             self._fs.exists(self._root)
 

@@ -73,7 +73,7 @@ class GenericUpload(PartedUpload):
             self._folder.put(self._part(index), data)
 
     def publish(self) -> None:
-        """Join the parts, move the result to its name, see that its size is right."""
+        """Join the parts, move the result to its name, and check its size."""
         if self._published:
             return
         self._ledger.require_complete()

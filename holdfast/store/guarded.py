@@ -54,7 +54,7 @@ class GuardedStore(StoreWrapper):
 
 class _GuardedUpload(UploadWrapper):
     def publish(self) -> None:
-        """What is already published needs no look; parts and an abort are not visible to others."""
+        """Check the lease only before the first publication; parts and an abort are not visible to others."""
         if self.published:
             self._inner.publish()
         else:

@@ -96,7 +96,7 @@ class PartLedger:
         self.assume(range(self.parts))
 
     def require_complete(self) -> None:
-        """See that every part is there and none is on its way. Raises `StoreError`: naming the first parts that are
+        """Check that every part is there and none is in flight. Raises `StoreError`: naming the first parts that are
         missing.
         """
         with self._changed:
@@ -114,7 +114,7 @@ class PartLedger:
             )
 
     def close(self) -> bool:
-        """Take no further parts. True if none is on its way any more."""
+        """Take no further parts. True if no part is in flight any more."""
         with self._changed:
             self._closed = True
             return self._active == 0

@@ -61,8 +61,7 @@ class PosixStore:
         return _REQUEST_BYTES
 
     def check(self, *, write: bool) -> None:
-        """See that the directory can be read, and with `write` that it can be made, written, read back and
-        cleaned.
+        """Check that the directory can be read, and with `write` that it can be made, written, read back and cleaned.
 
         A directory that does not exist yet is a new run: fine to read, and made by `write`.
         """

@@ -4,9 +4,9 @@
     EIO ESTALE ETIMEDOUT ...               a network file system comes back              retriable, within a budget
     a failed sync, a file taken away       what was written is lost                      begin_anew (posix_upload)
 
-An I/O error of a call that is whole in itself (a look, a read, a direct write) tells of that call alone, and a
-soft-mounted NFS gives it for a server that is silent for a while: it is tried again, as is a stale handle, for each
-call looks its path up anew. Where an upload holds a descriptor, `posix_upload` decides before this does.
+An I/O error of a self-contained call (a stat, a read, a direct write) concerns that call alone, and a soft-mounted NFS
+returns it while its server is silent: the call is retried. A stale handle is retried too, because each call resolves
+its path again. For an upload that holds a descriptor, `posix_upload` decides first.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ def translated(
 
     Args:
         doing: The operation, such as "write".
-        path: To what.
+        path: The path that is operated on.
         needed_bytes: How much room it needs, for the message of a full disk.
-        missing_is: Meaning of a path that is not there: `missing` (StoreMissing), `swept` (a temporary file
-            that a sweep of another writer took away; the same call makes it again) or `lost` (the same, and the
-            upload must be begun anew).
+        missing_is: Meaning of a path that does not exist: `missing` (StoreMissing), `swept` (a temporary file that
+            another writer's sweep has removed; the same call makes it again) or `lost` (the same, and the upload must
+            start over).
     """
     try:
         yield

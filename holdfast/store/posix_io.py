@@ -89,7 +89,7 @@ def opened_directory(root: Path, directory: Path) -> Iterator[int]:
 
 
 def refuse_links(root: Path, directory: Path) -> None:
-    """See that no directory between `root` and `directory` is a symbolic link: it might lead out of the run.
+    """Check that no directory between `root` and `directory` is a symbolic link, which might lead out of the run.
 
     The run's own directory, and what is above it, may be links: a person has set them.
 

@@ -122,7 +122,7 @@ class PosixUpload(PartedUpload):
                 self._close()
 
     def publish(self) -> None:
-        """Count, sync, link, sync the directory, and see that the name now leads to this very file.
+        """Count, sync, link, sync the directory, and check that the name now leads to this file.
 
         A failed sync is final: after it the kernel may call lost pages clean, and a second sync would succeed
         on a file with holes. The upload must be started over then.
@@ -316,7 +316,9 @@ class PosixUpload(PartedUpload):
             _log.warning("%s cannot be removed (%s); the next sweep takes it", self._temporary, error)
 
     def _fail(self, why: str, cause: OSError | None = None) -> NoReturn:
-        """Give this upload up for good, also for whoever would resume it: the next sync of this file may succeed."""
+        """Give this upload up for good, also for a process that would resume it: the next sync of this file may
+        succeed.
+        """
         self._failure = StoreError(f"{self._path}: {why}", begin_anew=True)
         if _is_file(_look(self._temporary), self._inode, None):
             self._drop_temporary_name()

@@ -69,7 +69,7 @@ class S3Upload(PartedUpload):
         record: Key of the record that names this upload for a sweep.
         part_bytes: Size of every part but the last; from `part_bytes_for`.
         write_id: Kept as metadata of the object; tells it from another writer's.
-        begun: The upload of another process that goes on here; None begins one.
+        begun: The upload of another process to resume; None begins a new one.
 
     Raises:
         StoreMissing: The server does not know the upload `begun`.
@@ -259,7 +259,7 @@ class S3Upload(PartedUpload):
         A failure here is tried again like any other, but only a few times: what is published must not wait for it.
 
         Raises:
-            StoreError: Retriable; the same call again goes on here.
+            StoreError: Retriable: the same call continues here.
         """
         self._ledger.close()
         if self._ended:

@@ -3,9 +3,9 @@
     retire ─► .holdfast/tmp/spare.…, durably ─► begin: nobody else has it? ─► the next upload's temporary file
                         └── a second one, close ─► removed         └── somebody has ─► removed; new room
 
-A disk may take much less time to write over blocks that it has than to give new ones: the file system need not
-turn reserved room into written room, nor the device beneath it find some (docs/design/004-names-by-attempt.md). What
-PCcheck (Strati et al., ASPLOS 2025, section 3) has from preallocated slots, ordinary files get by being used again.
+Overwriting blocks may be much faster than allocating new ones: the file system need not convert reserved extents, and
+the device need not find free blocks (docs/design/004-names-by-attempt.md). Reused files have the advantage that PCcheck
+(Strati et al., ASPLOS 2025, section 3) gets from preallocated slots.
 
 A process that has the old file open, mapped or linked would see it change: then it is not used. The kernel knows, on
 file systems of this machine alone: it grants a write lease only on a file that nobody else has open.

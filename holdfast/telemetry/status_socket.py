@@ -3,9 +3,9 @@
     status ─► flusher-status.sock ─► state       one packet each way, at most 64 KiB, as doorbell.py has them
     status ─► stager-status.sock  ─► state
 
-The role's own loop has no part in it: who asks can neither hold it up nor take a stager's place at its socket. What
-is asked within a moment gets the same answer, so a hundred watchers cost no more than one. Whatever fails here is a
-line in the log.
+The role's own loop is not involved: a client can neither block it nor take a stager's place at its socket. Requests
+within a short time get the same answer, so a hundred watchers cost no more than one. A failure here is a log line and
+nothing else.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One control message. What `chunk`, `flags`, `arg` and `body` mean depends on `kind`; unused ones are 0 or empty.
+    """One control message. The meaning of `chunk`, `flags`, `arg` and `body` depends on `kind`; unused fields are 0 or
+    empty.
 
     Attributes:
         attempt: Fencing epoch of the run; 0 before WELCOME.

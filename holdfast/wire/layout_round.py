@@ -232,9 +232,9 @@ def _agreed(proposals: Sequence[Proposal]) -> Agreement:
 
 
 def _by_group(proposals: Sequence[Proposal]) -> tuple[dict[int, list[int | None]], list[int]]:
-    """Of each row that is split, by group which of a rank's regions it holds; and the group of each rank.
+    """For each split row, the number of the region that each group holds; and the group of each rank.
 
-    Ranks that name the same regions by the same numbers are a group; as a rule all ranks are one.
+    Ranks that name the same regions by the same numbers form a group; usually all ranks are in one.
     """
     groups: dict[tuple[tuple[int, int], ...], int] = {}
     by_identity: dict[int, int] = {}  # of what was read once for many ranks
@@ -262,8 +262,7 @@ def _patterns(
     Args:
         table: Table of all ranks.
         proposals: By rank.
-        saids: Of each row that is split, by group which of a rank's regions it holds; None where it does not have the
-            tensor.
+        saids: For each split row, the number of the region that each group holds; None if it does not have the tensor.
         members: By rank, its group.
         sums: By rank, one for each row.
 

@@ -5,8 +5,8 @@
 
 State that is split among ranks by hand (ZeRO, tensor parallelism, pipeline stages, experts) has on each rank tensors of
 the same names and shapes with other bytes; one copy of each in a file loses all the others. Each rank therefore sends
-with its table a CRC-32 over every byte of every tensor, and no layout is agreed on before they were compared. What the
-ranks may differ in afterwards is drift, and seen by samples (`replicas.py`).
+with its table a CRC-32 over every byte of every tensor, and no layout is agreed on before they were compared. Later
+differences between the ranks are drift, which samples detect (`replicas.py`).
 
 Two kinds of tensor are compared. Replicated ones must be equal. All else is saved as rank 0 has it: what differs there
 is only named (statistics of BatchNorm, random number generators), unless it is so much of the state that it must be a
@@ -61,8 +61,8 @@ def encode_sums(sums: Sequence[int]) -> bytes:
 
 
 def decode_sums(data: bytes, rows: int) -> array[int]:
-    """Read what `encode_sums` made; none for no bytes. Raises `ProtocolError`: it is not one sum for each of so many
-    rows.
+    """The inverse of `encode_sums`; no sums for no bytes. Raises `ProtocolError`: there is not one sum for each of
+    `rows`.
     """
     if data and len(data) != 4 * rows:
         raise ProtocolError(f"PROPOSE: {len(data)} bytes of checksums, expected 4 for each of {rows} rows")

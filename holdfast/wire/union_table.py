@@ -4,8 +4,8 @@
     rank 1   net/b  net/c (a shard) ┼─ united ─► net/b   on every rank           as in any other state
     rank 2   net/b  net/c (a shard) ┘            net/c   held by ranks 1 and 2   the shards that they hold
 
-A tensor that only some ranks have is one that is split: they hold a region of it, and the others nothing. Of what
-may differ between ranks (buffers) the lowest rank's is saved. Pure.
+A tensor that only some ranks have is treated as split: these ranks hold a region of it, the others nothing. If a tensor
+may differ between ranks (a buffer), the lowest rank's bytes are saved. Pure.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class UnionTable(NamedTuple):
 
     Attributes:
         proof_table: The same table with the owners that the holders name.
-        sums: By rank, of each row; where a rank does not have a tensor, those of its first holder.
-        held: Of each row that is split, by rank which of its regions it holds; None where it does not have the tensor.
-        makers: Ranks that have something which no rank before them has, rank 0 among them.
+        sums: By rank, the checksum of each row; that of the first holder if the rank does not have the tensor.
+        held: For each split row, by rank, the number of the region that it holds; None if it does not have the tensor.
+        makers: Ranks with a tensor that no lower rank has, rank 0 included.
     """
 
     union: StateUnion

@@ -192,7 +192,7 @@ def clock(_: CheckPlan) -> Iterator[Finding]:
 
 
 def _wall_clock_ahead_seconds() -> float:
-    # Of several readings the fastest counts: a busy machine may pause between reading the two clocks.
+    # The fastest of several readings counts: a busy machine may pause between reading the two clocks.
     looks = []
     for _ in range(_CLOCK_LOOKS):
         steady, wall = time.monotonic(), time.time()

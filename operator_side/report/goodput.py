@@ -3,8 +3,8 @@
     launched ─starting─► training ─────────────► lost ─getting back─► training ────► ended ─nobody ran it─► launched
                              saved │◄─ done twice ─►│
 
-What each loss costs is reckoned as `holdfast status` does (loss.py), with the checkpoint that the next
-attempt did go on from. Where that one's `save()` is not known, nor is what was done twice.
+The cost of a loss is computed as `holdfast status` does (loss.py), with the checkpoint that the next attempt resumed
+from. If the time of its `save()` is unknown, so is the repeated work.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _lost(
     own = [row for row in saves if began <= (row.saved_at_unix or 0.0) <= stop]
     interval = _interval(own) or _interval(saves)
     newest = SavedPoint(own[-1].attempt, own[-1].step, own[-1].saved_at_unix or 0.0) if own else None
-    # What an earlier attempt has done since that checkpoint is lost with it, if it went on from an even older one.
+    # Work of an earlier attempt since that checkpoint is lost as well, if the next one resumed from an even older one.
     saved_at = 0.0 if safe is None else safe.saved_at_unix
     earlier_seconds = sum(max(0.0, end - max(begin, saved_at)) for begin, end in kept)
     kept[:] = [(begin, min(end, saved_at)) for begin, end in kept if begin < saved_at]

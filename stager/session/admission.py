@@ -60,7 +60,7 @@ class Admission:
     # -- what was said -------------------------------------------------------------------------------------------
 
     def verdict(self, step: int) -> Tell | None:
-        """What all were told of `step`, if it was not too many steps ago."""
+        """The verdict on `step` that all ranks were told; None for a step without one, or one too long ago."""
         return self._verdicts.get(step)
 
     def told(self, verdict: Tell) -> None:
@@ -70,13 +70,13 @@ class Admission:
             self._verdicts.popitem(last=False)
 
     def came_to(self, step: int) -> None:
-        """A rank has spoken of this step: older ones are refused from now on."""
+        """Note that a rank has named this step: older steps are refused from now on."""
         self._newest_step = max(self._newest_step, step)
 
     # -- whether it is taken -------------------------------------------------------------------------------------
 
     def refusal(self, step: int, under_way: Collection[int], now: float) -> dict[str, str] | None:
-        """What DECLINED says of `step` if it is not taken while those of `under_way` are; None: it is."""
+        """The body of DECLINED for `step`, given the steps `under_way`; None if the step is accepted."""
         if self.is_stopping:
             return {"reason": _STOPPING, "cause": DeclineCause.STOPPING}
         error = self._why_not(step, under_way, now)

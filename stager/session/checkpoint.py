@@ -124,8 +124,8 @@ class Checkpoint:
         end = queue.part_end(self.part_chunks)
         if free > queue.missing_below(end):
             return queue.fewest()
-        # What is left is kept for the lowest part: nothing can be flushed to the end before it. Until the flusher
-        # has said how large its parts are, only the lowest chunk is known to be in it.
+        # The remaining slots are kept for the lowest part: no other part can be flushed to its end first. Until the
+        # flusher has said how large its parts are, only the lowest chunk is known to be in it.
         return queue.fewest_below(end) if self.phase is Phase.RECEIVING else queue.lowest()
 
     def granted(self, chunk: int, slot: int) -> None:
@@ -165,7 +165,9 @@ class Checkpoint:
         *,
         no_flusher: str = "",
     ) -> str:
-        """Who was waited for too long, by whom, and for what; empty if nobody was. `no_flusher`: why there is none."""
+        """A message about a wait that is too long: who waits, for whom and for what; empty if no deadline has passed.
+        `no_flusher`: why no flusher is connected; empty if one is.
+        """
         if not self.under_way:
             return ""
         if self.phase is Phase.OFFERING:

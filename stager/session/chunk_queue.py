@@ -17,7 +17,7 @@ from holdfast.image.layout import Layout
 
 CREDITS_PER_RANK_MAX = 4  # enough to keep a rank sending; more only holds slots that others could use
 _WAITS = 1
-_STALE_MIN = 64  # entries; a heap is only made anew when there are more than these beside the true ones
+_STALE_MIN = 64  # entries; the heap is rebuilt only when it has more than these beside the valid ones
 
 
 class ChunkQueue:
@@ -84,7 +84,7 @@ class ChunkQueue:
         return self._waiting.count(_WAITS, following, end)
 
     def fewest(self) -> int | None:
-        """Of the lowest chunks of all ranks, that of the rank with the fewest credits; None if each has enough."""
+        """The lowest chunk of the rank with the fewest credits; None if every rank has enough."""
         self._renew_heap()
         while self._heap:
             out, head, rank = self._heap[0]
@@ -115,7 +115,7 @@ class ChunkQueue:
         return chunk
 
     def _head(self, rank: int) -> int:
-        """The lowest chunk of a rank's slice that waits; -1 if there is none."""
+        """The lowest chunk of a rank's slice that waits for a slot; -1 if no chunk waits."""
         at = self._waiting.find(_WAITS, self._cursors[rank], self._ends[rank])
         self._cursors[rank] = at if at >= 0 else self._ends[rank]
         return at

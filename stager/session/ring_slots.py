@@ -7,9 +7,9 @@ Rules:
 1. A slot belongs to the stager from FREE until CHUNK FULL, to the flusher from there until SLOTS FREED.
 2. A credit is settled by payload and SENT both, or by RETURN, or by the loss of its rank; only then may its slot serve
    again. A checkpoint that has ended keeps the slots of unsettled credits, so a late payload never lands in another's.
-3. The lowest incomplete part of the oldest checkpoint can always get slots, so a ring smaller than the image flows:
-   a chunk of any other part, or of a newer checkpoint, is granted only while as many slots stay free as the lowest
-   parts of all older ones still need. So a newer one never stands in the way of an older one, however many there are.
+3. The lowest incomplete part of the oldest checkpoint can always get slots, so a ring smaller than the image flows: a
+   chunk of any other part, or of a newer checkpoint, is granted only while as many slots stay free as the lowest parts
+   of all older checkpoints still need. A newer checkpoint therefore never blocks an older one, however many there are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from stager.session.session_messages import (
 
 
 class RingSlots:
-    """See the module. What it gives back is to be done in order. Changed only by `stager.session.session.Session`.
+    """See the module. The actions that it returns must be carried out in order. Changed only by
+    `stager.session.session.Session`.
 
     Args:
         free_slots: Slots of the ring that are free now; those to be filled first, first.

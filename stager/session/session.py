@@ -8,12 +8,12 @@
                   └──── decline, failure, rank lost, deadline ──────┴─ ENDED ◄───────────┘ failed
                                                                        └─ forgotten when its last credit is settled
 
-The same table, event by event, is in docs/wire.md. Which offers are taken is in `session_admission`, which chunks get a
-slot, and until when they keep it, in `session_slots`; here is what leads from one phase to the next. Every wait has a
-deadline, and its end names who waited for whom. What has come in whole is staged, whether the flusher has begun to
-write it or not: the ring has it, and a store that takes nothing changes nothing in that. Only an image larger than the
-ring needs `began`. A flusher that dies ends nothing: credits are granted and chunks come in while slots are free. The
-next flusher is told what `known` says, and goes on.
+The same table, event by event, is in docs/wire.md. `admission` decides which offers are accepted, `ring_slots` which
+chunks get a slot and how long they keep it; this file decides the transitions between phases. Every wait has a
+deadline, and its message names who waited for whom. A checkpoint that has arrived completely is staged even if the
+flusher has not begun to write it: the ring has the bytes, so a store that is down does not matter. Only an image larger
+than the ring needs `began`. The death of a flusher ends no checkpoint: credits are granted and chunks arrive while
+slots are free. The next flusher gets the list of `known` and continues.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Session:
         self._admission = Admission()
         self._slots = RingSlots(free_slots, flusher_slots)
         self._open: dict[int, Checkpoint] = {}  # step → checkpoint, in order of first offer
-        self._no_flusher = ""  # why there is none
+        self._no_flusher = ""  # why no flusher is connected; empty if one is
         self._actions: list[Action] = []
         self._now = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -136,7 +136,7 @@ class Session:
         return any(checkpoint.under_way for checkpoint in self._open.values())
 
     def in_flight(self, now: float) -> list[InFlight]:
-        """What is on its way, oldest first, and how far it is."""
+        """The checkpoints in flight, oldest first, with their progress."""
         return [
             InFlight(step, checkpoint.handed_over_fraction, max(0.0, now - checkpoint.begun_at))
             for step, checkpoint in self._open.items()
@@ -157,7 +157,7 @@ class Session:
         return self._slots.flushers.keys()
 
     def known(self) -> list[KnownCheckpoint]:
-        """What another flusher must be told, oldest first; it takes what it knows already for said twice."""
+        """The checkpoints that a new flusher must be told of, oldest first; it ignores those that it already knows."""
         found = []
         for step, checkpoint in self._open.items():
             if checkpoint.phase not in (Phase.PREPARED, Phase.RECEIVING, Phase.STAGED):

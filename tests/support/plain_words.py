@@ -27,8 +27,8 @@ IDIOM = re.compile(r"\b(?:anew|in vain|at one go|is none|so many|likewise|to the
 
 # How many such sentences there are. A kind may only lose some: whoever removes more than SLACK writes the new count.
 RECORDED = {
-    "docstrings": 332,
-    "comments": 28,
+    "docstrings": 0,
+    "comments": 0,
     "messages": 0,
     "README.md": 0,
     "docs/tutorial.md": 0,

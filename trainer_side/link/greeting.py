@@ -19,7 +19,7 @@ _log = logging.getLogger("holdfast.trainer")
 
 _PAUSE_SECONDS = 1e-3
 _LEAVE_SECONDS_MAX = 5.0
-_QUIET_SECONDS = 10.0  # so long nobody is told what this rank waits for
+_QUIET_SECONDS = 10.0  # first log line about the wait after this long
 
 
 class Greeted(NamedTuple):

@@ -21,7 +21,7 @@ class JobState:
 
     Args:
         rank: This training rank. `ranks`: how many there are.
-        attempt: The job's attempt as the stager gave it; None: the job has no stager.
+        attempt: The job's attempt, assigned by the stager; None: the job has no stager.
         clock: Seconds that only go forward.
 
     Attributes:

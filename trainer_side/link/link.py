@@ -1,14 +1,14 @@
-"""The link to the stager: one thread of a training rank that sends to it and hears from it after start-up.
+"""The link to the stager: one thread of a training rank that exchanges messages with it after start-up.
 
     training thread      agree, offer, decline, tell, close ──► commands ─┐
     copy thread          SliceSource.is_ready(frame) ─────────────────────┤
                                                                           ▼
     this thread          commands · messages · send what is credited and copied · deadlines · rest
 
-`StagerSession` holds the checkpoints that are in flight, and the open requests. Trouble with the stager never stops
-the training: it becomes `JobState.problem`, is logged once as an error, and every later offer is declined at once.
-If the stager can be reached again (`Rejoining`), a new session replaces the lost one. `problem` is cleared, and the
-next save is offered as if nothing had happened.
+`StagerSession` holds the checkpoints that are in flight, and the open requests. Trouble with the stager never stops the
+training: it becomes `JobState.problem`, is logged once as an error, and every later offer is declined at once. If the
+stager can be reached again (`Rejoining`), a new session replaces the lost one. `problem` is cleared, and the next save
+is offered as usual.
 """
 
 from __future__ import annotations

@@ -105,21 +105,21 @@ class OpenRequests:
     def fetch(
         self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
-        """Ask for what the ring still has of earlier checkpoints. Several threads may ask at once.
+        """Ask the ring for bytes of earlier checkpoints. Several threads may ask at once.
 
         Args:
             asked: The kind of bytes.
-            attempt: Of the checkpoint.
+            attempt: Attempt that wrote the checkpoint.
             step: Its step.
             chunk: Which of its chunks.
             body: The rest of the question, as docs/wire.md says.
 
         Returns:
-            The answer; None if it is not there.
+            The answer; None if the ring does not have these bytes.
 
         Raises:
             PeerLost: The stager is gone, or has not answered within `stager_seconds_max`, or 30 s if that is less.
-            ProtocolError: It answered something else.
+            ProtocolError: The stager's answer does not fit the question.
         """
         fetch = _Fetch()
         message = wire.encode(

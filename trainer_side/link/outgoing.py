@@ -110,7 +110,7 @@ class Outgoing:
         )
 
     def notice_stall(self, now: float) -> bool:
-        """Find out whether nothing was sent for so long that the transport needs polling; True when that is news."""
+        """Check whether sending has stalled so long that the transport needs polling; True when this is new."""
         if not self._sending or self._seen[0] != self._sent_frames:
             self._seen = (self._sent_frames, now)
         stalled = now - self._seen[1] > _STALL_SECONDS and not self._polls

@@ -5,9 +5,10 @@
                │          └── the launcher has started the job again ── the end     (at once: next generation)
                └──────────────────────────────────────────────────────────────────────────────────────────┘
 
-All ranks must meet the new stager as one start of the job, and exchange no messages about it. A start has a number, its
-generation: the job began with 0. Each rank tries the generation after the one that it has lost. It tries the next
-one if a stager has admitted a generation and was lost, or says that it is over. So all ranks end at the highest.
+All ranks must reach the new stager as the same start of the job, without messages among them. Each start has a number,
+its generation; the first is 0. A rank tries the generation after the one that it has lost. It goes on to the next one
+if a stager that admitted a generation is lost, or says that the generation is over. All ranks therefore end at the
+highest one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Reconnect(NamedTuple):
 
     Attributes:
         connect: Connects as this generation of the job's start (`World.again`).
-        newest_attempt: The newest attempt with a checkpoint in the run, 0 without one. Asked by rank 0 alone, in the
+        newest_attempt: The newest attempt with a checkpoint in the run, 0 without one. Called by rank 0 alone, in the
             thread of the search; raises `StoreError`.
     """
 

@@ -19,7 +19,7 @@ class ToStager(Protocol):
 
     @property
     def job(self) -> JobState:
-        """Who this rank is, and how it stands with the stager. Any thread."""
+        """This rank's number, and the state of its connection to the stager. Any thread."""
         ...
 
     def agree(self, proposal: Proposal, *, seconds_max: float | None = None) -> Agreement:

@@ -1,9 +1,13 @@
-"""Preemption notices: sources that tell of the end of this machine, and the step at which all ranks then save.
+"""Preemption notices: sources that report the end of this machine, and the step at which all ranks then save.
 
-aws, azure, gcp (http) ──┐
-signals ─────────────────┴► watch ─► preemption_notices ══► stager: holdfast/notices/preemption.py ══► agreed_steps
-                                          or without one ══► rank 0: the council's chair ════════════► agreed_steps
+    a source ─► watch ─► preemption_notices ══► stager: holdfast/notices/preemption.py ══► agreed_steps
+                                or without one ══► rank 0: Rank0PreemptionCoordinator ════► agreed_steps
 
-source: the interface of a source.   open_sources: chooses the sources, and the rank that asks them.
-promised_steps: a rank's side of the agreement on a step, for notices and for intervals.
+source, open_sources     the interface of a source; chooses the sources, and the rank that polls them
+signals                  signals of this process
+http, aws, azure, gcp    a bounded request to a metadata server; the metadata services of the clouds
+watch                    the thread that polls the sources
+preemption_notices       the notices of this rank, and the one that all ranks have agreed on
+agreed_steps             the steps that all ranks have agreed on after a notice
+promised_steps           a rank's side of an agreement on a step, for notices and for intervals
 """

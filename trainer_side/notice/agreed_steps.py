@@ -44,7 +44,7 @@ class AgreedSteps:
         return self._step_seconds
 
     def restored(self, step: int) -> None:
-        """Training goes on after `step`."""
+        """Training continues after `step`."""
         with self.promises.lock:
             self.promises.last_step, self._reached_at = step, None
 

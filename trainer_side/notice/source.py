@@ -3,7 +3,7 @@
     Watch ── look() every few seconds ──► Source ──► Notice | None
                                             └─ SourceError: it could not be asked; said once, asked again
 
-A source returns the same notice each time it is asked; the watch passes each on once.
+A source returns the same notice at each poll; the watch passes each on once.
 """
 
 from __future__ import annotations

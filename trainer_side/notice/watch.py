@@ -3,8 +3,8 @@
     sources.look() ── new ──► on_notice (the link: NOTICE to the stager)
                    └─ SourceError ──► said once, until it is heard again
 
-Nothing that a source does reaches the training: each question is bounded, and whatever is wrong is one log line.
-Metadata servers are asked by one rank of a machine (`asks_for_machine`); signals are each process's own.
+No failure of a source reaches the training: each poll is bounded, and an error is one log line. Metadata servers are
+asked by one rank of a machine (`asks_for_machine`); signals are each process's own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NoticeWatch:
     Args:
         find: Makes the sources; called in the watch's thread, because it may ask for a cloud.
         signals: Sources that are there already, and wake the watch.
-        on_notice: Told of each new notice, in the watch's thread.
+        on_notice: Called with each new notice, in the watch's thread.
         seconds: How often the sources are asked.
         wakes: Signals put an item here to wake the watch.
 
@@ -91,7 +91,7 @@ class NoticeWatch:
             sources = list(self._signals)
         due = 0.0
         while not self._closing.is_set():
-            # A signal is passed on at once; the servers are asked at their time, whatever else happens.
+            # A signal is passed on at once; the servers are polled on their own schedule.
             now = time.monotonic()
             servers = now >= due
             if servers:

@@ -1,12 +1,13 @@
-"""Bytes on their way from the rank that read them to all others, each of which keeps its own parts.
+"""Sends bytes from the rank that read them to all others, each of which keeps its own parts.
 
     reader   reads a unit ─► its own parts, and a window ─┐  share
     others                                    a window ◄──┘ ─► CRC-32, to be compared ─► their own parts
 
-Nobody has memory for a whole split tensor, so what is shared goes from window to window. A window holds what is passed
-on of one unit, back to back: one message, whatever number of runs it is made of. There are only so many windows: they
-are used again when what is in them has arrived everywhere (`Peers.finish`), and a reader that is ahead waits for that.
-What other ranks have read for a device goes the same way, and crosses from there: all that came at once in one section.
+No rank has memory for a whole split tensor, so shared bytes go from window to window. A window holds the shared bytes
+of one unit back to back, and is sent as one message however many runs it has. The number of windows is limited: a
+window is reused when its bytes have arrived everywhere (`Peers.finish`), and a reader that is ahead waits for that.
+Bytes that other ranks have read for a device arrive in windows as well, and each message crosses to the device as one
+section.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ class Broadcast(Exchange):
     """Gives every unit to all ranks: in place where the bytes lie in host memory, through windows otherwise.
 
     Args:
-        image: Where everything lies.
-        windows: Of the entries in `targets`.
-        targets: Entries that are shared in place have an `EntryTarget`; all others are passed on.
+        image: Where each entry lies.
+        windows: Windows for the entries in `targets`.
+        targets: Entries that are shared in place have an `EntryTarget`; all others go through windows.
         own: The units that this rank reads, in order.
         crossing: The way to the device that some of the targets are on; None: this rank has none there.
 
-    It finds no error: what has come is compared with what was told, when all has come.
+    It checks nothing itself: checksums are compared when all bytes have arrived (`check_received`).
     """
 
     def __init__(

@@ -8,9 +8,9 @@
    fill the gaps with: same attempt, step, number of ranks and layout.
 2. A frame that several ranks have found is read by the one with the nearest tier, and among equals by the one that
    has less to read. Where a chunk lacks a frame, the whole chunk comes from the store, where a CRC covers all of it.
-3. What could not be read from one source is read from the next one, until there is none.
+3. A frame that one source cannot give is read from the next one, until no source is left.
 
-Everything here is a function of what all ranks know, so all ranks come to the same answer.
+Everything here is a function of facts that all ranks know, so all ranks come to the same result.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Holder(NamedTuple):
     """A slice that a rank has found in one of its tiers.
 
     Attributes:
-        key: Of which checkpoint. `slice_rank`: whose slice of it.
-        rank: Who found it. `number`: among what that rank found.
+        key: The checkpoint. `slice_rank`: the saved rank whose slice it is.
+        rank: The rank that found it. `number`: its index among the slices that this rank found.
         nearness: 0 is nearest. `tier`, `place`: for people.
-        absent: Chunks of which it does not have the frame.
-        replicas: What its seal says of the replicas on the rank that wrote it; empty: nothing. `drift`: what is known
-            already of a difference between the ranks. `complete`: every rank is known to have sealed that step.
+        absent: Chunks whose frame is missing.
+        replicas: Fingerprints of the replicas on the rank that wrote it, from its seal; empty without any. `drift`: a
+            known difference between the ranks. `complete`: every rank is known to have sealed that step.
     """
 
     key: SliceKey
@@ -107,10 +107,10 @@ class Candidate:
     """A checkpoint that may be restored.
 
     Attributes:
-        slices: Saved rank → who has its slice, nearest first. Empty: it is read from the store alone.
+        slices: Saved rank → holders of its slice, nearest first. Empty: the checkpoint is read from the store alone.
         stored: Its number in the store's list; `STORE` if the store does not have it.
-        key: Of its slices; None without any.
-        drift: In what its replicas were not the same, or why it may be torn: it is tried after all others.
+        key: Key of its slices; None without slices.
+        drift: Why its replicas differ, or why it may be torn; such a candidate is tried last. Empty if it is sound.
     """
 
     attempt: int
@@ -126,17 +126,17 @@ class Candidate:
 
     @property
     def checkpoint(self) -> CheckpointId:
-        """Which one it is, wherever it lies."""
+        """Its id, which is the same wherever it lies."""
         return CheckpointId(self.attempt, self.step)
 
 
 def candidates(
     holders: Iterable[Holder], stored: Sequence[StoreCandidate], places: Sequence[RankPlace] = ()
 ) -> list[Candidate | Passed]:
-    """All checkpoints, newest first, each as a candidate or with the reason why it is none. `places`: by rank.
+    """All checkpoints, newest first, each as a candidate or with the reason why it cannot be one. `places`: by rank.
 
-    One that tiers and store both have comes twice: first from the nearest, then from the store alone. Those whose
-    replicas were not the same come last: what ranks that did not agree have written is better than nothing.
+    One that is in the tiers and in the store is listed twice: first from the nearest place, then from the store alone.
+    Checkpoints with drifted replicas come last: they are better than nothing.
     """
     groups: dict[SliceKey, dict[int, list[Holder]]] = {}
     for holder in holders:

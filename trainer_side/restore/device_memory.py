@@ -1,12 +1,12 @@
-"""What of a checkpoint goes straight into memory of a device, and the memory for it.
+"""Chooses the tensors of a checkpoint that are read straight into device memory, and allocates it.
 
-The memory is not that of live tensors, which are loaded from it when all CRCs are right: `load_state_dict` then copies
-on the device, and an optimizer takes its moments as they are. Parts of split tensors are copied by `ReadPlan.settle`;
-those that nobody has yet are read where they stay.
+It is not the memory of live tensors, which are loaded from it once all CRCs are right: `load_state_dict` then copies on
+the device, and an optimizer takes its moments as they are. Parts of split tensors are copied by `ReadPlan.settle`;
+parts without a live tensor are read into their final place.
 
-Into the device go tensors that loading would bring there anyway, bit for bit: those of modules and bare tensors by
-their live tensors, in their dtype, an optimizer's moments by their parameters, and a rank's parts in the dtype of its
-own. All else is read into host memory.
+Only tensors that loading would bring to the device anyway, bit for bit, are read there: tensors of modules and bare
+tensors whose live tensor is there with the same dtype, an optimizer's moments whose parameter is there, and a rank's
+parts of split tensors in the dtype of its live part. All other bytes are read into host memory.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 
 class _Wish(NamedTuple):
-    """What this rank would bring to its device.
+    """The tensors that this rank would read into its device.
 
     Attributes:
-        whole: Entry ─► what lies in it; taken whole.
-        regions: Entry ─► numbers of this rank's parts of it.
+        whole: Entry ─► the tensors in it; the entry is read whole.
+        regions: Entry ─► numbers of this rank's regions of it.
     """
 
     device: torch.device | None
@@ -46,7 +46,7 @@ class _Wish(NamedTuple):
     regions: dict[int, list[int]]
 
     def nbytes(self, structure: Structure, placed: Placed) -> int:
-        """Of the memory that is taken for it."""
+        """Size of the device memory for it."""
         parts = [
             placed.regions[entry].regions[number] for entry, some in self.regions.items() for number in some
         ]
@@ -64,21 +64,22 @@ def take_to_device(
     peers: Peers,
     on_host: Collection[int] = (),
 ) -> DeviceSections | None:
-    """Give what is read memory on the device that loading would bring it to. Training thread; collective.
+    """Allocate memory on the device for tensors that loading would bring there. Training thread; collective.
 
-    What is taken whole goes to a device on every rank or on none, as the ranks exchange it. Parts are each rank's own.
+    An entry that is read whole goes to a device on every rank or on none, since the ranks exchange it. Parts belong to
+    one rank each.
 
     Args:
         structure: After `adopt` and `place`. Its storages are changed.
         placed: The parts of this rank; those on a device get memory there.
-        state: As the script gave it.
-        live: What `live_trees` gave for it.
+        state: The state, as the script passed it.
+        live: Result of `live_trees` for it.
         locked: Makes locked host memory.
         peers: The ranks.
-        on_host: Tensors of the tree that stay there (`uncast.offloaded`).
+        on_host: Tensors of the tree that stay in host memory (`uncast.offloaded`).
 
     Returns:
-        None: this rank has nothing to bring there, or some rank no room.
+        None: this rank has no tensor for a device, or some rank lacks room.
     """
     wish = _wish(structure, placed, dict(_destinations(state, live, structure.tree, on_host)))
     is_nothing = not wish.whole and not wish.regions
@@ -144,7 +145,7 @@ def _wish(structure: Structure, placed: Placed, wanted: Mapping[str, _Destinatio
                 if region.copies is not None and _keeps_bits(*region.copies):
                     regions.setdefault(entry, []).append(number)
                     devices.add(region.copies[1].device)
-    # Of several devices none is preferred.
+    # With several devices, everything goes through host memory.
     return _Wish(devices.pop(), whole, regions) if len(devices) == 1 else _Wish(None, {}, {})
 
 
@@ -175,7 +176,7 @@ class _Destination(NamedTuple):
 
 
 def _device_of(named: Named, end: _Destination | None, tensors: int) -> torch.device | None:
-    """The device of a tensor of the tree, whose storage has so many; None: host memory."""
+    """The device for a tensor of the tree; None: host memory. `tensors`: how many share its storage."""
     tensor = named.tensor
     if end is None or refusal(tensor) is not None or end.dtype not in (None, tensor.dtype):
         return None

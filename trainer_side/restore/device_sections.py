@@ -1,14 +1,14 @@
-"""Bytes of an image on their way into memory of a device, section by section, through locked windows.
+"""Moves bytes of an image into device memory, section by section, through page-locked windows.
 
     a reader        window A: read ─► CRC-32 ─► crosses ═══════►│      on a stream of the restore's own
                     window B:                   read ─► CRC-32 ─► crosses ═══════►│ …
     of other ranks  window A: received ─► CRC-32 ─► crosses …          the same, in the training thread
 
-A section is what a reader has read of one chunk or frame: with four readers 64 MiB are read into while as much crosses.
-A few pieces cross one by one; of many the whole section crosses in one transfer, and they are dealt out on the device
-by one call for each width of elements, as wide as place and size allow. Of a tensor that is cut in another dimension
-than its first the whole section crosses, too, and the device picks the rows by a copy for each tensor.
-`device_memory.py` says what goes to a device at all.
+A section is a reader's part of one chunk or frame: with four readers, 64 MiB are being read while as much crosses. A
+section with few pieces crosses piece by piece. A section with many crosses in one transfer, and the device distributes
+the pieces by one call for each element width, as wide as address and size allow. If a tensor is sharded in another
+dimension than its first, the whole section crosses as well, and the device picks the rows by one copy per tensor.
+`device_memory.py` chooses the tensors that go to a device.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ import torch
 
 from trainer_side.state.accelerator import StreamEvent, module_of, record
 
-Locked = Callable[
-    [int], torch.Tensor
-]  # host memory of so many bytes that a device copies from without the CPU
+Locked = Callable[[int], torch.Tensor]  # page-locked host memory of this size, for DMA
 
 SECTION_BYTES = 16 << 20  # of each reader; larger chunks cross in several sections
 _WINDOWS = 2  # for each reader: one is read into while the other one crosses
-_WHOLE_FROM = 8  # pieces: a section with so many crosses as a whole
+_WHOLE_FROM = 8  # pieces: from this number on, a section crosses as a whole
 WIDEST_BYTES = 8  # of an element; sections keep what is aligned so
 _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -38,7 +36,7 @@ class SectionPart(NamedTuple):
     """A part of a section, and its place on the device.
 
     Attributes:
-        memory: Of the device; bytes. `at`: where they go in it, back to back.
+        memory: Device memory, as bytes. `at`: where the part goes in it, back to back.
         begin: Where in the window the part begins: `runs` of `run_bytes`, each begins `stride` after the one before.
     """
 

@@ -1,4 +1,4 @@
-"""The exchange of bytes among the ranks, and its checks: an exchange may flip a bit, too.
+"""The exchange of bytes among the ranks, and its checks, since a transfer may flip a bit.
 
     Broadcast (broadcast.py)    bytes that every rank takes
     Scatter (scatter.py)        bytes of which each rank takes its own regions
@@ -6,7 +6,7 @@
     of a portable file    each entry's CRC-32 is in its manifest: compare it with those of its parts, combined
     of slices            nobody knew them before: who read a part tells the others its CRC-32 (`tell`)
 
-Of what a rank has read itself it has the sums; of what it has received it computes them here, in several threads.
+A rank has the sums of the bytes that it has read; for received bytes it computes them here, in several threads.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _WAIT_SECONDS = 0.1
 class Exchange(ABC):
     """Gives the units that this rank reads to other ranks, and takes theirs, while further units are read.
 
-    A reader that is ahead waits in `wait` until there is memory for its next unit: a few units are read and not yet
-    given away. `share`, `is_full` and `settle` belong to the training thread; each rank calls them in the same order.
+    A reader that is ahead waits in `wait` until there is memory for its next unit; a few units may be read and not yet
+    sent. `share`, `is_full` and `settle` belong to the training thread; each rank calls them in the same order.
 
     Args:
-        ahead_max: How many own units may be read and not yet given away.
+        ahead_max: How many own units may be read and not yet sent.
 
     Attributes:
         received: CRC-32 of parts that came from other ranks, by their place in the image.
-        error: What came was not what was sent, if so.
+        error: Set if received bytes differ from the bytes that were sent.
     """
 
     def __init__(self, ahead_max: int) -> None:
@@ -59,14 +59,14 @@ class Exchange(ABC):
                 self._changed.wait(_WAIT_SECONDS)
 
     def _left(self, units: int) -> None:
-        """So many own units have arrived everywhere: their memory is used again."""
+        """Count own units that have arrived everywhere: their memory is free again."""
         with self._changed:
             self._given += units
             self._changed.notify_all()
 
     @abstractmethod
     def _turn(self, unit: Unit) -> int | None:
-        """Which of the own units that others need it is; None: nobody else needs it, or it is not this rank's."""
+        """Its index among this rank's units that others need; None if it is not one of them."""
 
     @abstractmethod
     def keep(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
@@ -193,7 +193,7 @@ def check_told(
 def check_entries(
     manifest: Manifest, image: ImageMap, told: Mapping[int, tuple[EntryPart, Sum]], tier: str
 ) -> DamageError | None:
-    """See that what the tiers gave is what the store has of the same checkpoint: no byte is read for it.
+    """Check the bytes from the tiers against the store's manifest of the same checkpoint, without reading any byte.
 
     `image`: The layout of the slices. `tier`: Where the bytes come from, for the message.
     """

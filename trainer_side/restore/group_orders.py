@@ -30,11 +30,11 @@ _ADVICE = "give the optimizer its groups in the order in which they were saved; 
 
 
 class GroupOrder(NamedTuple):
-    """The groups of an optimizer that was put into another order.
+    """The groups of an optimizer that were put into another order.
 
     Attributes:
-        path: Of its dictionary in the state.
-        groups: For each group of the script, which of the checkpoint's it is.
+        path: Path of its dictionary in the state.
+        groups: For each group of the script, the number of its counterpart in the checkpoint.
     """
 
     path: str
@@ -57,9 +57,9 @@ def reorder_schedulers(
     """Change the lists of all schedulers of the tree whose optimizer has its groups in another order.
 
     Args:
-        state: As the script gave it.
-        live: What `live_trees` gave for it.
-        tree: What was saved; is changed.
+        state: The state, as the script passed it.
+        live: Result of `live_trees` for it.
+        tree: The saved tree; is changed.
         orders: By `id()` of the optimizer.
 
     Raises:
@@ -91,7 +91,7 @@ def reorder_schedulers(
 def see_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
     """Refuse a list of dictionaries of several kinds, such as a SequentialLR has of its schedulers, in another order.
 
-    `live`: What the objects of the state gave.
+    `live`: Result of `live_trees`.
 
     Raises:
         StateError: The same kinds, by their keys, were saved in another order; names the first.

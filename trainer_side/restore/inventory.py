@@ -64,9 +64,9 @@ class TierListing:
     """The slices that all ranks have found.
 
     Attributes:
-        own: Those of this rank; a holder's `number` counts them.
-        lost: Tiers that could not say what they keep, and what is damaged in others, and why; of all ranks.
-        missed: Those of them that may have, or had, slices of a whole checkpoint.
+        own: The slices of this rank, in the order that a holder's `number` counts.
+        lost: Tiers of all ranks that could not be listed, and damage in others, with the reasons.
+        missed: The entries of `lost` that may have, or had, slices of a whole checkpoint.
         places: Where each rank is; empty if no rank has a tier.
     """
 
@@ -80,7 +80,7 @@ class TierListing:
         """The layout of a candidate's slices, from a rank that has one of them. Collective.
 
         Raises:
-            DamageError: What that rank sent is not it.
+            DamageError: The bytes from that rank are not this layout.
         """
         first = min(
             (holder for some in candidate.slices.values() for holder in some), key=lambda one: one[2:4]
@@ -168,12 +168,12 @@ def _row(tier: Keeps, kept: Kept) -> list[object]:
 
 
 class StoreListing:
-    """The checkpoints in the store, as rank 0 finds them: newest first, and as many as are asked for.
+    """The checkpoints in the store, as rank 0 finds them: newest first, read on demand.
 
     Attributes:
-        stored: Those that were read so far, newest first; the same on every rank.
-        unread: The newest that was not; None: all were.
-        newest: The newest of all, whatever was asked for; None: the store has no checkpoint.
+        stored: The manifests read so far, newest first; the same on every rank.
+        unread: The newest manifest that was not read; None: all were.
+        newest: The newest of all, whichever step is wanted; None: the store has no checkpoint.
     """
 
     def __init__(self, store: Store | None, seconds_max: float) -> None:
@@ -201,15 +201,15 @@ class StoreListing:
         Args:
             store: The run.
             peers: The ranks.
-            step: Only of this step; None: of all.
+            step: List only this step; None: all steps.
             also: Checkpoints that are read as well, the same on every rank.
-            seconds_max: For what is done with it afterwards; the list has half of it.
+            seconds_max: Time for the reads that follow; the listing may take half of it.
 
         Returns:
-            What is there; and why nothing is known, where the store does not answer.
+            The listing, and the error if the store does not answer.
 
         Raises:
-            HoldfastError: Anything else that went wrong on rank 0.
+            HoldfastError: Any other failure on rank 0.
         """
         shelf = cls(store, seconds_max / 2)
 
@@ -329,7 +329,7 @@ def newest_attempt(
     A job without a stager, which claims one, takes the next.
 
     Args:
-        tiers: Of this rank.
+        tiers: Tiers of this rank.
         store: The run; only rank 0 asks it.
         peers: The ranks.
         without_store: Whether the tiers alone may answer when the store does not.
@@ -360,7 +360,7 @@ def newest_attempt(
 
 
 class InTurn:
-    """All checkpoints, newest first, each as a candidate or with the reason why it is none.
+    """All checkpoints, newest first, each as a candidate or with the reason why it cannot be one.
 
     Iterating is collective: every rank takes the same steps. It raises what `StoreListing.more` raises.
 
@@ -392,15 +392,16 @@ class InTurn:
                 number += 1
             if self._shelf.unread is None:
                 return
-            # What is read now comes after all that was given: it is older, and nothing drifted was given yet.
+            # Candidates that are read now sort after all that were yielded: they are older, and no drifted one was
+            # yielded yet.
             self._shelf.more(self._peers)
 
     def known(self) -> Sequence[Candidate | Passed]:
-        """What is known so far, in order; between them may be others that were not read yet. Not collective."""
+        """The candidates known so far, in order; others that were not read yet may lie between them. Not collective."""
         return pass_over(candidates(self._holders, self._shelf.stored, self._places), self._set_aside)
 
     def first(self) -> Candidate | None:
-        """The first candidate; whatever is newer is known then. Collective."""
+        """The first candidate; all newer checkpoints are known by then. Collective."""
         return next((one for one in self if isinstance(one, Candidate)), None)
 
     def _is_settled(self, one: Candidate | Passed) -> bool:

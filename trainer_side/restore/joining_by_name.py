@@ -36,7 +36,7 @@ class _Side(NamedTuple):
     """The parameters of an optimizer in the script, or in the checkpoint.
 
     Attributes:
-        paths: What the whole state has there: paths without wrappers.
+        paths: The paths that the whole state has on this side, without wrappers.
         objects: Names at the top of the state.
     """
 
@@ -55,14 +55,14 @@ def join_by_name(
 ) -> None:
     """Put the parameters and groups of all optimizers of the tree into the order of the script.
 
-    Optimizers with other numbers of parameters are left as they are, and so is a file without names: both are refused
+    Optimizers with another number of parameters stay unchanged, and so does a file without names: both are refused
     elsewhere.
 
     Args:
-        state: As the script gave it.
-        live: What `live_trees` gave for it.
-        tree: What was saved; is changed.
-        names: Of the parameters in it; those that the file has.
+        state: The state, as the script passed it.
+        live: Result of `live_trees` for it.
+        tree: The saved tree; is changed.
+        names: Names of the parameters in the tree, as far as the file has them.
         optimizers: By the path of their dictionaries in `live`.
 
     Raises:
@@ -139,7 +139,7 @@ def _see_lists(state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[
 def _saved_positions(
     saved: Mapping[str, Any], known: Sequence[Sequence[Position]] | None
 ) -> list[list[Position]]:
-    """Those of the file, or what torch has kept of the names; without both nothing is known but the order.
+    """The names in the file, or those that torch has kept; without both, only the order of the parameters is known.
 
     torch's `get_optimizer_state_dict` has names in the place of numbers.
     """
@@ -196,9 +196,9 @@ class _Join:
     """The join of one optimizer.
 
     Args:
-        path: Of its dictionary in the tree.
-        here, there: Of the script, and of the checkpoint.
-        names: Of all optimizers of the checkpoint, for messages.
+        path: Path of its dictionary in the tree.
+        here, there: Its parameters in the script, and in the checkpoint.
+        names: Names in all optimizers of the checkpoint, for messages.
     """
 
     def __init__(self, path: str, here: _Side, there: _Side, names: Positions) -> None:
@@ -314,7 +314,7 @@ class _Join:
         saved: Mapping[str, Any],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """See that what no name has joined has the shapes that were saved.
+        """Check that tensors that no name has joined have the saved shapes.
 
         Raises:
             StateError: It has others, so the order must be another one; names both.
@@ -364,7 +364,7 @@ class _Join:
     def see_twice(
         self, order: Sequence[int], optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
     ) -> None:
-        """See that a parameter that the optimizer has twice has one state in the checkpoint.
+        """Check that a parameter that the optimizer has twice has one state in the checkpoint.
 
         Raises:
             StateError: It has two, and the later one would win; names both.

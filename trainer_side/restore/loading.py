@@ -3,7 +3,7 @@
     check    names and shapes, before the first byte is read       live_trees   what the tensors are read over
     load     objects ─► tensors ─► PerRank values ─► RNG states
 
-Random states come last: whatever another object's `load_state_dict` draws must not count.
+Random states come last, because another object's `load_state_dict` may draw random numbers.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def rolled_back_on_error(value: Any, live: Any) -> Iterator[None]:
 
     Args:
         value: A module, an optimizer, or any other object with `load_state_dict`.
-        live: What its `state_dict()` gave: of another object these tensors are kept.
+        live: Its `state_dict()`; for objects of other kinds, the bytes of these tensors are kept.
     """
     held = [local_of(tensor).detach() for tensor in _tensors(value, live)]
     kept = [(tensor, tensor.to("cpu", copy=True)) for tensor in held if not tensor.is_meta]
@@ -173,7 +173,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 _log = logging.getLogger("holdfast.restore")
-_NAMED = 5  # of many problems of one kind, so many are named
+_NAMED = 5  # at most this many problems of one kind are named
 
 
 def live_trees(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,15 +210,15 @@ def check(
     ranks: int,
     may_lack: Collection[str] = (),
 ) -> None:
-    """See that the checkpoint fits the state, before anything is changed.
+    """Check that the checkpoint fits the state, before anything is changed.
 
     Args:
-        state: As the script gave it.
-        live: What `live_trees` gave for it.
+        state: The state, as the script passed it.
+        live: Result of `live_trees` for it.
         parts: The split tensors in it: their whole shapes count.
-        tree: What was saved.
+        tree: The saved tree.
         step: Its step, for messages.
-        ranks: Of this job.
+        ranks: Number of ranks of this job.
         may_lack: Names that the checkpoint need not have.
 
     Raises:
@@ -277,8 +277,8 @@ def _differences(
 ) -> tuple[list[str], list[str]]:
     """Other shapes, other dtypes.
 
-    Only of what torch alone loads: other objects may well take another shape. Of split tensors in plain values and of
-    each `Split`, which are filled in place.
+    Compared are tensors that torch alone loads (other objects may accept another shape), and the split tensors in plain
+    values and `Split`s, which are filled in place.
     """
     fixed = read_in_place(state, live, tree)
     own = {path for path, _ in tensor_paths({name: live[name] for name in live if name not in fixed})}
@@ -314,11 +314,11 @@ def load(
     """Load every name of `state` that the tree has, and take it out of the tree. Training thread.
 
     Args:
-        state: As the script gave it.
-        live: What `live_trees` gave for it.
-        tree: What was saved, with this rank's own values (`open_own`). The memory of each object's part is free as
-            soon as the object is loaded.
-        in_place: Names whose tensors were read over.
+        state: The state, as the script passed it.
+        live: Result of `live_trees` for it.
+        tree: The saved tree, with this rank's own values (`open_own`). The memory of each object's part is free as soon
+            as the object is loaded.
+        in_place: Names whose live tensors were read into.
         on_host: Tensors of the tree that optimizers keep in host memory (`uncast.offloaded`), by `id()`.
 
     Returns:
@@ -367,7 +367,7 @@ def _turn(value: Any) -> int:
 
 
 def _how_far(names: list[str], refused: int, in_place: Collection[str]) -> str:
-    """What a restore that ends at the name with this number has done to the others on this rank."""
+    """Which names were already loaded or changed on this rank when the name with this number was refused."""
     rest = names[refused + 1 :]
     parts = [
         ("loaded before it", names[:refused]),

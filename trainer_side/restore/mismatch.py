@@ -24,13 +24,13 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 # The layers that torch adapts complete these themselves, from an older version's names.
 _COMPLETED, _RENAMED = ("num_batches_tracked", "original0", "original1"), ("_g", "_v")
 _NAMED = 4
-_SIZES = 8  # of so many groups each size is said
+_SIZES = 8  # up to this many groups, the message has the size of each
 
 
 def misfit(name: str, value: Any, saved: Any, *, ranks: int) -> str:
-    """Why what was saved cannot be loaded into the value, and what to do, where that can be seen; else empty.
+    """Why the saved value cannot be loaded into `value`, and the remedy; empty if no reason is found.
 
-    `name`: Of both in the state.
+    `name`: The name of both in the state.
     """
     if isinstance(value, PerRank):
         return _other_ranks(name, value, saved, ranks)

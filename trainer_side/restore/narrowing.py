@@ -1,13 +1,13 @@
-"""Leaves of a restored tree what this rank's stage of a pipeline has, and numbers its parameters as its optimizer does.
+"""Reduces a restored tree to this rank's pipeline stage, and numbers the parameters as the rank's optimizer does.
 
     saved    {net: {layers.0, layers.1}, optimizer by name or by number}
     rank 0   has net/layers.0  ┐
     rank 1   has net/layers.1  ┴─ each says so ─► rank 1: {net: {layers.1}, optimizer of layers.1 by number}
 
-Only what another rank takes is left out. What nobody takes stays in the tree, and the object of the state refuses it,
-as in any other job. A file in which parameters have numbers (of a job without stages) has their names beside it. Files
-of earlier versions have none: their parameters are taken to be in the order of the model's state, group by group, if
-numbers, shapes and the order on every rank fit.
+Only values that another rank takes are left out. A value that no rank takes stays in the tree, and the object of the
+state refuses it, as in any other job. A file in which parameters have numbers (from a job without stages) has their
+names beside it. In files of earlier versions without names, parameters are assumed to be in the order of the model's
+state, group by group, if numbers, shapes and the order on every rank fit.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _Groups = Sequence[Sequence[Sequence[str]]]  # of an optimizer: group, parameter
 
 
 class StageNames(NamedTuple):
-    """What one rank has.
+    """The names in one rank's stage.
 
     Attributes:
-        modules: Names of the state of each module.
-        parameters: Those of each optimizer's parameters; empty where they have none.
+        modules: Keys of each module's state.
+        parameters: Names of each optimizer's parameters; empty if they have no names.
     """
 
     modules: Mapping[str, Sequence[str]]
@@ -44,7 +44,7 @@ class StageNames(NamedTuple):
 
     @classmethod
     def of(cls, state: Mapping[str, Any], live: Mapping[str, Any]) -> StageNames:
-        """Of this rank; `live`: what `live_trees` gave."""
+        """The names of this rank; `live`: result of `live_trees`."""
         modules = {name: [*live[name]] for name, value in state.items() if isinstance(value, torch.nn.Module)}
         try:
             return cls(modules, parameter_names(state))
@@ -75,14 +75,14 @@ def narrow(
     rank: int,
     names: Positions = MappingProxyType({}),
 ) -> list[str]:
-    """Leave in the tree what this rank takes, and of the rest only what no other rank does.
+    """Remove values from the tree that other ranks take and this rank does not.
 
     Args:
-        state: As the script gave it.
-        tree: What was saved; is changed.
-        ranks: What each rank has.
-        rank: This one.
-        names: Of parameters that have numbers in the tree, as far as the file says.
+        state: The state, as the script passed it.
+        tree: The saved tree; is changed.
+        ranks: The names of each rank.
+        rank: This rank.
+        names: Names of parameters that have numbers in the tree, as far as the file has them.
 
     Returns:
         The optimizers whose parameters now have the numbers of the script.
@@ -255,7 +255,7 @@ def _same_groups(at: str, saved: Mapping[str, Any], every: Sequence[_Groups]) ->
 
 
 def _numbered(saved: Mapping[str, Any], keys: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """What was saved, of these parameters alone, by their numbers in this order."""
+    """The saved state of these parameters alone, numbered in this order."""
     of_parameters = {key for group in saved["param_groups"] for key in group["params"]}
     state = {key: value for key, value in saved["state"].items() if key not in of_parameters}
     groups, count = [], 0

@@ -1,9 +1,9 @@
-"""This rank's own values: opened, joined by name and judged when all bytes are read, and before any object is loaded.
+"""This rank's own values: opened, joined by name and checked after all bytes are read, and before any object is loaded.
 
     tree   {"expert_optimizer": [blob of rank 0, blob of rank 1]}     names behind each value (`position_names.py`)
     after  {"expert_optimizer": {"state": {…}, "param_groups": […]}}  of this rank, in the order of the script
 
-What a blob has is not known before it is read. So where one may be refused, nothing is read in place.
+The content of a blob is unknown before it is read. If one may be refused, nothing is read in place.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def open_own(
     A value that the checkpoint does not have for this rank is taken out of the tree, and named in the log.
 
     Args:
-        state: As the script gave it.
-        live: What `live_trees` gave for it.
-        tree: With all bytes that this rank takes; is changed.
-        names: Those of the file.
-        rank: This one.
+        state: The state, as the script passed it.
+        live: Result of `live_trees` for it.
+        tree: The saved tree, with all bytes that this rank takes; is changed.
+        names: The names in the file.
+        rank: This rank.
 
     Raises:
-        DamageError: A blob is none.
+        DamageError: A value in the file is not a blob.
         StateError: A value does not fit, or parameters of an optimizer in it have no counterpart; names them.
     """
     inner = opened(state)

@@ -57,12 +57,12 @@ class ReadPlan:
 
     @property
     def targets(self) -> Mapping[int, EntryTaker]:
-        """Of all entries of which anybody takes something."""
+        """The targets of all entries of which any rank takes bytes."""
         return {**self.whole, **self.own}
 
     @property
     def whole(self) -> Mapping[int, EntryTaker]:
-        """Of all entries that are shared."""
+        """The targets of all entries that are shared."""
         return {**self.shared, **self.device}
 
     def settle(self) -> None:
@@ -77,8 +77,8 @@ def agree_on_plan(structure: Structure, placed: Placed, peers: Peers) -> ReadPla
     """Agree on who takes what. Collective.
 
     Args:
-        structure: After `take_to_device`: the memory of what is taken whole.
-        placed: What this rank takes in parts.
+        structure: After `take_to_device`; has the memory of entries that are read whole.
+        placed: The parts of split tensors that this rank takes.
         peers: The ranks.
     """
     free: list[set[int]] = []
@@ -139,10 +139,10 @@ class Unit(NamedTuple):
     """Bytes that one rank reads at once, checks by one CRC, and gives to the others.
 
     Attributes:
-        reader: The rank that reads it. `number`: the slice among what it found, or `STORE`.
-        chunk: Which chunk the extents lie in. `frame`: of the slice, if it is one.
-        extents: What it brings; of a chunk in the store perhaps not all.
-        pieces: Numbers of the pieces that it brings.
+        reader: The rank that reads it. `number`: the slice among those that it found, or `STORE`.
+        chunk: The chunk that the extents lie in. `frame`: the frame of the slice, if it is one.
+        extents: The bytes that are read; for a chunk in the store perhaps not all of it.
+        pieces: Numbers of the pieces that are read.
     """
 
     reader: int
@@ -239,9 +239,9 @@ def _nearest(
 
 
 def store_units(image: Manifest, ranks: int, without: Collection[int] = ()) -> list[Unit]:
-    """Of a portable file: each rank reads 1/R, whole chunks that lie side by side.
+    """The units of a portable file: each rank reads 1/R of it, whole chunks side by side.
 
-    `without`: Entries that are not shared: chunks that have nothing but such bytes, and headers between them, are left
+    `without`: Entries that are not shared: chunks that consist of such bytes, and of headers between them, are left
     out.
     """
     chosen: Sequence[int] = range(-(-image.image_bytes // image.chunk_bytes))
@@ -317,7 +317,7 @@ class Origin(Protocol):
 
     @property
     def seconds_share(self) -> float:
-        """Which part of the time for restoring one request may take; then it hangs, and another source is asked."""
+        """The fraction of the restore's time limit after which a request counts as hanging."""
         ...
 
     def lying(self, unit: Unit) -> Lying: ...

@@ -4,19 +4,19 @@
       └ runs: one request each ─► a reader's window ─► CRC-32 of each part ─► into the tensors ─► share
 
 1. A window is touched once and used again for every run of its reader: store and tiers write into it past the page
-   cache, and its bytes are checked and copied while they are still in the processor's cache. Never more than
-   `threads` such windows are in memory beside the tensors, and those of threads that hang. Where bytes go to a device a
-   window takes all runs of a unit, and what is in it crosses at once, while the next unit is read into a second one.
+   cache, and its bytes are checked and copied while they are still in the processor's cache. Never more than `threads`
+   such windows are in memory beside the tensors, and those of threads that hang. For bytes that go to a device, a
+   window takes all runs of a unit and crosses in one piece, while the next unit is read into a second window.
 2. The CRC-32 of a unit is that of its parts and of what lies between them, combined: no byte is summed twice.
 3. A unit that is read and checked is shared with the other ranks while the next ones are read: with all of them
    (`broadcast.py`), or with those that need bytes of it (`scatter.py`). The turns go round the ranks (first unit of
    each, second unit of each, …), so each rank makes the same `share` calls in the same order.
-4. A rank that meets damage goes on sharing, whatever its memory holds: the order of calls must not break. Its error is
-   returned, and the ranks agree afterwards.
-5. What a tier cannot give does not stop the others: `slice_reader.py` reads it from elsewhere. What the store
-   cannot give does.
-6. A request to a tier that does not return in time is a device that hangs: all that this rank wants of it is given up,
-   and other threads take the place of those that wait there. What these still bring stays in their windows.
+4. A rank that finds damage keeps sharing, although its memory is undefined: the order of calls must not break. Its
+   error is returned, and the ranks agree afterwards.
+5. A unit that a tier cannot give does not stop the others: `slice_reader.py` reads it from elsewhere. A failure of the
+   store ends the reading.
+6. A request to a tier that does not return in time means that its device hangs: this rank gives up all its requests to
+   that tier, and new threads replace those that wait there. Bytes that still arrive stay in their windows.
 """
 
 from __future__ import annotations
@@ -83,11 +83,12 @@ class Reading:
     """Result of one reading on this rank.
 
     Attributes:
-        error: Why the bytes cannot be used, if so; then the targets hold anything.
-        failures: What tiers could not give; these parts of the targets hold anything.
-        seconds: `read`: until this rank's own units were there; `exchange`: from then until everybody's were.
+        error: Why the bytes cannot be used; the targets are then undefined.
+        failures: Units that tiers could not give; their parts of the targets are undefined.
+        seconds: `read`: until this rank's own units were read; `exchange`: from then until those of all ranks had
+            arrived.
         sums: CRC-32 and size of each part that this rank has read itself, by its place in the image: they need not be
-            computed again. `received`: of parts that came from others, and are not in one piece any more.
+            computed again. `received`: the same for parts from other ranks that are no longer in one piece.
     """
 
     error: HoldfastError | None = None
@@ -99,7 +100,7 @@ class Reading:
     uses: dict[str, Use] = field(default_factory=dict)
 
     def add(self, other: Reading) -> None:
-        """Count what another reading did as well; not its error, nor its failures."""
+        """Add the counts of another reading, without its error and failures."""
         self.bytes_read += other.bytes_read
         self.sums.update(other.sums)
         self.received.update(other.received)
@@ -142,16 +143,16 @@ def read(
     peers: Peers,
     means: Means,
 ) -> Reading:
-    """Fill, on every rank, what the units have of every target. Collective; training thread.
+    """Fill the targets of every rank from the units. Collective; training thread.
 
-    `units`: The same on every rank. Every rank gets all bytes of them; of those of `Scatter`, what it holds. `origins`:
-    For every number in this rank's own units. `targets`: Entry index → memory of exactly the entry's size, or the parts
-    of it that this rank keeps; the same entries, with the same kind of target, on each rank; not overlapping. What goes
-    to a device may still be on its way when this returns (`DeviceSections.finish`).
+    `units`: The same on every rank. Every rank gets all their bytes, or with a `Scatter` only the regions that it
+    holds. `origins`: One for each number in this rank's own units. `targets`: Entry index → memory of exactly the
+    entry's size, or the parts of it that this rank keeps; the same entries, with the same kind of target, on each rank;
+    not overlapping. Bytes for a device may still be in flight when this returns (`DeviceSections.finish`).
 
     Returns:
-        With `error` set to the first problem that another source does not mend: `DamageError` (a CRC of the store does
-        not hold, the file is short) or `StoreError`.
+        With `error` set to the first problem that another source would not fix: `DamageError` (a CRC of the store is
+        wrong, the file is short) or `StoreError`.
 
     Raises:
         PeerLost: A rank is gone.
@@ -249,7 +250,7 @@ class ReaderPool:
     """The origins and targets that this rank's readers share. `read` may be called from several threads.
 
     Attributes:
-        bytes_read: Of the units that were read and found whole.
+        bytes_read: Size of the units that were read and whose CRC was right.
         sums: The CRC-32 of each part in them, by its place in the image.
     """
 
@@ -309,7 +310,7 @@ class ReaderPool:
         return lost
 
     def _give_up(self, unit: Unit) -> None:
-        """Nothing more is asked of the tier that this unit is in; under the lock."""
+        """Send no more requests to the tier of this unit; under the lock."""
         origin = self._origins[unit.number]
         if origin.tier in self._hanging:
             return
@@ -442,7 +443,7 @@ class ReaderPool:
 
 
 class _Section:
-    """What a reader has brought into a window since the last transfer, and which of it goes to a device."""
+    """The bytes that a reader has put into a window since the last transfer, and those of them that go to a device."""
 
     def __init__(self, window: ReadWindow | SectionWindow) -> None:
         self.window = window

@@ -4,9 +4,9 @@
     RegionTarget         xxxxxx                             the rank's own memory: runs are copied, nothing is gathered
     ScatterTarget        all regions that the rank holds of one entry
 
-A region lies in live memory itself where it can. Where it cannot (another dtype, a tensor that is stored transposed),
-it is read into memory of its own, and `settle` copies it from there. Of a tensor on a device that memory is there, too,
-if there is room (`device_memory.py`): then bytes cross in sections, and the device copies.
+If possible, a region is read straight into live memory. Otherwise (another dtype, a tensor that is stored transposed)
+it is read into memory of its own, and `settle` copies it from there. For a tensor on a device, that memory is on the
+device if there is room (`device_memory.py`): bytes then cross in sections, and the device copies.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class RegionTarget:
         base: Where in the entry the tensor begins.
         comb: Where the region's bytes lie in the tensor.
         whole: Shape of the tensor, bytes of an element, and the region: what the comb is made of.
-        memory: Of the region's size; bytes. Empty where it is on a device.
-        copies: What was read, shaped as the region, and the tensor that it is copied to; None: `memory` is the
+        memory: Host memory of the region's size, as bytes. Empty if the region is read into a device.
+        copies: The memory as a tensor of the region's shape, and the tensor to copy it to; None: `memory` is the live
             tensor's own.
-        device: The memory on a device; bytes.
-        is_fresh: The tensor itself could take the bytes on its device: nobody has it yet, and it lies as they do.
+        device: Device memory of the region, as bytes.
+        is_fresh: The tensor itself can take the bytes on its device: it is not in use yet and has their memory order.
     """
 
     entry: int

@@ -7,12 +7,12 @@
                                    load_state_dict of each object, PerRank and RNG states last
 
 1. Every rank takes the same way: each stage ends with an agreement, and an error of one rank becomes an error of all.
-2. What one tier cannot give is read from another one, of any rank, or from the store (`slice_reader.py`).
-   Damage (a CRC, a size, a structure, a file that is gone) beyond that leads to the checkpoint before. All else is
-   raised: a store that does not answer or a state of other shapes is not mended by going back in time.
+2. Bytes that one tier cannot give are read from another one, of any rank, or from the store (`slice_reader.py`). Damage
+   beyond that (a CRC, a size, a structure, a missing file) leads to the checkpoint before. Every other error is raised:
+   an older checkpoint would not help against a store that is down or a state of other shapes.
 3. Live tensors that torch alone loads are read into directly (`torch_loading.py`, `Structure.adopt`), so after an error
    they may hold bytes of any checkpoint: after an exception, do not train on with this state.
-4. Of tensors that are split among the ranks each rank fills its own parts (`split_parts.py`, `scatter.py`).
+4. Each rank fills its own parts of tensors that are split among the ranks (`split_parts.py`, `scatter.py`).
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class RestoreOptions:
     """The checkpoint that is wanted, and how long and how hard to look for it.
 
     Attributes:
-        step: Only this step, and no other one if it is damaged.
-        seconds_max: For reading one checkpoint, and again for its exchange. Of what a tier or the ring is asked for it
-            has a tenth to bring; then it counts as hanging, and the next source is asked.
-        without_store: Where the store does not answer, take the newest that the tiers have, although the store may
-            hold a newer one.
+        step: Restore only this step, and no other one if it is damaged.
+        seconds_max: Limit for reading one checkpoint, and again for its exchange. A request to a tier or the ring may
+            take a tenth of it; then the source counts as hanging, and the next one is asked.
+        without_store: If the store does not answer, take the newest checkpoint in the tiers, although the store may
+            have a newer one.
         may_lack: Names of the state that the checkpoint need not have; they then stay as they are.
         threads: Requests in flight from this rank.
-        set_aside: Checkpoints that are passed over, and with each what the same attempt saved after it.
-        locked: Makes locked host memory of so many bytes, through which bytes go to a device; None: loading brings them
-            there, tensor by tensor.
+        set_aside: Checkpoints to skip, each with all later ones of the same attempt.
+        locked: Makes page-locked host memory of a given size, through which bytes go to a device; None: loading brings
+            them there, tensor by tensor.
     """
 
     step: int | None = None
@@ -81,19 +81,19 @@ def restore(
         state: As given to the `Checkpointer`; the same names on every rank.
         store: The run; None if there is no store at all.
         peers: The ranks.
-        events: Where to tell of it.
-        tiers: Of this rank; the ranks need not have the same ones.
-        fetch: Asks the stager for what its ring still has; None without a stager.
-        options: Which checkpoint is wanted, and how long to look for it.
+        events: The event log.
+        tiers: Tiers of this rank; the ranks may have different ones.
+        fetch: Asks the stager for bytes in its ring; None without a stager.
+        options: The wanted checkpoint, and limits.
 
     Returns:
-        None on a new run: there is no checkpoint at all, and `state` is as it was. So it is when there are only slices
-        of a step of which nobody knows that every rank had sealed it; that is said.
+        None on a new run: there is no checkpoint at all, and `state` is unchanged. The same if there are only slices of
+        a step that is not known to be sealed on every rank; a log line says so.
 
     Raises:
-        DamageError: There are checkpoints and none is whole, or a tier cannot say what it keeps; names each with its
-            reason, and of a step that was whole once where its slices are missing.
-        StateError: The checkpoint does not fit the state: names, shapes, or what an object's `load_state_dict` refused.
+        DamageError: There are checkpoints but none is whole, or a tier cannot be listed. The message names each with
+            its reason, and for a step that was once whole the places where its slices are missing.
+        StateError: The checkpoint does not fit the state: names, shapes, or a refusal of an object's `load_state_dict`.
         StoreMissing: There is no checkpoint of `options.step`.
         StoreError: The store failed, was too slow, or gives none of the manifests that it lists.
         PeerLost: A rank is gone.

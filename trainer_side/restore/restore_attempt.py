@@ -61,15 +61,16 @@ class Restored:
         step: The saved step; the next one to run is one more.
         attempt: The attempt that wrote it.
         manifest: The store's; None if only local tiers have this step.
-        seconds: Of each phase on this rank: catalog, structure, read, exchange and check (several ranks), load.
-        bytes_read: By this rank, tensors and what lies between them.
-        sources: What this rank has read from which tier (by its name), or from the store (by its URL).
-        mended: What was damaged or gone in a tier, and was read from elsewhere; of all ranks.
+        seconds: Duration of each phase on this rank: catalog, structure, read, exchange and check (several ranks),
+            load.
+        bytes_read: Bytes read by this rank: tensors, and padding between them.
+        sources: Bytes that this rank has read from each tier (by its name) or from the store (by its URL).
+        mended: Slices of all ranks that were damaged or missing in a tier and were read from elsewhere.
         skipped: Newer checkpoints that were not used, each with the reason.
         values: Plain values of the state by name. Lists and dictionaries have been filled in place; numbers, texts and
             tuples cannot be, so the script takes them from here.
-        whole_in: Where all of it lies, as far as was seen: tiers by name, the store by its URL. The same on every rank.
-        before: The checkpoint that restore would take if this one were set aside; None: there is none.
+        whole_in: Places known to have all of it: tiers by name, the store by its URL. The same on every rank.
+        before: The checkpoint that restore would take if this one were set aside; None if no other exists.
     """
 
     step: int
@@ -341,7 +342,7 @@ class RestoreAttempt:
             )
         if self._peers.rank == 0:
             took = sum(self._seconds.values())
-            # A warning, so that a script without logging of its own shows it: that a job began anew is worth a line.
+            # A warning, so that a script without logging of its own shows it: a restart of the job is worth a line.
             _log.warning(
                 "resumed from step %d, attempt %d, in %.1f s",
                 self._candidate.step,
@@ -414,10 +415,10 @@ class RestoreAttempt:
         self._is_other = is_other(self._names, self._job.state, self._structure.tree)
 
     def _fit(self, ranks: Sequence[StageNames]) -> None:
-        """See that the state fits, and lay the tree over the live tensors.
+        """Check that the state fits, and lay the tree over the live tensors.
 
         Args:
-            ranks: What each rank has, where it may be a stage; else empty.
+            ranks: The names of each rank, if the ranks may be pipeline stages; else empty.
         """
         job, step, structure = self._job, self._candidate.step, self._structure
         assert structure is not None

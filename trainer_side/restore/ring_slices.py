@@ -64,10 +64,10 @@ class RingContents:
         return [CheckpointId(held.attempt, held.step) for held in self._held]
 
     def known(self, stored: Sequence[StoreCandidate], peers: Peers) -> RingSlices:
-        """Those that were staged: as the ring says, or the store. Collective.
+        """The checkpoints that were staged, according to the ring or the store. Collective.
 
-        `stored`: What the store has of `keys`. It was listed after the look: what ended in between is in one of the
-        two.
+        `stored`: The checkpoints of `keys` that the store has. It was listed after `look`, so a checkpoint that became
+        durable in between is in one of the two.
         """
         found: list[_Known] = []
         layouts: dict[str, Layout | None] = {}

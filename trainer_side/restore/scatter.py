@@ -4,11 +4,11 @@
                     └─► packed: a parcel for each other rank ──┐   and the regions of which it needs bytes
     others                       straight into their memory ◄──┘   the reader is one of those who need the chunk
 
-A rank holds the bytes of a region in the order in which they lie in the whole tensor. So a parcel has one run for each
-region, and is received where it belongs. It ends with its CRC-32. Ranks with the same region get the same parcel.
+A rank holds the bytes of a region in the order of the whole tensor. A parcel therefore has one run for each region, and
+is received straight into its place. It ends with its CRC-32. Ranks with the same region get the same parcel.
 
-Only so many chunks are packed at once: a reader that is ahead waits until its parcels have left. What comes for regions
-on a device is received into a locked window, and crosses from there: all that came at once in one section.
+The number of packed chunks is limited: a reader that is ahead waits until its parcels have left. Bytes for regions on a
+device are received into a page-locked window, and each message crosses from there as one section.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class _Parcel(NamedTuple):
 class Scatter(Exchange):
     """Gives each rank its regions of the chunks that this rank reads, as parcels. Made by all ranks together.
 
-    `targets`: What this rank holds, by entry; the same entries on every rank. `crossing`: The way to the device that
-    some of the regions are on; None: this rank has none there.
+    `targets`: The regions that this rank holds, by entry; the same entries on every rank. `crossing`: The path to the
+    device that some of the regions are on; None if no region of this rank is on one.
 
     Attributes:
         units: The chunks that any rank needs, each with its reader: the same on every rank.
@@ -132,7 +132,7 @@ class Scatter(Exchange):
         return len(self._leaving) >= _PACKED or len(self._coming) >= _COMING or not has_room
 
     def settle(self) -> None:
-        """See that what has come is what was sent, after `Peers.finish`."""
+        """Check that the received bytes are those that were sent, after `Peers.finish`."""
         for chunk, runs, sealed in self._coming:
             found = combine_all(Sum.of(run.data) for run in runs)
             if found != int.from_bytes(sealed.tobytes(), "little") and self.error is None:
@@ -174,7 +174,7 @@ class Scatter(Exchange):
         return self._section.bytes[begin : self._section_end]
 
     def _crossing_bytes(self, chunk: int) -> int:
-        """Most that what comes of a chunk takes in a window."""
+        """The most room in a window that the received bytes of one chunk take."""
         runs = [end - first for region, first, end in self._runs(chunk) if region.device is not None]
         return sum(_aligned(nbytes) + 2 * WIDEST_BYTES for nbytes in runs)
 
@@ -187,8 +187,8 @@ class Scatter(Exchange):
     ) -> dict[int, list[tuple[tuple[int, ...], list[NeededRegion]]]]:
         """Which ranks need which regions of the chunks that this rank reads. Collective.
 
-        What a rank says is looked through and let go before the next one speaks: of all that the ranks hold, only what
-        lies in these chunks is kept.
+        The regions of one rank are filtered before the next rank sends its own, so only the regions in these chunks are
+        kept in memory.
         """
         peers, image = self._peers, self._image
         mine = [_row(region) for index in sorted(targets) for region in targets[index].regions]

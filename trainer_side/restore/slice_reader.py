@@ -33,15 +33,16 @@ from trainer_side.restore.targets import ChunkWindows, EntryTaker, EntryTarget
 
 @dataclass
 class SliceReader:
-    """One candidate that is read from slices, and from the store where there are none. Training thread; collective.
+    """Reads one candidate from slices, and from the store where slices are missing. Training thread; collective.
 
     Attributes:
-        origins: What this rank reads from, by number.
+        origins: The sources that this rank reads from, by number.
         manifest: The store's; None if it does not have this checkpoint.
         ring_is_near: Every rank reads by itself what the ring has: it lies in memory that all of them see.
-        hanging: Tiers that nothing is asked of any more, by rank and name, and why; the same on every rank. Added to.
-        mended: What was damaged or gone and was read from elsewhere, each with its tier, place and rank; of all ranks.
-        reading: What the last `read` did on this rank, all rounds together.
+        hanging: Tiers that get no more requests, by rank and name, with the reason; the same on every rank. Added to.
+        mended: Slices of all ranks that were damaged or missing and were read from elsewhere, each with its tier, place
+            and rank.
+        reading: Result of the last `read` on this rank, all rounds together.
     """
 
     candidate: Candidate
@@ -63,7 +64,7 @@ class SliceReader:
     def whole_in(self) -> frozenset[str]:
         """Tiers that have every saved rank's slice, nothing of which turned out damaged. The same on every rank.
 
-        The stager's ring is none: it keeps nothing, so nobody gives up a damaged slice because of it.
+        The stager's ring does not count: it keeps nothing, so no damaged slice may be given up because of it.
         """
         damaged = self._unusable | {source for _, source in self._failed}
         found: dict[str, set[int]] = {}
@@ -190,7 +191,7 @@ class SliceReader:
         return near, [unit for unit in units if unit not in near]
 
     def _in_ring(self, slice_rank: int) -> list[Holder]:
-        """What the ranks have found of a slice in the stager's ring."""
+        """The holders of a slice in the stager's ring."""
         holders = self.candidate.slices.get(slice_rank, ())
         return [one for one in holders if one.nearness == NEARNESS_OF_RING]
 

@@ -56,8 +56,8 @@ def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, 
     """The split tensors in the state, by path; those whose path stands for another one too are left out.
 
     Args:
-        state: As the script gave it.
-        live: What `live_trees` gave for it. FSDP2 gathers its parameters back into parts for that.
+        state: The state, as the script passed it.
+        live: Result of `live_trees` for it. FSDP2 reshards its parameters for that.
 
     Raises:
         StateError: A sharded tensor cannot be restored in place; the message names it.
@@ -128,12 +128,13 @@ def place(
     names: Collection[str],
     left_out: Collection[int] = (),
 ) -> Placed:
-    """Put the parts into the tree; the memory that no tensor of the tree has any more is let go.
+    """Put the parts into the tree, and free memory that no tensor of the tree uses any more.
 
     Args:
         structure: Its tensors have the shapes of the parts at their paths.
         parts: By path.
-        names: Of the state. Where it is split, all else is let go as well: no rank has room for what it does not take.
+        names: Names of the state. If it is split, the memory of all other names is freed as well: no rank has room for
+            bytes that it does not take.
         left_out: Entries of tensors that other ranks take, and that are not in the tree any more.
 
     Raises:

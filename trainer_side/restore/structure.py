@@ -73,7 +73,7 @@ class ImageEnds:
 
     @property
     def nbytes(self) -> int:
-        """Of both."""
+        """Size of head and tail together."""
         return self.head_bytes + self.image_bytes - self.tail_offset
 
     @property
@@ -104,7 +104,7 @@ def ends_of(image: ImageMap) -> tuple[int, int]:
     return head_bytes, max(head_bytes, tail_offset)
 
 
-# What a zip file begins with. Anything else torch takes for one of its older formats, which are not ours.
+# The first bytes of a zip file. torch takes any other file for one of its older formats, which holdfast never writes.
 _ZIP_MAGIC = b"PK\x03\x04"
 _ITEMSIZES = (1, 2, 4, 8, 16)
 _SCRATCH_BYTES = 1024 * 1024
@@ -141,7 +141,7 @@ def check_structure_chunks(store: Store, manifest: Manifest) -> None:
     were written is it the state that is wrong, and not the file.
 
     Raises:
-        DamageError: One of them is not as it was written.
+        DamageError: One of them differs from the bytes that were written.
         StoreError: The store failed.
     """
     head_bytes, tail_offset = ends_of(manifest)
@@ -174,9 +174,9 @@ class Structure:
         store: Asked for bytes that are in neither; None where there is no portable file.
 
     Attributes:
-        tree: With tensors in memory that nobody has touched.
-        names: Of what the tree has by number only.
-        on_host: Paths of state of optimizers that lay in host memory, and its parameter did not.
+        tree: The tree, with tensors in untouched memory.
+        names: Names of the parameters and tensors that the tree only numbers.
+        on_host: Paths of optimizer state that was in host memory while its parameter was on a device.
 
     Raises:
         DamageError: Not a file that torch reads, or it contradicts its manifest.
@@ -238,9 +238,9 @@ class Structure:
     def adopt(self, live: Mapping[str, Any]) -> int:
         """Make tensors of the tree share the memory of the live tensors at the same paths, where they may.
 
-        They may if all tensors of a storage, here and there, are at the same paths with the same dtype, shape,
-        strides and offset, and the live storage is CPU memory of exactly the entry's size. So what is tied here and
-        not there (or the other way round) keeps memory of its own.
+        They may if all tensors of a storage, here and there, are at the same paths with the same dtype, shape, strides
+        and offset, and the live storage is CPU memory of exactly the entry's size. Tensors that are tied on one side
+        only therefore keep memory of their own.
 
         Args:
             live: Names to trees, such as `{"model": model.state_dict()}`.
@@ -271,7 +271,7 @@ class Structure:
         return adopted_bytes
 
     def _said(self, data: bytes) -> tuple[dict[str, list[list[Position]]], frozenset[str]]:
-        """What stands behind the pickle."""
+        """The names and host paths behind the pickle."""
         for entry in self._image.entries:
             if entry.name.endswith("/data.pkl") and entry.offset + entry.nbytes <= ends_of(self._image)[0]:
                 record = data[entry.offset : entry.offset + entry.nbytes]
@@ -308,7 +308,7 @@ class Structure:
         return [index for _, index in numbered]
 
     def _check_paths(self) -> None:
-        """See that each tensor lies in the entry that the manifest names: the order above is torch's, not a promise."""
+        """Check that each tensor lies in the entry that the manifest names: torch does not promise the order above."""
         entry_of = self.entry_of
         stated: dict[str, set[int]] = {}
         for record in self._image.tensors:
@@ -343,7 +343,7 @@ class _StructureFile(RangedFile):
     """The whole file, of which head and tail need no request.
 
     Attributes:
-        failure: What the store raised: torch's reader makes other errors of it.
+        failure: The store's exception, which torch's reader turns into other errors.
     """
 
     def __init__(self, file: str, image: Manifest | Layout, data: bytes, store: Store | None) -> None:
@@ -420,7 +420,7 @@ def _by_storage(tensors: list[Named]) -> dict[int, list[Named]]:
 
 
 def _apart(groups: dict[int, list[Named]]) -> list[list[Named]]:
-    """Those whose memory no other one reaches into (two storages may be made over the same memory)."""
+    """The groups whose memory overlaps no other group's (two storages may be made over the same memory)."""
     spans = sorted((address, address + _nbytes(group[0].tensor)) for address, group in groups.items())
     result, reached = [], 0
     for (begin, end), (following, _) in itertools.pairwise([*spans, (2**64, 2**64)]):

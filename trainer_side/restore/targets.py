@@ -17,7 +17,7 @@ from trainer_side.restore.structure import ImageMap
 
 
 class Sum(NamedTuple):
-    """CRC-32 of so many bytes."""
+    """A CRC-32, and how many bytes it covers."""
 
     crc32: int
     nbytes: int
@@ -28,14 +28,14 @@ class Sum(NamedTuple):
 
 
 class EntryTaker(Protocol):
-    """Whoever takes bytes of one entry as they are read: all of them, or the parts that a rank holds."""
+    """Takes bytes of one entry as they are read: all of them, or the parts that a rank holds."""
 
     def put(self, inside: int, address: int, view: memoryview) -> None:
         """Take what goes to host memory of bytes of the entry, which begin `inside` bytes into it. Any thread."""
         ...
 
     def parts(self, inside: int, begin: int, nbytes: int, /) -> Sequence[SectionPart]:
-        """What goes to a device of `nbytes` of the entry, from `inside` on, which are at `begin` of a window."""
+        """The parts that go to a device, of `nbytes` of the entry from `inside` on, at `begin` of a window."""
         ...
 
 
@@ -56,7 +56,7 @@ class EntryTarget(NamedTuple):
         ctypes.memmove(self.address + inside, address, view.nbytes)
 
     def parts(self, _inside: int, _begin: int, _nbytes: int) -> Sequence[SectionPart]:
-        """Of host memory: nothing."""
+        """Nothing: the entry is in host memory."""
         return ()
 
 
@@ -124,9 +124,9 @@ class ChunkWindows:
 
         Args:
             lying: The extents, ascending; they lie back to back in the source.
-            offset: Where in the source.
+            offset: Where they begin in the source.
             run_bytes: Most bytes of one request.
-            wanted: Of these extents only the parts of entries are given; of all by default.
+            wanted: Only parts of entries within these extents are returned; by default all.
         """
         end = offset + sum(extent.nbytes for extent in lying)
         pieces = [

@@ -90,12 +90,12 @@ def places_of(module: nn.Module) -> dict[str, torch.Tensor]:
 def read_in_place(
     state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Names to the tensors that may be read over, as trees of the same paths as the checkpoint's.
+    """Names to the tensors that may be read into, as trees of the same paths as the checkpoint's.
 
     Args:
-        state: As the script gave it.
-        live: What `live_trees` gave for it.
-        tree: What was saved.
+        state: The state, as the script passed it.
+        live: Result of `live_trees` for it.
+        tree: The saved tree.
     """
     return {
         name: places_of(state[name]) if isinstance(state[name], nn.Module) else live[name]
@@ -193,12 +193,12 @@ WRAPPERS = {
 
 
 def rewrap(state: Mapping[str, Any], live: Mapping[str, Any], tree: dict[str, Any]) -> None:
-    """Rename what was saved of modules, and of optimizers by name, as this job names it; changes `tree`.
+    """Rename the saved state of modules, and of optimizers by name, to the names of this job; changes `tree`.
 
     Args:
-        state: As the script gave it.
-        live: What `live_trees` gave for it.
-        tree: What was saved.
+        state: The state, as the script passed it.
+        live: Result of `live_trees` for it.
+        tree: The saved tree.
     """
     moved: dict[str, str] = {}
     parameters: set[str] = set()

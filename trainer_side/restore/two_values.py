@@ -40,7 +40,7 @@ class Suspects:
     """Groups of tensors that share memory in the script and do not do so in the checkpoint.
 
     Attributes:
-        groups: Those of which only the bytes can tell whether they agree.
+        groups: The groups that only their bytes can show to agree.
     """
 
     def __init__(self, groups: Sequence[Sequence[_LiveView]], step: int) -> None:
@@ -48,10 +48,10 @@ class Suspects:
         self._step = step
 
     def see(self, tree: Any) -> None:
-        """Compare what was read. Training thread.
+        """Compare the bytes of each group after the reading. Training thread.
 
         Args:
-            tree: Of the checkpoint, with all bytes that this rank takes.
+            tree: The checkpoint's tree, with all bytes that this rank takes.
 
         Raises:
             StateError: Two tensors of a group have different values; names both.
@@ -72,12 +72,12 @@ def suspects(
     entry_of: Mapping[int, int],
     step: int,
 ) -> Suspects:
-    """Find them, before a byte is read.
+    """Find the groups, before a byte is read.
 
     Args:
-        state: As the script gave it.
-        live: What `live_trees` gave for it.
-        tree: What was saved, as it lies in the file.
+        state: The state, as the script passed it.
+        live: Result of `live_trees` for it.
+        tree: The saved tree, as it is in the file.
         image: Has the CRC-32 of each entry, if it is a manifest.
         entry_of: Address of a storage of the tree to its entry.
         step: For messages.
@@ -126,8 +126,8 @@ def _sharing(
             continue
         if any(size > 1 and not step for size, step in zip(local.shape, local.stride(), strict=True)):
             continue  # an expanded tensor, into which nothing can be copied
-        # An object of the script may put what it loads in the place of its tensors, such as the best weights so far.
-        # What it has in one dictionary, of a module that it holds, is taken for the state of that module.
+        # An object of the script may replace its tensors by the loaded ones, such as the best weights so far. Tensors
+        # of a module that it holds in one dictionary are taken for the state of that module.
         is_filled = isinstance(value, torch.nn.Module | torch.Tensor | dict | list | tuple)
         if not is_filled and view_of(local) not in _module_views(name, value, views):
             continue
@@ -178,7 +178,7 @@ def _shares_alike(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor])
         begin = tensor.storage_offset() * tensor.element_size()
         same_form = tensor.dtype == one.local.dtype and tensor.stride() == one.local.stride()
         same_form = same_form and tensor.shape == one.local.shape
-        # Of a split tensor only a part is here: alike where the whole ones are one.
+        # Only a part of a split tensor is here: the parts are alike if the whole tensors are one.
         form = (
             (one.begin - group[0].begin - begin,)
             if same_form
@@ -191,7 +191,7 @@ def _shares_alike(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor])
 def _sum(
     one: _LiveView, saved: torch.Tensor, image: Manifest | Layout, entry_of: Mapping[int, int]
 ) -> tuple[Any, ...] | None:
-    """What says whether two whole tensors of the file have the same bytes; None if nothing does."""
+    """Equal for two whole tensors of the file that have the same bytes; None if the file has no CRC for it."""
     entry = entry_at(saved, entry_of)
     if entry is None or not saved.is_contiguous() or saved.dtype != one.local.dtype:
         return None

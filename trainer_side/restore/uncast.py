@@ -30,9 +30,9 @@ def offloaded(structure: Structure) -> frozenset[int]:
 
 
 def elsewhere(optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]) -> Elsewhere:
-    """What of the saved state does not go to the device of its parameter.
+    """The tensors of the saved state that do not go to the device of their parameter, with their devices.
 
-    `optimizer`: With the state that it has now.
+    `optimizer`: The live optimizer, with its current state.
     """
     if not is_form(saved):
         return {}
@@ -69,14 +69,14 @@ class Shielded:
 def uncasting(
     optimizers: Iterable[torch.optim.Optimizer], on_host: Collection[int] = ()
 ) -> Iterator[list[torch.optim.Optimizer]]:
-    """Within it, what these optimizers load comes out of torch's own loading as it was saved. Training thread.
+    """Inside the block, these optimizers load their state with the saved dtypes and devices. Training thread.
 
     `on_host`: Saved tensors that they keep in host memory (`uncast.offloaded`), by `id()`.
 
     The repair precedes hooks that run after the loading, and all that a class does with what torch has loaded.
 
     Yields:
-        Those that have loaded something so far; an optimizer whose loading is its own is never among them.
+        The optimizers that have loaded state so far; one with a loading of its own is never among them.
     """
     hooks: list[Any] = []
     done: list[torch.optim.Optimizer] = []
@@ -93,7 +93,7 @@ def uncasting(
 
 
 class _Repair:
-    """Of one optimizer."""
+    """The repair of one optimizer."""
 
     def __init__(self, done: list[torch.optim.Optimizer], on_host: Collection[int]) -> None:
         self._saved: Any = None

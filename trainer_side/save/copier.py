@@ -52,17 +52,18 @@ class CopyJob:
     """One copy.
 
     Attributes:
-        router: Knows the way through what is behind the gate.
+        router: Finds the route through the tensors that are copied behind the gate.
         after: Recorded on the training's stream at `save()`, if tensors are on a device.
-        fingerprints: Of the replicas; None where they are not asked for.
-        keeping: In local tiers; None without any.
-        instant: What the tensors were like at `save()`; None where nothing is copied behind the gate.
-        abandoned: Set when an update did not wait for it any longer, or when it is torn.
-        updating: Set when an update has come: from now on tensors change that are copied and given free.
-        whole: Set when all that is live was copied.
-        inside: Whether `save()` returns only when that is so. `compares`: whether the live bytes are compared with the
-            copy afterwards.
-        route: The way that memory of the device was taken for at `save()`; None: the way is found by the copy thread.
+        fingerprints: Fingerprints of the replicas; None if they are not wanted.
+        keeping: The write of this step to the local tiers; None without tiers.
+        instant: Version counters and sampled words of the tensors at `save()`; None if nothing is copied behind the
+            gate.
+        abandoned: Set when an update has stopped waiting for the copy, or when the copy is torn.
+        updating: Set when an update begins. From then on, tensors that were copied and released may change.
+        whole: Set when every live tensor has been copied.
+        inside: Whether `save()` waits for the whole copy. `compares`: whether the copy is then compared with the live
+            bytes.
+        route: The route for which `save()` has reserved device memory; None: the copy thread finds one.
     """
 
     transfer: Transfer
@@ -88,7 +89,7 @@ class CopyJob:
         return self.abandoned.is_set() or self.transfer.settled.is_set()
 
     def give_up(self, reason: Reason) -> None:
-        """What was copied must not be used."""
+        """Withdraw the step: the bytes copied so far must not be used."""
         self.abandoned.set()
         if self.keeping is not None:
             self.keeping.cancel(reason)
@@ -98,18 +99,18 @@ class Copier:
     """The thread, and the gate that it opens. Its methods belong to the training thread unless they say otherwise.
 
     Args:
-        optimizers: Held back while a copy is under way.
-        link: Learns of a copy that failed.
+        optimizers: Their updates wait while a copy is in flight.
+        link: Is told when a copy fails.
         ledger: Counts the stall.
         events: Event log.
-        seconds_max: How long a copy is waited for.
-        quietness: What is known of changes that nobody counts.
+        seconds_max: How long an update, or the next save, waits for a copy.
+        quietness: Decides whether a copy may outlast `save()`, from comparisons of earlier copies with live bytes.
 
     Attributes:
         updates: How many steps of optimizers have begun.
-        on_update: Called when one begins, on the training thread.
-        problem: Why nothing is copied any more; None while all is well.
-        update_streams: The streams of a device on which updates were queued lately.
+        on_update: Called on the training thread when a step of an optimizer begins.
+        problem: Why copying has stopped for good; None while it works.
+        update_streams: The device streams on which updates were queued recently.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Copier:
         self.update_streams: list[Any] = []
         self.updates = 0
         self.on_update: Callable[[], None] = lambda: None
-        self._by_hand = 0  # so many `with checkpointer.changing()` the training thread is in
+        self._by_hand = 0  # nesting depth of `with checkpointer.changing()` on the training thread
         self._job: CopyJob | None = None  # under way; it holds a staging area and tensors, so not for longer
         self._stuck: CopyJob | None = None  # the one that was not waited for any longer
         self._idle = threading.Event()  # no staging area and no tensor is touched
@@ -143,10 +144,10 @@ class Copier:
         self._thread.start()
 
     def wait(self) -> Reason | None:
-        """Wait until no copy is under way: only for one tensor, when a step has ended before its copy had.
+        """Wait until no copy is in flight. If an update has ended in the meantime, at most one tensor is left to copy.
 
         Returns:
-            None, or why it is in vain.
+            None, or the reason why the copy will not end.
         """
         job = self._job
         stuck = job is not None and job is self._stuck
@@ -187,7 +188,7 @@ class Copier:
     ) -> tuple[bool, bool]:
         """Whether the copy of this save is finished inside `save()`, and whether live bytes are compared with it then.
 
-        `instant`: What is live; None: nothing. `on_device`: Whether live tensors of it are on a device.
+        `instant`: The live tensors to copy; None if there are none. `on_device`: whether some of them are on a device.
         """
         trusted = self._proof.saved(instant)
         if instant is None:
@@ -376,7 +377,7 @@ class Copier:
         if job.taken.deferred is not None:
             job.staging.fill(job.taken.deferred.contents())
         if job.fingerprints is not None and not job.cancelled():
-            # Of all replicas, so before any of them is given free.
+            # The fingerprints need every replica, so they come before the first one is released.
             _fingerprint(job, job.fingerprints, record)
             self.look_at_all(job)  # what differs between ranks because it was changed is no drift
             self._compare(job)

@@ -50,9 +50,9 @@ class SlicePlan:
     """One rank's slice of one layout.
 
     Attributes:
-        now: Pieces that are taken before `save()` returns. `gated`: those that are copied behind the gate.
+        now: Pieces that are copied before `save()` returns. `gated`: pieces that are copied behind the gate.
         frames: Where each frame begins in the staging area.
-        nbytes: Of the whole slice. `area_bytes`: of the staging area, with what lies between frames.
+        nbytes: Size of the slice. `area_bytes`: size of the staging area, padding between frames included.
     """
 
     now: tuple[CopyPiece, ...]
@@ -120,13 +120,13 @@ class SliceSources:
 
 @dataclass(frozen=True)
 class Batch:
-    """Pieces that are copied at one go; all of them in host memory, or all on a device.
+    """Pieces that are copied by one call; all of them in host memory, or all on a device.
 
     Attributes:
         pieces: In the order in which they are copied.
         offsets: Where each goes in the staging area. `addresses`: where each comes from. `sizes`: bytes of each.
-        read: Addresses of the storages of which nothing is left to be read after this batch.
-        frames: Frame → how many of its pieces are here.
+        read: Addresses of the storages that no later batch reads.
+        frames: Frame → how many of its pieces are in this batch.
     """
 
     pieces: tuple[CopyPiece, ...]
@@ -140,7 +140,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one copy behind the gate.
+    """The order of one copy behind the gate.
 
     Attributes:
         host: Batches of tensors in host memory. `device`: of tensors on a device.
@@ -152,7 +152,7 @@ class Route:
     storages: frozenset[int]
 
     def on_host(self) -> Route:
-        """What of it lies in host memory."""
+        """The same route without the batches on a device."""
         read = frozenset(storage for batch in self.host for storage in batch.read)
         return Route(self.host, (), read)
 

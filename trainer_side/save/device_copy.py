@@ -4,11 +4,11 @@
     capture  save(): live tensors ─► area, on the current stream   │ what anything may change, where there is no mirror
     copy     behind the gate: live tensors ─► area, on the own stream
 
-With a mirror of all nothing live is read after `save()`: the device itself puts whatever comes later, be it an update,
-the replay of a graph or another state that is loaded, behind the copy of its own memory. So no gate is shut, and
-nothing can be torn (docs/design/007-device-mirror.md). Without room for one, there may be one of what anything
-may change, so that none of that crosses on the training's stream. The two others are strategy C of LightCheck (ICCD
-2023). Strategy D, straight into a tier, is each of them with a slot for an area.
+With a mirror of everything, no live tensor is read after `save()`: the device runs later work (an update, the replay of
+a graph, another state that is loaded) after the copy within its own memory. The gate stays open, and a copy cannot be
+torn (docs/design/007-device-mirror.md). If there is no room for a full mirror, there may be one of the tensors that
+anything may change, so that none of them crosses on the training's stream. The two others are strategy C of LightCheck
+(ICCD 2023). Strategy D, straight into a tier, is each of them with a slot for an area.
 
 All of them pack small tensors by one launch and send parcels (parcel.py). Where there is no memory for a parcel,
 tensors cross one by one.
@@ -71,11 +71,11 @@ class MirrorRoom:
         return self._say(nbytes <= self._spare_bytes, nbytes, self._spare_bytes)
 
     def has_in_part(self, nbytes: int) -> bool:
-        """Whether there may be a mirror of a part, where there is none of all; after `has`."""
+        """Whether a mirror of a part may be made where a full one has no room. Called after `has`."""
         return (self._limit_bytes is None or nbytes <= self._limit_bytes) and self.has_beside(nbytes)
 
     def has_beside(self, nbytes: int) -> bool:
-        """Whether so much may be taken where there is no mirror of all, whatever the limit is; it counts as taken."""
+        """Whether `nbytes` fit into the spare memory, whatever the limit for mirrors is; if so, they count as taken."""
         fits = nbytes <= self._spare_bytes
         if fits:
             self.lent(nbytes)
@@ -83,7 +83,7 @@ class MirrorRoom:
         return fits
 
     def lent(self, nbytes: int) -> None:
-        """So much is taken for this copy."""
+        """Count `nbytes` as taken for this copy."""
         self._lent_bytes += nbytes
 
     def over(self, memory: DeviceMemory | None) -> None:
@@ -207,7 +207,7 @@ def _sections(of: Sequence[Batch], slice_: SliceSources) -> list[Batch]:
     ]
 
 
-_AHEAD = 4  # so many parcels are queued: the device is never idle between two
+_AHEAD = 4  # parcels queued at once, so that the device is never idle between two
 _KEPT_MAX = 8  # of what is ready to be queued again; each area may leave out other tensors
 
 
@@ -267,12 +267,12 @@ class DeviceCopy:
         *,
         behind: Sequence[Batch] = (),
     ) -> Callable[[], None]:
-        """Queue copies of `now` into `area` on the current stream: what is queued on it later comes after them.
+        """Queue copies of `now` into `area` on the current stream; work that is queued there later runs after them.
 
-        `behind`: What `copy` is going to copy: memory for that is taken now, too.
+        `behind`: The batches that `copy` will copy; memory for their parcels is reserved now.
 
         Returns:
-            Waits until they are there. At most one capture is under way.
+            A function that waits until the copies have landed. At most one capture is in flight.
         """
         if behind:
             live = self._live_behind(behind, slice_)
@@ -309,7 +309,7 @@ class DeviceCopy:
         cancelled: Callable[[], bool],
         arrived: Callable[[Batch], None],
     ) -> None:
-        """Copy a mirror to the host; arguments as of `CopyEngine.copy`. What a cancelled one has left is given back."""
+        """Copy a mirror to the host and free it, cancelled or not; arguments as of `CopyEngine.copy`."""
 
         def queue(_number: int, crossing: Crossing) -> None:
             assert crossing.parcel is not None

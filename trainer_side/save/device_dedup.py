@@ -1,15 +1,15 @@
-"""What lies on a device and does not change crosses to the host once: the base model under an adapter, constants.
+"""Copies device tensors that do not change (the base model under an adapter, constants) to the host only once.
 
     save()        on the current stream: hashes of each tensor that may be so
     copy thread   hashes arrive: as they were when the area's bytes were copied? it was rightly left out
                                  otherwise the step is withdrawn, and the tensor is copied at each save from now on
 
-A tensor is left out after `_PROVEN` saves with the same hashes, where the area has such bytes, and as long as it lies
-where it lay and torch has counted no change. What torch does not count (`.data`, kernels of others) shows in the
-hashes: sums of words, each times a random number of 64 bits that belongs to its place (multilinear hashing, Carter and
-Wegman 1979; Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Whatever has changed, it is taken for
-unchanged with a probability below 2**-31. No byte crosses, and nothing is waited for in `save()`; the device reads each
-byte once, and writes and reads products of twice that size.
+A tensor is left out after `_PROVEN` saves with the same hashes, if the area already has these bytes, the tensor has not
+moved and torch has counted no change. Changes that torch does not count (`.data`, foreign kernels) show in the hashes:
+sums of words, each times a random number of 64 bits that belongs to its place (multilinear hashing, Carter and Wegman
+1979; Lemire and Kaser, "Strongly universal string hashing is fast", 2014). A changed tensor passes for unchanged with a
+probability below 2**-31. `save()` transfers no byte for it and does not wait; the device reads each byte once, and
+writes and reads products of twice that size.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class _InArea:
 
 @dataclass
 class Steadiness:
-    """How a tensor was at the saves before, into whichever area.
+    """The hashes of one tensor over earlier saves, whichever area they went to.
 
     Attributes:
-        hashes: Of its parts at the last one. `alike`: saves in a row that had these; `changes`: how often there were
-            others.
+        hashes: Hashes of its parts at the last save. `alike`: consecutive saves with these hashes. `changes`: how often
+            the hashes have changed.
     """
 
     hashes: tuple[int, ...]
@@ -79,7 +79,7 @@ class Steadiness:
     changes: int = 0
 
     def saw(self, hashes: tuple[int, ...]) -> None:
-        """A save had these."""
+        """Count a save with these hashes."""
         if hashes == self.hashes:
             self.alike += 1
         else:
@@ -87,7 +87,7 @@ class Steadiness:
 
 
 class _Awaited(NamedTuple):
-    """An entry of which hashes are on their way, so many."""
+    """An entry whose hashes are on their way to the host; `hashes` is their number."""
 
     entry: int
     place: Place
@@ -96,13 +96,13 @@ class _Awaited(NamedTuple):
 
 
 class DeviceDedup:
-    """Knows what of one area need not be copied again. `settle` belongs to the copy thread, `forget` to any, all else
-    to the training thread; a save waits for the copy before, so they never meet.
+    """Knows which bytes of one area need not be copied again. `settle` belongs to the copy thread, `forget` to any, all
+    else to the training thread; a save waits for the copy before, so they never meet.
 
     Args:
-        pieces: What is taken in `save()`, of this rank's slice.
+        pieces: The pieces of this rank's slice that are copied in `save()`.
         layout: Names the tensors.
-        seen: How the tensors were, by path and range; all areas of a rank share it.
+        seen: History of each tensor, by path and range; all areas of a rank share it.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class DeviceDedup:
         self._arrived: StreamEvent | None = None
 
     def versions(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> dict[int, int]:
-        """Of each entry that may be left out, the changes of its tensors that torch has counted."""
+        """Version counters by entry, for each entry that may be left out."""
         if tensor_entries is not self._tensor_entries:
             self._tensor_entries = tensor_entries
             self._tensors = [place for place, entry in enumerate(tensor_entries) if entry in self._ranges]
@@ -149,7 +149,7 @@ class DeviceDedup:
     def look(self, sources: Sequence[StorageSource | None], versions: Mapping[int, int]) -> frozenset[int]:
         """Queue the hashes on the current stream; returns the entries that need not be copied into the area.
 
-        `versions`: As `versions` gave them; what is not among them is copied.
+        `versions`: Result of `versions`; entries that are missing in it are copied.
         """
         self._looked, self._hashes = [], None
         spared: set[int] = set()
@@ -183,10 +183,10 @@ class DeviceDedup:
         return frozenset(spared)
 
     def settle(self) -> None:
-        """The copy has landed, and nothing of it has been used yet; waits for the hashes.
+        """Wait for the hashes and check them. Called when the copy has landed and before any byte of it is used.
 
         Raises:
-            Outdated: What was left out has changed.
+            Outdated: A tensor that was left out has changed.
         """
         looked, arriving = self._looked, self._hashes
         self._looked, self._hashes = [], None

@@ -90,8 +90,9 @@ class DeviceMemory(NamedTuple):
     """The memory of a device, in bytes.
 
     Attributes:
-        free: What nobody holds, as far as torch may take it.
-        reserved: What torch holds for tensors of this process, in use or not, and for copies. `peak`: the most so far.
+        free: Memory that torch may still allocate.
+        reserved: Memory held by torch's allocator in this process, in use or cached, copies included. `peak`: the
+            maximum so far.
         retries: The caching allocator's retry count.
         returned: Bytes that torch has given back to the device so far, for whatever reason.
     """
@@ -124,15 +125,15 @@ class DeviceStream:
         return record(self._device)
 
     def go_on(self) -> None:
-        """What is queued on the own stream from now on comes behind all that is queued on the current one."""
+        """Make later work on the own stream wait for everything queued on the current stream."""
         self._stream.wait_event(self.record())
 
     def on_device(self, nbytes: int) -> torch.Tensor:
-        """Memory in the order of the own stream, as bytes. What was queued there before must be done by now, if another
-        stream is to touch it.
+        """Allocate memory in the order of the own stream, as bytes. Before another stream touches it, earlier work on
+        the own stream must be finished.
 
         Raises:
-            OutOfMemoryError: There is none.
+            OutOfMemoryError: The device has too little memory left.
         """
         with self.beside(None), torch.inference_mode(mode=False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -141,7 +142,7 @@ class DeviceStream:
         """As `on_device`, for tensors whose memory was given back by `empty`: they and their views are as before.
 
         Raises:
-            OutOfMemoryError: There is none; those that have some by now keep it.
+            OutOfMemoryError: The device is out of memory; tensors that were filled before keep their memory.
         """
         with self.beside(None):
             refill_all(emptied)
@@ -193,7 +194,7 @@ def refill_all(emptied: Iterable[torch.Tensor]) -> None:
     """Take memory again for tensors that `empty` has emptied, for the current stream.
 
     Raises:
-        OutOfMemoryError: There is none.
+        OutOfMemoryError: The device has too little memory left.
     """
     for memory in emptied:
         memory.untyped_storage().resize_(memory.numel())
@@ -219,10 +220,11 @@ def stream_of(device: torch.device) -> DeviceStream:
 
 @contextmanager
 def in_order_with(device: torch.device, others: Iterable[Any]) -> Iterator[None]:
-    """What is queued on the current stream meanwhile comes behind the streams `others`, and they go on behind it.
+    """Order work that is queued on the current stream inside the block after the streams `others`, and before their
+    later work.
 
-    So a `save()` on another stream than the training's saves what the training has queued. On the training's own, all
-    of these are that one, and nothing is done.
+    A `save()` on a side stream thus saves everything that the training's stream has queued. If all of them are the
+    current stream, this does nothing.
     """
     module = module_of(device)
     current = module.current_stream(device)

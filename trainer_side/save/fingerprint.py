@@ -41,13 +41,14 @@ Span = Callable[[int, int], torch.Tensor | None]  # bytes of the device, from an
 
 
 class _Plan(NamedTuple):
-    """The rows of some tensors. Of each tensor: its rows in the table, and what it has beyond whole rows.
+    """The sampled rows of some tensors. Each array has one value per tensor: its rows in the table, and the rest after
+    its last whole row.
 
     Attributes:
-        apart: Every so-many-th row is looked at. `rows`: so many at most; there is one less where the step draws a
-            first one after `last_first`.
-        begins: The place of the first of them in the table. `tails`: the place of the row with the rest.
-        rest_at: Where the rest begins in that row. `rest_bytes`: its size; 0: there is none.
+        apart: Distance between sampled rows. `rows`: the most rows that are sampled; one less if the step draws a first
+            row after `last_first`.
+        begins: Place of the first sampled row in the table. `tails`: place of the row that holds the rest.
+        rest_at: Where the rest begins in that row. `rest_bytes`: size of the rest; 0 without one.
     """
 
     apart: _Numbers
@@ -159,7 +160,7 @@ class DeviceSamples:
 
 
 def _firsts(apart: _Numbers, step: int) -> _Numbers:
-    """Of each tensor the row that the step draws."""
+    """The first sampled row of each tensor at this step."""
     values, places = np.unique(apart, return_inverse=True)
     return np.array([first_row(step, one) for one in values.tolist()], np.int64)[places.reshape(-1)]
 
@@ -192,11 +193,11 @@ class Fingerprints:
     """The fingerprints of one checkpoint. The training thread makes and begins them, the copy thread ends them.
 
     Args:
-        entries: Those that are watched (`holdfast.image.replicas.watched`).
+        entries: The watched entries (`holdfast.image.replicas.watched`).
         gated: Per entry, whether it is copied behind the gate.
-        step: The checkpoint's step: says which rows are looked at.
-        shared: Those that are split, of which some ranks hold the same region.
-        samples: By device; kept from one checkpoint of a plan to the next, and added to.
+        step: The checkpoint's step, which selects the sampled rows.
+        shared: Sharded entries of which several ranks hold the same region.
+        samples: Samples by device; reused by all checkpoints of one plan.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class Fingerprints:
         """
         held_back = [not also_gated and self._gated[entry] for entry in self._watched]
         if accelerator.kind() is not None:
-            # What is on a device is sampled there, in order: the copy thread takes no memory of the device.
+            # Device tensors are sampled here, in stream order, so that the copy thread allocates no device memory.
             here = map(sources.__getitem__, self._watched)
             held_back = [
                 held and source is not None and source.device.type == "cpu"

@@ -1,9 +1,9 @@
-"""Checks, before the first byte of the first save, whether this job goes on with its run or begins it anew.
+"""Checks, before the first byte of the first save, whether this job resumes its run or starts a new one.
 
-    restore() was called, whatever it found ────────────────────────────────► goes on
+    restore() was called, whatever it found ────────────────────────────────► resumes
     it was not; rank 0 looks into the store, each rank into its tiers:
                               nothing there ────────────────────────────────► a new run
-                              checkpoints there ─ fresh=True ───────────────► begins anew, and that is said
+                              checkpoints there ─ fresh=True ───────────────► a new run, with a warning
                                                 └ otherwise ────────────────► refused, on all ranks alike
 
 A script that forgot restore() trains from its random start, and its checkpoints are newer than the good ones: a restore
@@ -30,7 +30,7 @@ class FreshRunCheck:
     """See the module. Training thread.
 
     Args:
-        fresh: As the script says it.
+        fresh: The script's `fresh`.
         seconds_max: How long a tier may take to say what it keeps.
     """
 
@@ -54,12 +54,12 @@ class FreshRunCheck:
     def refusal(
         self, store_url: str, tiers: Sequence[Tier], *, with_store: bool = True
     ) -> HoldfastError | None:
-        """Why the first save must not be; None if it may. Each rank asks, once, and tells the others.
+        """Why the first save must be refused; None if it may go ahead. Each rank asks once and tells the others.
 
         Args:
             store_url: The run.
-            tiers: Of this rank; another rank's may have been emptied.
-            with_store: Whether this rank looks into the store, too: one of them is enough.
+            tiers: This rank's tiers; the tiers of another rank may have been emptied.
+            with_store: Whether this rank lists the store as well; one rank is enough.
         """
         if self.is_settled:
             return None

@@ -32,23 +32,23 @@ from trainer_side.state.split_tensor import local_of
 
 _log = logging.getLogger("holdfast.trainer.gate")
 
-# Of many layers an update takes up at least such a part at once: looking at all of them for each one that is copied
-# would cost more than the update, and hold the interpreter that the copy thread needs.
+# An update waits until at least one in this many of its parameters is free. Checking all of them whenever one has been
+# copied would cost more than the update itself, and hold the GIL that the copy thread needs.
 _PIECES = 8
 
 
 class Gate:
-    """Holds back updates of what is being copied.
+    """Holds back updates of tensors that are being copied.
 
     Made and closed by the training thread; passed and opened by the copy thread. A storage is named by its address
     (`storage_address`): tensors that share one are held together.
 
     Args:
-        optimizers: Those whose parameters and state are copied behind the gate, and the ones that they wrap. Whether
-            their hooks are called is another question (hook_coverage.py); one without hooks has none.
+        optimizers: Optimizers whose parameters and state are copied behind the gate, and the optimizers that they wrap.
+            hook_coverage.py finds out whether their hooks are called.
         seconds_max: How long an update is held back.
-        on_late: Called when that has passed, before the update: what was copied must not be used any more.
-        on_hook: Called first, with the optimizer, when a hook is.
+        on_late: Called after this time, before the update goes ahead: the copy must not be used any more.
+        on_hook: Called with the optimizer at the start of each hook.
         clock: Monotonic seconds.
     """
 

@@ -167,9 +167,11 @@ class _ExpectedCopy(NamedTuple):
 
 
 class Quietness:
-    """What is known of changes that nobody counts. Training thread, unless a method says otherwise.
+    """Decides whether a copy may outlast `save()`: watches for changes of live tensors that no hook announces.
 
-    `tell`: Tells all ranks of a doubt. Any thread.
+    Training thread, unless a method says otherwise.
+
+    `tell`: Sends a doubt to all ranks. Any thread.
     """
 
     def __init__(
@@ -203,10 +205,10 @@ class Quietness:
             self._rates.append(seconds / max(1, nbytes))
 
     def is_inside(self, nbytes: int, *, on_device: bool) -> bool:
-        """Whether a copy of so many bytes is finished inside `save()`, whatever is proven.
+        """Whether `save()` waits for a copy of `nbytes`, whatever the hooks have proven.
 
-        `on_device`: Whether live tensors of it are on a device: however quick their copy is, it comes behind all that
-        is queued there, and `save()` would wait for that.
+        `on_device`: Whether some of the live tensors are on a device. Their copy runs after all work queued there, so
+        `save()` would wait for that work, however quick the copy is.
         """
         with self._guard:
             if self._mode == "inside" or self._distrusted:
@@ -290,7 +292,7 @@ class Quietness:
             self._tell(mine)
 
     def _lose_trust(self, reason: str) -> Doubt | None:
-        """What all ranks must hear; None if this rank has lost its trust before."""
+        """Stop trusting the hooks. Returns the doubt to send to all ranks; None if trust was lost before."""
         with self._guard:
             if self._distrusted:
                 return None

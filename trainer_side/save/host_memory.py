@@ -27,7 +27,7 @@ from trainer_side.tiers.first_touch import populate
 _log = logging.getLogger("holdfast.trainer")
 
 _INVALID_VALUE = 1
-# Of CUDA and HIP: they have the same numbers.
+# Error codes of CUDA and HIP, which use the same numbers.
 _CAUSES = {
     -1: "this runtime has no call for it; install the CUDA or ROCm build of torch",
     _INVALID_VALUE: "the driver does not take these pages; only ordinary memory and files on a tmpfs can be locked",
@@ -172,10 +172,10 @@ class MemoryAhead:
             self._thread.start()
 
     def take(self, key: int) -> torch.Tensor | None:
-        """The memory of this key, once; waits for it if the thread is at it. None: there is no such key.
+        """Hand out the memory of this key, once; waits if the thread is making it. None: there is no such key.
 
         Raises:
-            Exception: What making it raised.
+            Exception: Making the memory failed with this exception.
         """
         with self._lock:
             make, begun = self._unbegun.pop(key, None), self._begun.pop(key, None)

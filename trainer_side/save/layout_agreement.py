@@ -4,8 +4,8 @@
        │                                                  └─ other names on some ranks ─► PROPOSE with their places
        └─ fails ─► PROPOSE with the refusal ───────────► any refused, or differ ─► the same StateError on every rank
 
-All ranks come here at the same step, and wait for each other. So a rank whose state cannot be saved says so in place of
-its table: the others would wait for it in vain.
+All ranks get here at the same step and wait for each other. A rank whose state cannot be saved therefore sends its
+refusal in place of its table, so that the others do not wait until the deadline.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class LayoutAgreement:
     """See the module. Training thread.
 
     Args:
-        given: As the script gave it.
-        context: Who this rank is; the council of its tiers asks the other ranks.
+        given: The state, as the script passed it.
+        context: This rank's number and connections; `tiers.council` asks the other ranks.
 
     Attributes:
-        sum_seconds: What the checksums took when the ranks last agreed.
+        sum_seconds: How long the checksums took when the ranks last agreed.
     """
 
     def __init__(self, given: GivenState, context: RankContext) -> None:
@@ -82,11 +82,11 @@ class LayoutAgreement:
 
         Args:
             tree: The state.
-            beside_bytes: What data.pkl takes beside the pickle.
-            step: Of the save; -1: it is not said.
+            beside_bytes: Room that data.pkl needs beside the pickle.
+            step: The step of the save; -1 if unknown.
 
         Raises:
-            ConfigError: A rank has found that the first save must not be (see `check_fresh_run`).
+            ConfigError: The first save of a rank was refused (`FreshRunCheck`).
             StateError: It cannot be saved, here or on another rank; or the ranks hold different tensors, or different
                 bytes in tensors of which one copy is saved; or this rank's state alone has changed.
             PeerLost: A rank did not answer in time.

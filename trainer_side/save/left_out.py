@@ -49,10 +49,10 @@ class RestoredTensors:
         }
 
     def strays(self) -> list[str]:
-        """One sentence for each parameter that was filled, and that the state does not have any more.
+        """One sentence for each parameter that was restored and is no longer in the state.
 
-        To be called before the first step after `remember`: a parameter that was made again from the restored one is
-        known by its bytes. Those on a device are not read, and neither are parameters that became DTensors.
+        Call it before the first step after `remember`: a parameter that was made again from the restored one is
+        recognised by its bytes. Parameters on a device, and those that have become DTensors, are not read.
         """
         now = dict(_parameters(self._state))
         path_of = {id(tensor): path for path, tensor in reversed([*now.items()])}
@@ -403,7 +403,7 @@ def _ids(parameters: Iterable[Any]) -> list[int]:
 
 
 def _inside(value: Any) -> Any:
-    """What a `PerRank` value holds."""
+    """The tree inside a `PerRank` value; None for an object that has none. Other values as they are."""
     if not isinstance(value, PerRank):
         return value
     inner = value.value

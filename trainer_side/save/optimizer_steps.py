@@ -101,7 +101,7 @@ def _remove(hooks: list[Any]) -> None:
 
 
 def _first_gradients(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each group, the first parameter that has a gradient."""
+    """The first parameter with a gradient of each group, and this gradient."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (gradient := parameter.grad) is not None:

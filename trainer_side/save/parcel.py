@@ -38,11 +38,11 @@ _WIDEST_BYTES = 8  # of the widest element; not more, or the first address may b
 class LiveTensors:
     """The tensors of some batches, while they live.
 
-    `batches`: What is going to be viewed.
+    `batches`: The batches to make views of.
 
     Attributes:
-        lasts: Whether the views may be kept for the next save. Where they cannot be made by address (XPU) they may not:
-            they would keep tensors alive that training has replaced.
+        lasts: Whether the views may be kept for the next save. Views that are not made by address (XPU) may not: they
+            would keep tensors alive that training has replaced.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Run(NamedTuple):
     """A part of the area that crosses in one transfer.
 
     Attributes:
-        begin: In the area. `start`: in the parcel's memory. `nbytes`: of it, holes included.
-        pieces: What it brings, in order.
+        begin: Offset in the area. `start`: offset in the parcel's memory. `nbytes`: size, holes included.
+        pieces: Its pieces, in order.
     """
 
     begin: int
@@ -114,7 +114,7 @@ def runs_of(pieces: Iterable[CopyPiece], slice_: SliceSources) -> tuple[Run, ...
     end = 0
     for group in groups:
         begin, nbytes = group[0].offset, group[-1].offset + group[-1].nbytes - group[0].offset
-        # What is aligned in the area is aligned here.
+        # A piece that is aligned in the area is aligned in the parcel as well.
         start = _aligned(end) + begin % _ALIGNMENT_BYTES
         runs.append(Run(begin, start, nbytes, tuple(group)))
         end = start + nbytes
@@ -143,7 +143,7 @@ def spans(runs: Iterable[Run]) -> Iterator[tuple[Run, CopyPiece, int]]:
 
 
 def address_of(piece: CopyPiece, sources: Sequence[StorageSource | None]) -> int:
-    """Of the piece's first byte."""
+    """The address of a piece's first byte."""
     source = sources[piece.entry]
     assert source is not None, "what is on a device lies in a tensor"
     return source.data_ptr + piece.entry_offset
@@ -241,8 +241,9 @@ class Crossing:
     """A batch on its way to the host.
 
     Attributes:
-        parcel: How, where it is packed. `memory`: where to.
-        event: When it has arrived; None before it is queued.
+        parcel: How the batch is packed; None if its pieces cross one by one. `memory`: device memory that it is packed
+            into.
+        event: Completes when the batch has arrived; None before it is queued.
     """
 
     batch: Batch
@@ -254,7 +255,7 @@ class Crossing:
 class LiveBatches:
     """Batches of live tensors, and memory of the device in which each is packed before it crosses.
 
-    `slots`: So many of them are on their way at once.
+    `slots`: How many batches are in flight at once.
     """
 
     def __init__(self, of: Sequence[Batch], slice_: SliceSources, slots: int) -> None:

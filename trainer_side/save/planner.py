@@ -45,10 +45,10 @@ class SavePlan:
 
     Attributes:
         skeleton: The image, with a place for every byte.
-        router: The way through what is copied behind the gate.
-        watched: Entries of which fingerprints are made; empty where they are not asked for.
+        router: Finds the route through the tensors that are copied behind the gate.
+        watched: Entries that get fingerprints; empty if fingerprints are not wanted.
         shared: Watched entries that are sharded.
-        tear_check: What is looked at to see that a copy is not torn.
+        tear_check: The counters and words by which a torn copy is noticed.
         samples: Where fingerprints look on each device.
     """
 
@@ -94,15 +94,16 @@ class Planner:
         """Capture the state, planning first if its tensors are new.
 
         Args:
-            step: Of the save: a rank whose state alone has changed is known by it. -1: it is not said.
+            step: The step of the save, by which ranks notice that one of them has changed its state alone; -1 if
+                unknown.
 
         Raises:
             Outgrown: A plain value, or one of `PerRank`, does not fit its room.
             StateError: The state cannot be saved: what and where; or the ranks' states differ.
-            ConfigError: `host_bytes_max` is less than one staging area takes; or the run has checkpoints, and the
-                script has neither called `restore()` nor said `fresh`.
-            StoreError: Whether it has cannot be seen.
-            PeerLost: While agreeing a rank did not answer.
+            ConfigError: `host_bytes_max` is too small for one staging area; or the run has checkpoints, and the script
+                has neither called `restore()` nor set `fresh=True`.
+            StoreError: The store cannot be listed, so it is unknown whether the run has checkpoints.
+            PeerLost: A rank did not answer during the agreement.
         """
         # The first time all ranks wait for each other.
         if self._plan is None:

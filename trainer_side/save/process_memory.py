@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 WORD_BYTES = 8
 PROCESS_BEGIN = 64
-"""The address of the first byte: above zero, which is none to numpy."""
+"""The address of the first byte; not zero, because numpy takes zero for a null pointer."""
 _everything = memoryview((ctypes.c_uint8 * (1 << 56)).from_address(PROCESS_BEGIN))
 PROCESS_MEMORY = _everything.cast("B")
 """Byte n lies at address `PROCESS_BEGIN` + n."""

@@ -60,9 +60,9 @@ def no_collections() -> Iterator[None]:
     """The search for garbage in cycles pauses in the whole process. Any thread, one at a time.
 
     A capture makes thousands of objects and drops them at once; a plan makes dozens for each tensor and keeps them.
-    Each few hundred set off a search, and now and then one through all objects that there are: with torch imported a
-    quarter of a second, in `save()`, for nothing. What is dropped before the pause ends does not count towards the
-    next search.
+    Every few hundred objects start a search, and now and then a full one: with torch imported that is a quarter of a
+    second in `save()`, for nothing. Objects that are dropped before the pause ends do not count towards the next
+    search.
     """
     was_on = gc.isenabled()
     gc.disable()

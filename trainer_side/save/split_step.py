@@ -120,7 +120,7 @@ def split_step(
 
     Args:
         optimizer: One for which `why_not_split` says nothing.
-        arguments: Those of the step, as a pre-hook gets them; the first is the optimizer.
+        arguments: Arguments of `step()`, as a pre-hook gets them; the first is the optimizer.
         held: Whether a parameter, or a tensor of its state, is still being copied. Never true again once false.
         wait_for_more: Returns when a parameter that was held may be free; called only when one is held.
 
@@ -129,7 +129,7 @@ def split_step(
     """
     args, kwargs = arguments
     groups = optimizer.param_groups
-    # What has no gradient is not updated, so it need not be waited for.
+    # A parameter without a gradient is not updated, so there is no need to wait for it.
     left = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
     if not any(map(held, left)):
         return None

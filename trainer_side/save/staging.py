@@ -84,10 +84,10 @@ class CopyEngine:
     and `bring` to the copy thread; `save()` waits for the copy before, so they never meet.
 
     Args:
-        device_bytes_max: Device memory that a mirror may take; 0: none is made; None: what is to spare.
+        device_bytes_max: Device memory that a mirror may take; 0: no mirror; None: as much as is spare.
 
     Attributes:
-        seen: What its areas know of tensors that do not change.
+        seen: History of tensors that may not change (`DeviceDedup`), shared by all areas.
     """
 
     def __init__(self, *, device_bytes_max: int | None = None) -> None:
@@ -97,7 +97,7 @@ class CopyEngine:
         self._now: NowBatches | None = None
 
     def now_batches(self, plan: SlicePlan) -> NowBatches:
-        """What `save()` takes of a slice; the areas of the slice share it."""
+        """The batches that `save()` copies itself; all areas of a slice share them."""
         if self._now is None or self._now.plan is not plan:
             self._now = NowBatches(plan)
         return self._now
@@ -157,8 +157,8 @@ class CopyEngine:
             slice_: Where the bytes lie.
             area: A staging area's memory.
             after: Recorded on the compute stream when the state was right.
-            cancelled: Asked between batches; when it says True the rest is left out.
-            read: Told each batch of which nothing is read from live tensors any more.
+            cancelled: Asked between batches; once True, the remaining batches are skipped.
+            read: Called with each batch whose live tensors are no longer read.
             arrived: Told each batch whose bytes are in the area; on a device much later than `read`.
             move: Copies what is in host memory.
         """
@@ -275,19 +275,20 @@ class Staging:
         route: Route | None = None,
         versions: Mapping[int, int] | None = None,
     ) -> bool:
-        """Take what must be captured before `save()` returns. Training thread; the area must be released.
+        """Copy the bytes that must be captured before `save()` returns. Training thread; the area must be released.
 
-        What lies on a device is captured in the order of the current stream, and arrives later: no update that is
-        queued after this call comes before it, and nothing is waited for here.
+        Device tensors are captured in the order of the current stream and arrive later: updates that are queued after
+        this call run after the capture, and this call does not wait.
 
         Args:
             sources: Per entry its storage; None where `contents` has the bytes.
             contents: Entries whose bytes are made, not copied from a tensor (data.pkl, `PerRank` values).
-            route: The way through what is gated, where some of it is on a device.
-            versions: As `counted` gave them; without, all is copied.
+            route: The route through the gated tensors, if some of them are on a device.
+            versions: As `counted` gave them; None: everything is copied.
 
         Returns:
-            Whether all that is on a device is taken: `copy_gated` reads nothing there, and needs no gate for it.
+            Whether every device tensor is captured, so that `copy_gated` reads no device tensor and needs no gate for
+            it.
         """
         self._copies_left = [*self._copies_at_first]
         self._took_host = False
@@ -335,7 +336,7 @@ class Staging:
         self._engine.give_back()
 
     def live(self, route: Route) -> Route:
-        """What of the route is still to be read from live tensors. Between `copy_now` and `copy_gated`."""
+        """The part of the route that still has to be read from live tensors. Between `copy_now` and `copy_gated`."""
         if self._mirror is None or not self._mirror.is_whole:
             return route
         return Route((), (), frozenset()) if self._took_host else route.on_host()
@@ -361,20 +362,21 @@ class Staging:
         was_read: Callable[[Batch], None] = lambda _: None,
         was_copied: Callable[[Batch], None] = lambda _: None,
     ) -> None:
-        """Copy what only the optimizer changes, in the order of the route, and bring what was taken. Copy thread only.
+        """Copy the gated tensors in the order of the route, and bring a mirror to the host. Copy thread only.
 
         Args:
             sources: Per entry its storage.
-            route: The way through them.
-            after: Recorded on the compute stream at `save()`; what lies on a device is copied after it.
-            cancelled: Asked between batches; when it says True the rest is left out.
-            passed: Told the addresses of the storages that are no longer read.
-            copied: Called when nothing is read any more, before the last frame is given to the sender.
+            route: The route through them.
+            after: Recorded on the compute stream at `save()`; device tensors are copied after it.
+            cancelled: Asked between batches; once True, the remaining batches are skipped.
+            passed: Called with the addresses of storages that are no longer read.
+            copied: Called when no tensor is read any more, before the last frame goes to the sender.
             was_read: Called with each batch that was read, before its storages are passed; it may cancel.
             was_copied: Called with each batch whose bytes are in the area, before its frames may go; it may cancel.
 
         Raises:
-            Outdated: What `copy_now` has left out has changed, uncounted by torch. Nothing was given to the sender.
+            Outdated: A tensor that `copy_now` left out has changed without torch counting it. No frame went to the
+                sender.
         """
         route = self.live(route)
         mirror = self._mirror
@@ -428,7 +430,7 @@ class Staging:
             self._told()
 
     def _land(self) -> None:
-        """What `copy_now` has captured is here, all of it: frames count from now on."""
+        """Wait until the capture of `copy_now` has landed; from then on frames may be complete."""
         if self._landing is not None:
             self._landing()
             self._landing = None

@@ -48,10 +48,10 @@ _log = logging.getLogger("holdfast.trainer")
 
 
 def areas_max(layout: Layout, *, in_flight_max: int, host_bytes_max: int | None) -> int:
-    """How many areas each rank may have: the same number on every rank, so that they decline alike.
+    """How many areas each rank may have: the same number on every rank, so that all ranks skip the same steps.
 
     Args:
-        layout: What they are for.
+        layout: The layout whose slices they hold.
         in_flight_max: How many checkpoints may be in flight.
         host_bytes_max: Most host memory for one rank; None: no limit.
 
@@ -189,11 +189,11 @@ class Areas:
         self._flights = [*self.in_flight(), flight]
 
     def being_read(self) -> list[AreaUse]:
-        """What still reads from an area, oldest first."""
+        """Uses of areas that are still being read, oldest first."""
         return [flight for flight in self._flights if not flight.released.is_set()]
 
     def in_flight(self) -> list[AreaUse]:
-        """What reads from an area, or is not staged (and not given up), oldest first."""
+        """Uses of areas that are still being read, or whose step is neither staged nor given up, oldest first."""
         return [
             flight for flight in self._flights if not (flight.released.is_set() and flight.settled.is_set())
         ]
@@ -279,10 +279,10 @@ class StagingPool:
 
         Args:
             make: Makes an area, over memory that is ready where it is given some.
-            layout: Of the new plan.
-            area_bytes: What an area takes.
+            layout: The layout of the new plan.
+            area_bytes: Size of one area.
             count_max: How many areas there may be: `areas_max`.
-            pinned: A device copies into them.
+            pinned: Whether a device copies into the areas.
 
         Raises:
             ConfigError: A local tier is too small for its first layout.
@@ -322,7 +322,7 @@ class StagingPool:
     def wait(self, step: int, seconds_max: float | None = None) -> float:
         """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once.
 
-        `seconds_max`: Wait whatever `on_full` says, for as long; None: as the settings say.
+        `seconds_max`: Wait for this long, regardless of `on_full`; None: as the settings say.
 
         If all areas are taken, that is until the oldest is staged, or has ended: every rank has sent it then, and the
         stager has room. Also ends when another rank has declined the step.

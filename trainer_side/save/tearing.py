@@ -4,11 +4,11 @@
     copy thread   each batch, read and not yet given free: counters and live words as at save()? words in the copy, too?
     first update  before it changes anything: all counters and live words as at save()?
 
-torch counts what its operations change in place, but not what goes through `.data`, a numpy view, a fused optimizer or
-a kernel of others: the words are for those. They are the first of a piece, and three at places that the step draws.
-What changes none of these words, and is not counted, is not seen: docs/design/006-torn-copies-withdrawn.md. Changes of
-a DTensor are counted there, those through `to_local()` in the tensor inside: both are looked at. Changes by foreach and
-fused kernels it does not count in DTensors at all.
+torch counts in-place changes by its own operations, but not changes through `.data`, a numpy view, a fused optimizer or
+a foreign kernel: the words are for those. They are the first word of a piece, and three at places that depend on the
+step. A change that is not counted and touches none of these words is missed: docs/design/006-torn-copies-withdrawn.md.
+Changes of a DTensor are counted in the DTensor, changes through `to_local()` in its local tensor: both counters are
+compared. In DTensors torch does not count changes by foreach and fused kernels at all.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ class TearCheck:
         self.tensors_of: Mapping[int, list[int]] = {}  # entry → places among those
 
     def take(self, taken: Capture, step: int) -> SavedInstant | None:
-        """What the tensors are like now. In `save()`, on the stream on which training goes on; None: all is copied."""
+        """Note the tensors' counters and words, in `save()`, on the stream of the training. None: nothing is left to
+        copy.
+        """
         if not self.pieces:
             return None
         if taken.tensor_entries is not self._tensor_entries:
@@ -135,7 +137,7 @@ class TearCheck:
         return self._on_host[1]
 
     def look(self, batch: Batch) -> BatchLook:
-        """What is looked at of a batch; kept, since batches are the same as long as no tensor moves. Copy thread."""
+        """The checks of a batch. Cached, since batches stay the same as long as no tensor moves. Copy thread."""
         found = self._looks.get(id(batch))
         if found is None or found.batch is not batch:
             if len(self._looks) >= _LOOKS_MAX:
@@ -163,7 +165,7 @@ class BatchLook(NamedTuple):
 
     Attributes:
         places: Its pieces, by their place in `TearCheck.pieces`.
-        tensors: Those that lie in them, by their place in a `SavedInstant`.
+        tensors: The tensors in these pieces, by their place in a `SavedInstant`.
     """
 
     batch: Batch
@@ -197,7 +199,7 @@ class SavedInstant:
         self._words = _read(self._live, check.wide, readable)
 
     def changed(self) -> str:
-        """A tensor that is not as it was."""
+        """A tensor that has changed."""
         versions = _versions(self._tensors)
         if versions != self._versions:
             pairs = zip(versions, self._versions, self._entry_of_tensor, strict=True)
@@ -206,14 +208,14 @@ class SavedInstant:
         return self._path(np.arange(len(wrong)), wrong)
 
     def changed_at(self, storages: Collection[int]) -> str:
-        """A tensor in one of the storages at these addresses that is not as it was."""
+        """A tensor in one of the storages at these addresses that has changed."""
         mine = [place for place, storage in enumerate(self.storages()) if storage in storages]
         entries = {self.check.pieces[place].entry for place in mine}
         tensors = [place for entry in entries for place in self._tensors_of.get(entry, ())]
         return self._changed(np.array(mine, np.int64), tensors)
 
     def changed_in(self, batch: Batch) -> str:
-        """A tensor that was copied in `batch`, and is not as it was; before the update may change it. Copy thread."""
+        """A tensor that was copied in `batch` and has changed; called before the update may change it. Copy thread."""
         look = self.check.look(batch)
         return self._changed(look.places, look.tensors)
 
@@ -232,7 +234,7 @@ class SavedInstant:
     def changed_uncounted(self, area: torch.Tensor) -> str:
         """A tensor of which a byte is not as in the staging area, though torch has counted no change of it. Reads all.
 
-        Training thread, on the stream on which training goes on. The area has all bytes of this instant.
+        Training thread, on the stream of the training. The area has all bytes of this instant.
         """
         versions = _versions(self._tensors)
         counted = {
@@ -249,7 +251,7 @@ class SavedInstant:
         return ""
 
     def storages(self) -> list[int]:
-        """Of each piece that is looked at, the address of the storage under it."""
+        """The address of the storage under each piece that is checked."""
         return [source.data_ptr - source.start_bytes for source in self._sources]
 
     def _changed(self, places: _Places, tensors: list[int]) -> str:
@@ -264,7 +266,7 @@ class SavedInstant:
         return self._path(places, words != self._words[places])
 
     def _path(self, places: _Places, wrong: _Mask) -> str:
-        """Of the first of these places of which a word is wrong."""
+        """The path of the first piece with a wrong word; empty without one."""
         of_pieces = wrong.any(axis=1)
         if not of_pieces.any():
             return ""
@@ -272,9 +274,9 @@ class SavedInstant:
 
 
 class DeviceWords:
-    """Words of some tensors on a device, on their way to the host, in the order of the current stream.
+    """Words of some device tensors, on their way to the host in the order of the current stream.
 
-    `sources`: Of each piece its storage. `within`: Of each piece, where the words begin in it.
+    `sources`: The storage of each piece. `within`: where the words begin in each piece.
     """
 
     def __init__(
@@ -374,7 +376,7 @@ def _read(addresses: _Places, wide: _Mask, readable: _Mask) -> _Words:
 
 
 def _without_gaps(layout: Layout, entries: Collection[int]) -> set[int]:
-    """Those entries of which every byte belongs to a tensor: what lies between tensors may be anybody's."""
+    """The entries without gaps between tensors: bytes in a gap belong to nobody and may change at any time."""
     sizes: dict[int, list[int]] = {}
     for tensor in layout.tensors:
         if tensor.entry in entries:

@@ -1,7 +1,7 @@
-"""The accelerator of this process, as far as torch tells of it: CUDA, ROCm (which torch calls CUDA as well) or XPU.
+"""The accelerator of this process, as torch reports it: CUDA, ROCm (which torch calls CUDA as well) or XPU.
 
-Floors: `torch.accelerator` and `torch.xpu` came with torch 2.6. What a kind of device cannot do is asked for by name
-(`DeviceStream.memory`, `device_runtime`), never guessed from its kind.
+Floors: `torch.accelerator` and `torch.xpu` came with torch 2.6. A capability that some devices lack is looked up by
+name (`DeviceStream.memory`, `device_runtime`), never guessed from the kind of device.
 """
 
 from __future__ import annotations

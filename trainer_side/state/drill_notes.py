@@ -1,7 +1,7 @@
-"""What `holdfast drill` compares of each step: the batches it was trained on, and plain counters on modules.
+"""Notes for `holdfast drill`, which compares them step by step: the batches of training, and plain counters on modules.
 
-A script that does not use a ResumableSampler says nothing of its data. What reaches the model says it for any script,
-also for one that draws its next batch ahead of the checkpoint. Calls in evaluation, or without gradients, do not count.
+A script that does not use a ResumableSampler does not report its data. The inputs of the model identify a batch for any
+script, even if it draws its next batch before the checkpoint. Calls in evaluation, or without gradients, do not count.
 """
 
 from __future__ import annotations

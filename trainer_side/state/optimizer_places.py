@@ -78,12 +78,12 @@ def _below(value: Any) -> Iterable[tuple[Any, Any]]:
 def located(
     tree: Mapping[str, Any], state: Mapping[str, Any], given: Given
 ) -> dict[str, torch.optim.Optimizer]:
-    """Path in the tree to the optimizer whose dictionary is there.
+    """The optimizers of a state by the path of their dictionary in its tree.
 
     Args:
-        tree: What `collect` or `live_trees` gave, made within `telling`.
-        state: The state that it was made of.
-        given: What was noted meanwhile.
+        tree: Result of `collect` or `live_trees`, made within `telling`.
+        state: The state that the tree was made from.
+        given: The dictionaries that `telling` has noted in the meantime.
     """
     by_groups = {id(groups): optimizer for groups, optimizer in given}
     found: dict[str, torch.optim.Optimizer] = {}
@@ -132,7 +132,7 @@ def sizes(groups: Any) -> list[int]:
 
 
 def at(tree: Any, path: str) -> Any:
-    """What is at a path that `forms` gave for another tree of the same state; None if there is nothing."""
+    """The value at a path that `forms` gave for another tree of the same state; None if the path does not exist."""
     pending = [("", tree)]
     while pending:
         prefix, node = pending.pop()
@@ -151,8 +151,8 @@ def on_host(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimi
     Not those of numbers, which torch's optimizers keep there.
 
     Args:
-        tree: What the state gave, with live tensors.
-        optimizers: By the path of their dictionaries in it.
+        tree: The tree of the state, with live tensors.
+        optimizers: Optimizers by the path of their dictionaries in the tree.
     """
     found: list[str] = []
     for path, optimizer in optimizers.items():
@@ -172,7 +172,7 @@ _LISTED = ("params", "param_names")
 
 
 def parameter_names(state: Mapping[str, Any]) -> dict[str, list[list[list[str]]]]:
-    """Of each optimizer, per group, the names of each parameter: the first is the one that stands for it.
+    """The names of each parameter, by optimizer and group; the first name is the one that is used.
 
     Raises:
         StateError: A parameter is in no module of the state, or two of one optimizer have the same name.
@@ -217,18 +217,19 @@ def by_name(
     names: Mapping[str, Sequence[Sequence[str]]],
     united: Mapping[str, Sequence[Sequence[str]]],
 ) -> dict[str, Any]:
-    """The tree with optimizers keyed by name; tensors keep their order. One that has other parameters stays as it is.
+    """The tree with optimizers keyed by name; tensors keep their order. An optimizer with other parameters stays
+    unchanged.
 
     Args:
-        tree: What `collect` gave.
-        names: Of this rank's parameters, by optimizer and group.
-        united: Those of all ranks, which the groups then list.
+        tree: Result of `collect`.
+        names: Names of this rank's parameters, by optimizer and group.
+        united: Names of the parameters of all ranks, which the groups then list.
     """
     return {at: _named(value, names[at], united[at]) if at in names else value for at, value in tree.items()}
 
 
 def has_groups(saved: Any) -> bool:
-    """Whether what was saved has the form of an optimizer's state."""
+    """Whether the saved value has the form of an optimizer's state."""
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     return (
         isinstance(groups, list)
@@ -238,7 +239,7 @@ def has_groups(saved: Any) -> bool:
 
 
 def settings(tree: Mapping[str, Any], at: str) -> list[str]:
-    """What else each group of an optimizer says, as a text; tensors are compared as such, objects not at all."""
+    """The other settings of each group of an optimizer, as text; without tensors and objects."""
     return [
         repr(sorted((str(key), one) for key, one in group.items() if _is_setting(key, one)))
         for group in tree[at]["param_groups"]

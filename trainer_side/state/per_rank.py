@@ -22,7 +22,8 @@ class PerRank:
             ranks, such as shards of data: with more or fewer ranks some would be repeated or left out.
 
     Attributes:
-        names: What a blob says beside the value: the names of what has numbers in it.
+        names: Stored in the blob beside the value: names of the parameters and tensors that the value itself only
+            numbers.
 
     Raises:
         StateError: `same_ranks` is not a bool, or `value` is a `PerRank` already.

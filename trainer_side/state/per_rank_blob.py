@@ -90,7 +90,9 @@ def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "
 
 
 def beside_of(blob: torch.Tensor | bytes | bytearray | memoryview) -> bytes:
-    """What `encode` has put beside the value; nothing in a blob of an earlier version. `decode` has read it before."""
+    """The bytes that `encode` put beside the value; empty in a blob of an earlier version. `decode` has checked the
+    blob.
+    """
     raw = _raw(blob)
     (length,) = _LENGTH.unpack_from(raw)
     return bytes(raw[_LENGTH.size + length :]).rstrip(b"\0")

@@ -41,7 +41,7 @@ NOT_READABLE = (
     ValueError,
     struct.error,
 )
-"""What torch's reader and unpickler raise on bytes from outside, beside their own UnpicklingError."""
+"""Exceptions that torch's reader and unpickler raise on malformed bytes, beside their own UnpicklingError."""
 
 
 def refuse_costly_pickle(file: IO[bytes], what: str) -> None:
@@ -75,7 +75,7 @@ def refuse_costly_pickle(file: IO[bytes], what: str) -> None:
 
 
 def refuse_packed(file: IO[bytes], what: str) -> None:
-    """See that a file in torch's zip format has all the bytes that its entries say. Leaves the file at its begin.
+    """Check that a file in torch's zip format has all the bytes that its entries claim. Leaves the file at its begin.
 
     Raises:
         DamageError: An entry is packed, or they share bytes; or it is no such file.

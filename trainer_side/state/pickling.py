@@ -42,7 +42,7 @@ class MetNumpyScalar(pickle.PicklingError):
 
 def is_scalar(value: Any) -> bool:
     """Whether it is a NumPy scalar of which Python has an equal value."""
-    # Of dates and durations `item()` may drop the unit.
+    # For dates and durations, `item()` may drop the unit.
     if not isinstance(value, np.generic) or isinstance(value, np.datetime64 | np.timedelta64 | np.void):
         return False
     return type(value.item()) in _PYTHON
@@ -143,7 +143,7 @@ class ReadablePickler(pickle.Pickler):
         self._out.write(finished)
 
     def finished(self, pickled: bytes) -> bytes:
-        """What is written in place of `pickled`."""
+        """The bytes to write in place of `pickled`."""
         return pickled
 
     def _empty(self) -> None:
@@ -151,7 +151,7 @@ class ReadablePickler(pickle.Pickler):
         self._out.truncate()
 
 
-# What saving or loading a value that torch does not take may raise, from pickle, torch, or the value's own code.
+# Exceptions of saving or loading a value that torch refuses, from pickle, torch, or the value's own code.
 REFUSED = (
     pickle.PickleError,
     ArithmeticError,

@@ -65,8 +65,8 @@ def positions(
 
     Args:
         state: The state.
-        tree: What it gave, with live tensors.
-        optimizers: By the path of their dictionaries in it.
+        tree: Its tree, with live tensors.
+        optimizers: Optimizers by the path of their dictionaries in the tree.
     """
     names: dict[int, list[str]] = {}
     for at, value in opened(state).items():
@@ -134,12 +134,12 @@ def _lists(
 
 
 def tensor_lists(at: str, value: Any, tree: Any) -> Iterator[tuple[str, Sequence[torch.Tensor]]]:
-    """Lists of several tensors, and nothing else, that an object of the script has given; with their paths.
+    """Lists of several tensors, and nothing else, in the tree of an object of the script; with their paths.
 
     Args:
         at: Its name in the state.
         value: The object; modules and optimizers have names, or numbers, of their own.
-        tree: What it gave.
+        tree: The object's tree.
     """
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
         return
@@ -176,7 +176,7 @@ def _places(tree: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[Any,
 
 
 def _own_name(group: Mapping[str, Any], number: int) -> list[str]:
-    """What the script has told torch: `AdamW(model.named_parameters())`."""
+    """The name that the script gave to torch, as in `AdamW(model.named_parameters())`; empty without one."""
     own = group.get("param_names")
     return [str(own[number])] if isinstance(own, list) and number < len(own) else []
 
@@ -185,7 +185,7 @@ class SavedNames:
     """The names in the files of one rank, made again when its optimizers get other parameters. Training thread.
 
     Args:
-        state: As the script gave it.
+        state: The state, as the script passed it.
         is_writer: Whether this rank writes data.pkl; others have no names to make.
 
     Attributes:
@@ -279,7 +279,7 @@ def from_record(record: bytes, *, source: str) -> dict[str, list[list[Position]]
 
 
 def on_host_in(record: bytes) -> frozenset[str]:
-    """What `on_host` gave when a data.pkl was written that `from_record` has read."""
+    """The result of `on_host` at the time of the save, from a data.pkl that `from_record` has read."""
     return frozenset(map(str, _said(record).get("on_host", ())))
 
 
@@ -297,15 +297,15 @@ def _said(record: bytes) -> dict[str, Any]:
 
 
 def to_rows(found: Positions) -> dict[str, Any]:
-    """What JSON has of them."""
+    """The names as values for JSON."""
     return {at: [[_row(position) for position in group] for group in groups] for at, groups in found.items()}
 
 
 def from_rows(rows: Any) -> dict[str, list[list[Position]]]:
-    """What `to_rows` was given.
+    """The inverse of `to_rows`.
 
     Raises:
-        AttributeError, KeyError, TypeError, ValueError: It is something else.
+        AttributeError, KeyError, TypeError, ValueError: The rows were not made by `to_rows`.
     """
     return {str(at): [[_position(row) for row in group] for group in groups] for at, groups in rows.items()}
 
@@ -330,7 +330,7 @@ class PerRankNames:
     """Keeps `PerRank.names` up to date for all values of this rank's state. Training thread.
 
     Args:
-        state: As the script gave it.
+        state: The state, as the script passed it.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -341,8 +341,8 @@ class PerRankNames:
         """Make the names of those values again whose optimizers have other parameters, or another order of them.
 
         Args:
-            tree: What was collected of the state.
-            is_new: The tensors of the state are others, so all names are made again.
+            tree: The tree of the state, as collected.
+            is_new: The state has other tensors than before, so all names are made again.
         """
         for name, value in self._state.items():
             if not isinstance(value, PerRank):
@@ -368,10 +368,7 @@ def own_positions(
     value: PerRank,
     optimizers: list[torch.optim.Optimizer],
 ) -> dict[str, list[list[Position]]]:
-    """The names of what one value of the state has in its optimizers and lists, by path; it stands for its inner one.
-
-    `name`: Of the value in it.
-    """
+    """The names of the parameters and tensors in the optimizers and lists of one `PerRank` value, by path."""
     with telling(optimizers) as given:
         whole = {**tree, name: value.snapshot()}
     here = opened(state)

@@ -1,13 +1,13 @@
-"""Recall: what one capture in full has found, so that the next one has little to do where only values have changed.
+"""Recall: keeps the findings of a full capture, so that the next one is cheap if only values have changed.
 
     capture in full ─► survey, pickle ─► Recall.of: outline, facts, places of the storages, how each tensor is pickled
     capture         ─► Recall.look(tree): the same outline, the same facts?
                         ├─ yes: sources from where the storages lie now; pickle without asking torch about any tensor
                         └─ no:  None, and the capture is done in full
 
-Nothing is taken for granted: plain values are pickled anew each time, and each tensor is looked at each time. What the
-pickle of a tensor depends on is among its facts. A recall proves itself before it is used: pickled with it, the tree
-that it was made of must give the same bytes as torch gave.
+Each capture pickles the plain values again and checks each tensor again. The facts of a tensor include everything that
+its pickle depends on. A recall is tested before it is used: it must pickle the tree that it was made from to the same
+bytes as torch did.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Snapshot(NamedTuple):
     Containers that hold only tensors, all the way down, are the same at every save: they are copied once.
 
     Attributes:
-        tree: The copy. What was one container in it is one here.
-        text_length: Of all its strings together; keys do not count.
+        tree: The copy. A container that occurs several times is still one object.
+        text_length: Length of all its strings together; keys do not count.
     """
 
     tree: Any
@@ -107,12 +107,12 @@ class _Copying:
 
 
 class _Constant(NamedTuple):
-    """A container with tensors alone.
+    """A container that holds only tensors.
 
     Attributes:
-        place: Among the containers of a tree.
-        copied: What is in its place in every snapshot.
-        attributes: Those that it must have for that; None: it is of a class that has none.
+        place: Its index among the containers of a tree.
+        copied: Takes its place in every snapshot.
+        attributes: Attributes that it must have for that; None for a class without any.
     """
 
     place: int
@@ -121,11 +121,12 @@ class _Constant(NamedTuple):
 
 
 class Constants:
-    """The containers with tensors alone in trees of one outline, and their copies. Keeps nothing of a tree but keys.
+    """The containers that hold only tensors in trees of one outline, and their copies. It keeps nothing of a tree but
+    keys.
 
     Args:
-        containers: Of one such tree, those above before those below, without any that holds itself.
-        known: By id(): what takes the place of each of its tensors.
+        containers: Containers of one such tree, outer ones before inner ones; none contains itself.
+        known: By id(): the value that takes the place of each tensor.
 
     Raises:
         ValueError: One of them has attributes of a class that is not known.
@@ -133,8 +134,8 @@ class Constants:
 
     def __init__(self, containers: Sequence[Any], known: Mapping[int, Any]) -> None:
         constant: set[int] = set()
-        # Those without attributes, in one place only: to know the one above is to know it. Of one that is in several
-        # places, it is another tree's business which ones these are.
+        # Containers without attributes that occur once: recognising the outer container is enough. A container that
+        # occurs in several places may occur in other places in another tree.
         inner: set[int] = set()
         times = Counter(id(value) for node in containers for value in _values(node) or ())
         for node in reversed(containers):
@@ -153,10 +154,10 @@ class Constants:
         ]
 
     def known(self, containers: Sequence[Any]) -> dict[int, Any]:
-        """For `snapshot`: what takes the place of some of these containers.
+        """For `snapshot`: the values that take the place of some of these containers, by id().
 
         Args:
-            containers: Of another tree of the outline, in the same order.
+            containers: Containers of another tree of the outline, in the same order.
         """
         return {
             id(containers[place]): copied
@@ -202,7 +203,7 @@ class _Persistent:
 class Ready:
     """A pickler's view of a tree: its tensors become placeholders, all else is pickled as it is.
 
-    `stand_ins`: Of each tensor; the same tensor has the same one.
+    `stand_ins`: One per tensor; a tensor that occurs twice has the same one.
     """
 
     def __init__(self, stand_ins: list[StandIn], protocol: int) -> None:
@@ -210,7 +211,7 @@ class Ready:
 
     @classmethod
     def of(cls, job: Pickling, tensors: Sequence[torch.Tensor]) -> Ready | None:
-        """What it takes to pickle tensors like these again; None if one was pickled in a way that is not kept."""
+        """The placeholders to pickle tensors like these again; None if the pickle of one of them cannot be reused."""
         kept: dict[int, tuple[Any, ...] | None] = {}
         for tensor in tensors:
             if id(tensor) not in kept:
@@ -228,8 +229,8 @@ class Ready:
         """The pickle of `value`, and the classes in it (see `Pickling.kinds`), except those of tensors. Any thread.
 
         Args:
-            value: A tree, with tensors or with what stands for them.
-            stand_ins: Of those that are in it.
+            value: A tree, with tensors or their stand-ins.
+            stand_ins: Stand-ins of the tensors in `value`, by id().
 
         Raises:
             One of `REFUSED`: `Pickling.head` would raise, too, and say why.
@@ -332,8 +333,8 @@ class Recall:
     """The recall of one tree. Training thread, except `pickle_snapshot`. It keeps no tensor and no storage alive.
 
     Attributes:
-        holds: False: it recognises nothing any more. Any thread.
-        entries: Of each tensor of `RecognisedTree.walked`, the entry of the layout.
+        holds: False once it is invalid, and recognises no tree any more. Any thread.
+        entries: The entry of the layout for each tensor of `RecognisedTree.walked`.
     """
 
     def __init__(

@@ -3,9 +3,9 @@
     plan, once per set of tensors                           capture, every save
     ──────────────────────────────────────────────────      ────────────────────────────────────────────
     survey the tree: tensors, their storages, the part      do the tensors still fit? recall the last capture, or
-      of each storage that is used                            survey again; data.pkl anew (rank 0), padded, now
+      of each storage that is used                            survey again; a new data.pkl (rank 0), padded, now
                                                               or later of a snapshot
-    torch.save(skip_data) ─► literals and holes             PerRank blobs anew, padded to theirs
+    torch.save(skip_data) ─► literals and holes             new PerRank blobs, padded to theirs
     read the zip's structure ─► Layout, CRC fields          where each storage lies now
     torch.load(weights_only) of it: would it be accepted?
 
@@ -44,7 +44,7 @@ class Outgrown(StateError):
 
     Attributes:
         name: Empty for data.pkl, otherwise the name of the `PerRank` value.
-        needed_bytes: What it takes now, without slack.
+        needed_bytes: Its size now, without slack.
     """
 
     def __init__(self, name: str, needed_bytes: int, reserve: int) -> None:
@@ -57,16 +57,16 @@ class Outgrown(StateError):
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A plan for all checkpoints with the same tensors. Made by `plan`; not changed, may be read from any thread. What
-    `capture` has learnt is kept with it, for the training thread alone.
+    """A plan for all checkpoints with the same tensors, made by `plan`. Immutable and readable from any thread, except
+    for the recalls of `capture`, which belong to the training thread.
 
     Attributes:
         layout: The same on every rank.
         literals: All bytes of the image outside the entries, CRC fields as zeros; the same on every rank.
         gated: Per entry of the layout, whether it is copied behind the gate.
         rank: The rank whose plan this is.
-        signature: The tensors that it is made for.
-        zip_parts: What is where in the image.
+        signature: Identifies the tensors that the plan is for.
+        zip_parts: Where each record of the zip lies in the image.
     """
 
     layout: Layout
@@ -96,8 +96,8 @@ class Skeleton:
 class Deferred:
     """A data.pkl that is not made yet. It is made once, by any thread.
 
-    `recall`: Recognised the tree. If nothing comes of it, it does not again: the next capture looks at everything.
-    `snapshot`: The tree as it was.
+    `recall`: Has recognised the tree. It is invalidated if the pickle cannot be made: the next capture is a full one.
+    `snapshot`: The tree at the capture.
     """
 
     def __init__(self, recall: Recall, snapshot: Snapshot, skeleton: Skeleton, trailer: bytes) -> None:
@@ -105,18 +105,18 @@ class Deferred:
 
     @property
     def fits(self) -> bool:
-        """Whether it has room enough, as far as can be told: the one before had, with what text has grown since."""
+        """Whether the pickle will fit, estimated from the size of the one before and the growth of text since."""
         last = self._recall.last
         longer = max(0, self._snapshot.text_length - last.text_length)
         more_bytes = longer * _CHARACTER_BYTES_MAX + _GROWTH_BYTES
         return last.pickle_bytes + more_bytes + len(self._trailer) <= self._skeleton.pickle_reserve_bytes
 
     def contents(self) -> dict[int, bytes]:
-        """What `Capture.contents` lacks.
+        """Make the data.pkl that `Capture.contents` lacks.
 
         Raises:
-            Outgrown: It has not room enough.
-            StateError: It cannot be made like this; a capture in full says why.
+            Outgrown: It does not fit into its room.
+            StateError: The snapshot cannot be pickled; a full capture says why.
         """
         recall, skeleton = self._recall, self._skeleton
         pickled = recall.pickle_snapshot(self._snapshot)
@@ -139,9 +139,10 @@ class Capture(NamedTuple):
     Attributes:
         sources: Per entry of the layout the storage to copy; None where `contents` has the bytes, or another rank does.
         contents: Bytes of data.pkl and the serialization id (rank 0), and of this rank's `PerRank` values; by entry.
-        deferred: Has those of data.pkl where `contents` lacks them.
-        tensors: All of the tree; torch counts in each, or in what it is detached from, the changes in place.
-        tensor_entries: Of each, its entry of the layout.
+        deferred: Makes the bytes of data.pkl if `contents` lacks them.
+        tensors: All tensors of the tree; torch counts in-place changes in each, or in the tensor that it was detached
+            from.
+        tensor_entries: The entry of the layout for each of them.
     """
 
     sources: list[StorageSource | None]
@@ -325,7 +326,7 @@ _CHARACTER_BYTES_MAX = 4  # in UTF-8
 def _recalled(
     full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool, trailer: bytes
 ) -> _TakenNow | None:
-    """What `_in_full` would give, where only values have changed since it last gave something; else None."""
+    """The same result as `_in_full`, if only values have changed since its last one; else None."""
     for recall in skeleton._recalls:
         seen = recall.look(full)
         if seen is None:

@@ -216,7 +216,7 @@ class ZipParts:
     Attributes:
         gated: Per entry, whether it is copied behind the gate.
         serialization_id_entry: Index of the id with which torch tells files apart.
-        serialization_id: What torch wrote there when the plan was made.
+        serialization_id: The id that torch wrote when the plan was made.
         storage_entries: Storage number to entry index.
         constant_crcs: CRC fields of records that never change.
     """

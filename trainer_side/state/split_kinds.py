@@ -4,8 +4,8 @@
     at a save        a tensor subclass ─► subclass_refusal ─► told to all ranks with PROPOSE
 
 A DTensor says itself which part of the whole it is, so it is saved (split_tensor.py). The others are refused here.
-Classes are known by name, so that nothing is imported for it. What has no class of its own (plain tensors that are
-shards, stages with equal names, experts) is found by its bytes: `holdfast/wire/replica_proof.py`.
+Classes are recognised by name, so that no package is imported for it. Sharded state without a class of its own (plain
+tensors, pipeline stages with equal names, experts) is found by its bytes: `holdfast/wire/replica_proof.py`.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ _QUANTISED = ("torchao.", "bitsandbytes.", "optimum.quanto.", "hqq.", "quanto.")
 
 
 def refuse_split_objects(state: Mapping[str, Any]) -> None:
-    """Where several ranks train, refuse what is split among them by its class: before anything begins, and by the same
-    rule on each of them.
+    """In a job of several ranks, refuse objects whose class splits them among the ranks: before training begins, and by
+    the same rule on every rank.
 
     Raises:
-        StateError: What it is, where it is, and what to do.
+        StateError: The state has such an object; the message has its class, its path and the remedy.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
@@ -79,10 +79,11 @@ def refuse_split_objects(state: Mapping[str, Any]) -> None:
 
 
 def split_objects(state: Mapping[str, Any]) -> str:
-    """What in the state is split among the ranks by its class, where it is, and what to do; empty if nothing is.
+    """A message about the first object that its class splits among the ranks: its path and the remedy; empty without
+    one.
 
     Args:
-        state: The state, as the script gave it. What is in a `PerRank` is each rank's own, and not looked at.
+        state: The state, as the script passed it. `PerRank` values belong to one rank each and are not inspected.
     """
     for path, value in _objects(state):
         for kind in type(value).__mro__:
@@ -111,7 +112,7 @@ def _objects(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _of_package(kind: type, value: Any) -> _SplitKind | None:
-    """Of a package whose modules are many; optimizers and modules of it alone."""
+    """The kind of a package with many modules; only its optimizers and modules count."""
     if not (isinstance(value, torch.nn.Module | torch.optim.Optimizer) or hasattr(value, "param_groups")):
         return None
     return next(

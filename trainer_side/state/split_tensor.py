@@ -5,8 +5,8 @@
     an object with __create_chunk_list__()         says it to torch.distributed.checkpoint, and here becomes a `Split`
     StagePart                                      a tensor that not every rank has: all of it, one of these, or nothing
 
-What a DTensor claims and what it holds may differ (uneven sizes under FSDP2 and tensor parallelism); here that is seen,
-and refused.
+The region that a DTensor claims may differ from the bytes that it holds (uneven sizes under FSDP2 and tensor
+parallelism); such a tensor is refused here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Split:
 
     Args:
         tensor: This rank's part, contiguous; any dtype, on the CPU or a CUDA device. Shape: the size of the part.
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         start: Where the part begins in the whole, one number per dimension.
 
     Raises:
@@ -94,10 +94,10 @@ class StagePart:
 
 
 class Held(NamedTuple):
-    """What this rank holds of a tensor.
+    """The part of a tensor that this rank holds.
 
     Attributes:
-        region: The part that is here; empty where nothing is.
+        region: The region of the whole; empty if this rank holds no part.
         local: Its elements: a plain tensor of the region's size.
     """
 
@@ -116,7 +116,7 @@ def is_split(value: object) -> bool:
 
 
 def hand_split(value: object) -> Split | None:
-    """What is split by hand, as a `Split`; None for DTensors and what is not split.
+    """A tensor that is split by hand, as a `Split`; None for DTensors and tensors that are not split.
 
     Raises:
         StateError: An object that says its part to torch.distributed.checkpoint does not have it in one piece of its
@@ -128,7 +128,7 @@ def hand_split(value: object) -> Split | None:
 
 
 def held(value: object) -> Held | None:
-    """What is here of a split tensor; None for anything else. Training thread.
+    """The part of a split tensor on this rank; None for anything else. Training thread.
 
     Raises:
         StateError: It cannot be saved, or restored into, as it is; the message lacks the path.
@@ -192,7 +192,7 @@ def _is_kind_of_dtensor(kind: type) -> bool:
 
 
 def _of_chunks(value: Any) -> Split:
-    """Of what torch.distributed.checkpoint asks it, too; and of its `shape`, that of the whole."""
+    """Make a `Split` from the chunk list that torch.distributed.checkpoint also uses, and from `shape`, the whole's."""
     kind = f"a {type(value).__module__}.{type(value).__qualname__}"
     try:
         parts, shape = _parts_of(value), tuple(map(int, value.shape))

@@ -61,7 +61,7 @@ def outline(tree: Any) -> Any:
 
 
 def _versions(node: Any) -> dict[str, Any]:
-    """What torch keeps beside the state of a module, as far as it is numbers."""
+    """The version numbers that torch keeps beside the state of a module."""
     found = getattr(node, _VERSIONS, None)
     if not isinstance(found, dict):
         return {}
@@ -81,7 +81,7 @@ class Stages:
 
     @property
     def paths(self) -> list[str]:
-        """Of all tensors, in the order of the file."""
+        """The paths of all tensors, in the order of the file."""
         return [*self._paths]
 
     def fill(self, tree: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -106,7 +106,7 @@ class Stages:
         return flat
 
     def _part(self, value: Any, row: int) -> Any:
-        """What stands in the tree for the tensor of a row."""
+        """The value that takes the place of a row's tensor in the tree."""
         if row not in self._union.staged:
             return value
         _, dtype, shape, _ = self._union.table[row]
@@ -144,7 +144,7 @@ class Stages:
         return filled
 
     def _made(self, plan: Any) -> Any:
-        """What rank 0 does not have."""
+        """A part of the tree that rank 0 does not have."""
         if type(plan) is int:
             return self._part(None, plan)
         return {key: self._made(below) for key, below in plan[1] if _has_rows(below)}

@@ -47,10 +47,10 @@ class _Row(NamedTuple):
     """One container.
 
     Attributes:
-        keys: Of its values; None: they are numbered.
-        dtensors, containers: The places of those in it.
-        stand_ins: Key → what comes in the place of a DTensor.
-        changed: Key → number of the row of a container in which, at any depth, something is replaced.
+        keys: Keys of its values; None for a list or a tuple.
+        dtensors, containers: Places of the DTensors and of the containers in it.
+        stand_ins: Key → the stand-in of the DTensor there.
+        changed: Key → row number of a container in which a value is replaced, at any depth.
     """
 
     keys: tuple[Any, ...] | None
@@ -329,8 +329,8 @@ class SplitStandIns:
         """As `classes`, with the stand-ins: split, and copied behind the gate where their local tensor is.
 
         Args:
-            classes: By address of a storage; of local tensors, too.
-            expanded: What `expand` gave.
+            classes: Ownership by address of a storage, local tensors included.
+            expanded: Result of `expand`.
             patterns: Path → number of its pattern. A tensor without elements has none, and is rank 0's.
         """
         owned = dict(classes)

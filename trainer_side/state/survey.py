@@ -212,9 +212,9 @@ class _ContainerRow(NamedTuple):
     """One container.
 
     Attributes:
-        keys: Of its values; None: they are numbered.
-        tensors, containers: The places of those in it.
-        again: The places of containers in it that were met before.
+        keys: Keys of its values; None for a list or a tuple.
+        tensors, containers: Places of the tensors and of the containers in it.
+        again: Places of containers in it that occurred before.
     """
 
     keys: tuple[Any, ...] | None

@@ -102,7 +102,7 @@ def _host_crc(memory: torch.Tensor | tuple[int, int]) -> int:
 
 
 def device_crcs(memories: Sequence[torch.Tensor]) -> Iterator[int]:
-    """Of the bytes of tensors on one device, in order."""
+    """The CRC-32 of each of these tensors on one device, in order."""
     small = [memory for memory in memories if memory.numel() <= _SMALL_BYTES]
     crcs = _together(small)
     buffers = None
@@ -116,7 +116,7 @@ def device_crcs(memories: Sequence[torch.Tensor]) -> Iterator[int]:
 
 
 def _together(memories: Sequence[torch.Tensor]) -> Iterator[int]:
-    """Of small ones: so many in one copy as make a piece."""
+    """The CRCs of small tensors, which are copied together, about a piece at a time."""
     batch: list[torch.Tensor] = []
     nbytes = 0
     for memory in memories:
@@ -138,7 +138,7 @@ def _batch(batch: Sequence[torch.Tensor]) -> Iterator[int]:
 
 
 def _in_pieces(memory: torch.Tensor, buffers: Sequence[torch.Tensor]) -> int:
-    """Of a large one: while one piece is read, the next is on its way."""
+    """The CRC of a large tensor: while one piece is read, the next is on its way."""
     size = buffers[0].numel()
     pieces = torch.split(memory, size)
 
@@ -165,11 +165,11 @@ class TensorTable(NamedTuple):
     Attributes:
         rows: `[path, dtype, shape, owner]` of each tensor, in order. Where strides, or a storage shared with another
             tensor, matter, the dtype column says so: replicas are only interchangeable if these agree, too.
-        pickle_bytes: What data.pkl takes, without slack; 0 on ranks other than 0, whose is not sent.
-        per_rank_bytes: What each `PerRank` value takes here, with slack.
-        sums: For each row the CRC-32 of all bytes of the tensor; empty where there is nobody to compare with.
-        held: For each row that is split, the region that this rank holds. Of a stage, too, for each that can be sent as
-            it lies.
+        pickle_bytes: Size of data.pkl, without slack; 0 on ranks other than 0, which do not send theirs.
+        per_rank_bytes: Size of each `PerRank` value on this rank, with slack.
+        sums: For each row the CRC-32 of all bytes of the tensor; empty in a job of one rank.
+        held: For each row that is split, the region that this rank holds; in a stage also for each tensor that can be
+            sent as it lies.
     """
 
     rows: list[list[Any]]
@@ -192,10 +192,10 @@ def table(
     sums: Sequence[int] = (),
     beside_bytes: int = 0,
 ) -> TensorTable:
-    """What this rank proposes. Training thread; reads every byte of the state once, moves none.
+    """Make this rank's proposal. Training thread; reads every byte of the state once, moves none.
 
-    `names`: Of the parameters of each optimizer, where the ranks have different tensors: then a stage is proposed.
-    `sums`: Those of a table of the same tensors; empty: they are made. `beside_bytes`: What data.pkl takes beside the
+    `names`: Parameter names by optimizer, if the ranks have different tensors; a stage is proposed then. `sums`:
+    Checksums of a table of the same tensors; computed if empty. `beside_bytes`: Room that data.pkl needs beside the
     pickle.
 
     Raises:

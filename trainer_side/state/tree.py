@@ -6,9 +6,9 @@
         └ classify                   per storage: which rank sends it, and may its copy wait behind the gate?
 
 Two rules decide whose bytes are saved. Parameters of modules and the tensors of an optimizer's state are the same on
-every rank of a data-parallel run: any rank may send them. All else may differ (BatchNorm statistics, counters): rank 0
-sends it. Of the replicated ones, those that only `optimizer.step()` changes are *gated*: they may be copied after
-`save()` has returned, for the gate holds the optimizer back.
+every rank of a data-parallel run: any rank may send them. All other values may differ (BatchNorm statistics, counters):
+rank 0 sends them. Replicated tensors that only `optimizer.step()` changes are *gated*: they may be copied after
+`save()` has returned, because the gate holds the optimizer back.
 """
 
 from __future__ import annotations

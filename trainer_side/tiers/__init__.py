@@ -1,13 +1,24 @@
-"""Local tiers (Lv.0): each rank keeps its own slice of the newest steps, beside the stager or without one.
+"""Local tiers (Lv.0): each rank keeps its own slice of the newest steps, with a stager or without one.
 
-tier_set     what a save needs: TierSet, also of a rank without tiers
-local_tiers  the tiers at work ─► tier_write (one step) ─► tier_writer_threads (of one tier; a device that hangs)
-commit_votes a rank's votes, and their thread ─► rank0_votes: rank 0 decides (pure) ─► rank0_preemption
+    begin: a slot in each tier ─► writer threads: frames as they get ready ─► seal
+      ─► vote ─► rank 0 counts the votes of all ranks ─► COMPLETE or VOID, for each tier separately
 
-slot files   slot_tier    the tier         file_slots  which slot next, which must stay (pure)
-             slot_file    one file         slot_files  all of a rank        slot_writer     one slice on its way
-             slot_format  its bytes        tier_directory  where the files lie; the lock of a rank
-             medium, first_touch           how bytes get into a file
-the store    store_tier, store_writer      as a tier, while there is no stager
-at start     open_tiers, tier_inventory    from settings to tiers; the steps that the tiers of all ranks hold
+tier_set, tier           the interface for a save, also of a rank without tiers; the interface of one tier
+local_tiers              the tiers of this rank at work
+tier_write               one step on its way into the tiers
+tier_writer_threads      the threads of one tier; detects a device that hangs
+commit_votes             a rank's votes, and the thread that sends them
+rank0_votes              rank 0 counts votes and decides (pure)
+rank0_preemption         rank 0 coordinates the save after a preemption notice, without a stager
+
+slot_tier, slot_writer   a tier of slot files; one slice on its way into a slot
+slot_files, slot_file    all slot files of a rank; one file, and which of its slots are sealed
+slot_format              the bytes of a slot file
+file_slots               which slot is next, and which slices must stay (pure)
+medium, first_touch      how bytes get into a slot file; first touch of its pages by several threads
+tier_directory           where slot files lie, and the lock of a rank
+
+store_tier, store_writer    the store as a tier, in a job without a stager
+open_tiers               from the setting `tiers` to tiers
+tier_inventory           the steps that the tiers of all ranks hold at the start
 """

@@ -120,7 +120,7 @@ class LocalTiers(TierSet):
     Args:
         tiers: The tiers of this rank as they are set, nearest first; opened.
         inventory: The steps that were found in the tiers.
-        report: Told what becomes of each step.
+        report: Is told the outcome of each step.
         appointments: At which step this rank acts on a notice; only in a job without a stager.
     """
 

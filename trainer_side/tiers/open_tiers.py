@@ -51,9 +51,9 @@ def open_tiers(config: TrainerConfig, run_url: str) -> list[Tier]:
 def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: int | None = None) -> Tier:
     """The tier that `spec` names. Nothing on disk is touched before `prepare` or `kept`.
 
-    `slots` is the number of slices that a rank has room for: one, and one for each checkpoint in flight. If it is None,
-    `prepare` measures the device for a second, and takes a number that suits it. So it does with `writers`, the number
-    of threads that write at once; in memory these are as many as keep up with a device, at most half of the cores.
+    `slots` is the number of slices that a rank has room for: one, plus one for each checkpoint in flight. `writers` is
+    the number of threads that write at once. Without a value, `prepare` measures the device for a second and chooses
+    one; a memory tier gets as many writers as keep up with a device, at most half of the cores.
 
     Raises:
         ConfigError: `spec` is not a tier, or a memory tier lies on a disk and this rank trains on a device.

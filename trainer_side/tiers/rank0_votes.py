@@ -8,9 +8,9 @@ NOTICE, AT      ─► Rank0PreemptionCoordinator ─► SAVE_AT
 ROOM            ─────────────────► ROOM
 DOUBT           ─────────────────► DOUBTED
 
-Each tier is decided by itself: a step that is complete in the memory of all machines does not help where only their
-disks are left. One rank decides, and once: no step is ever complete to one rank and void to another. So a rank that
-overwrites older steps after COMPLETE never overwrites the last step that all ranks hold.
+Each tier is decided separately: a step that is complete in the memory of all machines is no use when only their disks
+survive. Rank 0 decides each step once, so no step is complete for one rank and void for another. A rank that overwrites
+older steps only after COMPLETE therefore never overwrites the last step that all ranks hold.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class VoteCount:
         return []
 
     def refuse(self, order: Order, why: Reason) -> list[StepVerdict]:
-        """No tier keeps this step, whatever is sealed of it. Said before any tier can have it from all ranks."""
+        """No tier keeps this step, even if some slices are sealed. Said before any tier can have it from all ranks."""
         self._refused[order] = why
         if len(self._refused) > self._open_max:
             del self._refused[min(self._refused)]

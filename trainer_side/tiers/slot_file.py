@@ -3,8 +3,9 @@
     write ─► seal written ─► flush ─► the other sector, sequence + 1 ─► flush        a slice exists
     begin ─► the other sector without it, sequence + 1 ─► flush ─► write             a slot is written to again
 
-One of the two sectors is always whole and durable; only the other one is written. After a failed flush nobody knows
-whether the sector that it wrote counts. So the file takes its slots for named by that sector, and writes it once more.
+One of the two sectors is always whole and durable; only the other one is written. After a failed flush it is unknown
+whether the new sector is durable. The file then treats the slots that this sector names as in use, and writes the
+sector again.
 
 `examine` and `scan` read the files of any rank: they take no lock and write nothing, since a file may have a living
 writer. Bytes of a slot that is being written again have wrong CRCs; the reader of the slices compares them.

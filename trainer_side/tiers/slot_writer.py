@@ -89,7 +89,7 @@ class OpenSlots:
             self._slots.void(order)
 
     def unseal(self, slot: int) -> None:
-        """See that no reader finds the slot sealed, whatever happens from now on."""
+        """Make sure that no reader finds the slot sealed from now on."""
         with self._record:
             if self.file.names(slot):
                 self._commit()

@@ -82,7 +82,7 @@ class StoreTier:
         return f"objects in {self._store.url}/slices, {self.writers} writers"
 
     def prepare(self, layout: Layout, rank: int) -> None:
-        """See that the store takes writes, and find slices of earlier jobs. Removes nothing.
+        """Check that the store takes writes, and find slices of earlier jobs. Removes nothing.
 
         This does not wait for a store that is slow or unavailable: `write` does that. Slices of earlier jobs then stay
         until the next flusher removes them. Other errors of the store are raised.

@@ -248,7 +248,7 @@ class SliceShelf:
         return ""
 
     def put_layout(self, attempt: int, layout: Layout) -> None:
-        """See that the layout is in the store, before the first seal that names it."""
+        """Make sure that the layout is in the store before the first seal that names it."""
         name = layout_name(attempt, layout.digest)
         if name in self._layouts_stored:
             return
@@ -280,7 +280,7 @@ class StoreSliceWriter:
         self._over = False
 
     def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
-        """Put one frame in its place, once. Frames that share a part of the upload are joined and sent together."""
+        """Write one frame to its place, once. Frames that share a part of the upload are joined and sent together."""
         expected = self._frames[frame].padded_bytes
         if buffer.nbytes != expected:
             raise StoreError(

@@ -126,7 +126,7 @@ class SliceWriter(Protocol):
         """
 
     def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
-        """Put one frame in its place.
+        """Write one frame to its place.
 
         Args:
             frame: The number of the frame in `frames_of(layout, rank)`.
@@ -228,4 +228,4 @@ class KeptSteps(Protocol):
         """Count a step that was not kept in `tier`."""
 
     def refused(self, step: int, reason: Reason) -> None:
-        """Count a step that the ranks keep in no tier, whatever was sealed of it."""
+        """Count a step that no tier keeps, even if some slices were sealed."""

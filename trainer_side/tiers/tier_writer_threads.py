@@ -180,7 +180,7 @@ class TierWriterThreads:
         self._threads: list[BackgroundThread] = []
 
     def staff(self, writers: int) -> None:
-        """See that the tier has this many threads. Training thread."""
+        """Make sure that the tier has this many threads. Training thread."""
         while len(self._threads) < writers:
             name = f"holdfast-tier-{self.number}-{len(self._threads)}"
             task = f"writes slices into tier {self.tier.name}"
