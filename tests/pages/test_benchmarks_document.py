@@ -167,7 +167,7 @@ def test_a_table_from_another_machine_than_the_page_names_says_so() -> None:
     assert "`python -m benchmarks makespan` on another one\n" in filled
 
 
-def test_what_the_host_stole_stands_beside_the_command_where_it_was_counted() -> None:
+def test_stolen_time_stands_beside_the_command_where_it_was_counted() -> None:
     page = "<!-- measured: makespan 0 -->\n<!-- end -->\n"
     counted = {**_makespan(), "stolen_share": 0.1234}
     assert "makespan`, 12.3 % of the cores' time stolen by the host\n" in document.filled(

@@ -115,7 +115,7 @@ WRONG = (
 WRONG_IN_PROSE = ("holdfast lst", "holdfast run --slrm", "holdfast cluster upp")
 
 
-def test_what_is_wrong_is_found() -> None:
+def test_wrong_commands_are_found() -> None:
     assert [text for text in WRONG if not why_not(with_files(text))] == []
     assert [text for text in WRONG_IN_PROSE if not why_not_spoken(text)] == []
 

@@ -109,7 +109,7 @@ def missing(query: str, exposed: dict[str, list[dict[str, str]]]) -> list[str]:
     return found
 
 
-def test_what_is_asked_for_exists(exposed: dict[str, list[dict[str, str]]]) -> None:
+def test_dashboard_and_alarms_ask_for_metrics_that_exist(exposed: dict[str, list[dict[str, str]]]) -> None:
     wrong = []
     for where, query in queries():
         wrong += [f"{where}: {what}" for what in missing(query, exposed)]

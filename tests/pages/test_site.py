@@ -85,7 +85,7 @@ def test_every_page_of_docs_is_there(seen: dict[str, Seen]) -> None:
         assert str(page / "index.html") in seen
 
 
-def test_nothing_is_asked_of_another_host(site: Path, seen: dict[str, Seen]) -> None:
+def test_the_site_loads_nothing_from_another_host(site: Path, seen: dict[str, Seen]) -> None:
     away = {
         f"{page}: {url}"
         for page, found in seen.items()
@@ -130,7 +130,7 @@ def test_every_link_leads_to_a_page_and_a_heading_of_it(site: Path, seen: dict[s
     assert not missing
 
 
-def test_what_lies_outside_of_docs_is_a_page_too(site: Path, seen: dict[str, Seen]) -> None:
+def test_files_outside_docs_are_pages_too(site: Path, seen: dict[str, Seen]) -> None:
     operations = seen["operations/index.html"].links
     assert "../repository/infra/#what-it-costs-while-it-stands" in operations
     assert "../repository/holdfast/config.py/" in operations

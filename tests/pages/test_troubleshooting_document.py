@@ -34,7 +34,7 @@ TOPICS = [*(getattr(errors, name).code for name in errors.__all__ if name != "Ho
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_an_error_leads_to_is_there() -> None:
+def test_errors_lead_to_help_that_exists() -> None:
     for topic in TOPICS:
         (command, code), (page, anchor) = (
             re.findall(pattern, help_for(topic))[0]

@@ -89,7 +89,7 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert results.read("y", tmp_path / "results") is None
 
 
-def test_what_is_not_for_json_is_refused(tmp_path: Path) -> None:
+def test_a_value_that_is_not_for_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="object is not for JSON"):
         results.write(tmp_path / "x.json", {"x": object()})
 

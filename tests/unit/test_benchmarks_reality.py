@@ -87,7 +87,7 @@ def test_a_pause_that_was_drawn_is_left_out() -> None:
     assert seconds[0] - seconds[1] == pytest.approx(2.0)
 
 
-def test_what_is_not_training_at_the_end_counts_from_where_it_goes_on() -> None:
+def test_time_without_training_at_the_end_counts_from_the_resumed_step() -> None:
     attempts = _run([21.3], 60.0)
     useful, redone, training = came_to(attempts, [21.3], 25.0)
     assert useful == attempts[1].first_step
