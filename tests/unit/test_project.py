@@ -164,15 +164,6 @@ def test_compose_has_both_stores_a_stager_and_two_ranks(services: dict[str, Any]
     assert {"s3", "nfs", "stager", "rank0", "rank1"} <= services.keys()
 
 
-def test_every_service_says_why_it_is_there() -> None:
-    lines = COMPOSE.read_text().split("\nservices:\n")[1].split("\nnetworks:\n")[0].splitlines()
-    heads = [index for index, line in enumerate(lines) if re.fullmatch(r"  \w+:( &\w+)?", line)]
-    silent = [
-        lines[index].strip() for index in heads if index == 0 or not lines[index - 1].startswith("  # ")
-    ]
-    assert silent == ["rank1:"], "only the second rank may go without: the first one's words are its own"
-
-
 def test_services_are_pinned_healthy_and_closed_to_the_outside(services: dict[str, Any]) -> None:
     for name, service in services.items():
         image = service["image"].removesuffix("}")
