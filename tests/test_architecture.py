@@ -217,7 +217,7 @@ def test_hands_are_counted(tmp_path: Path) -> None:
     assert list(hands(source)) == [("A", 3), ("f", 2)]
 
 
-def test_nobody_takes_more_than_seven_collaborators() -> None:
+def test_classes_take_at_most_seven_collaborators() -> None:
     found = {
         f"{path.relative_to(ROOT)}:{name}": count
         for path in sources()

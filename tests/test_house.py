@@ -1,4 +1,4 @@
-"""The house: maps name what is there, rooms keep to a budget, files are named after what they define."""
+"""The house: maps name what is there, rooms keep to a budget, files and tests have telling names."""
 
 from __future__ import annotations
 
@@ -319,3 +319,32 @@ def test_a_transport_is_found_in_messages_docstrings_and_comments(tmp_path: Path
     )
     found = list(transport_words(tmp_path, "room"))
     assert [line.split(" ")[0] for line in found] == ["room/a.py:3:", "room/a.py:2:"]
+
+
+# -- names of tests ------------------------------------------------------------------------------------------------
+
+# A name begins with the unit under test. A pronoun names no unit, and a single word names no behaviour.
+UNTOLD = re.compile(
+    r"test_(?:it|its|they|them|this|that|these|those|there|what|whatever|who|whoever|which|how|why|one|ones|none|of|"
+    r"nothing|nobody|everything|everybody|anything|neither|nor|so|as|others|all_(?:of|that|else|hear))_|test_[^_]+$"
+)
+
+
+def test_a_test_is_named_after_its_unit_and_behaviour() -> None:
+    files = (ROOT / "tests").rglob("test_*.py")
+    names = {
+        name
+        for path in files
+        for name in defined(path.read_text(encoding="utf-8"))
+        if name.startswith("test_")
+    }
+    assert len(names) > 3000
+    assert sorted(filter(UNTOLD.match, names)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "is_told"),
+    [("test_nor_does_one_with_tls", False), ("test_noise", False), ("test_oneself_is_named", True)],
+)
+def test_an_untold_name_is_found(name: str, is_told: bool) -> None:
+    assert (UNTOLD.match(name) is None) == is_told

@@ -35,5 +35,7 @@ ALL = (
 
 
 @pytest.mark.parametrize("cell", parameters(cell for cell in ALL if not cell.regular))
-def test_cell(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_kill_matrix_cell_loses_no_checkpoint(
+    cell: Cell, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     play(cell, request, tmp_path)

@@ -114,7 +114,7 @@ def _around(bucket: str) -> list[str]:
         "DeleteObject",
     ],
 )
-def test_one_lost_answer_anywhere_changes_nothing(
+def test_a_lost_answer_anywhere_changes_nothing(
     place: S3Place, raw: S3Store, store: Store, operation: str
 ) -> None:
     lost = lose_answers(raw, operation, 1)

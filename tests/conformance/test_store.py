@@ -93,7 +93,7 @@ def test_names_that_lead_out_of_the_run_are_refused(backend: Backend, name: str)
         _begin(store, name, 1)
 
 
-def test_what_is_not_there_is_missing(backend: Backend) -> None:
+def test_reading_a_missing_object_raises_store_missing(backend: Backend) -> None:
     store = backend.store
     store.write("there", b"x")
     for call in (
@@ -165,7 +165,7 @@ def test_parts_come_in_any_order_and_from_threads(backend: Backend) -> None:
     assert backend.store.read("step-000000001.pt") == image
 
 
-def test_nothing_is_visible_before_publish(backend: Backend) -> None:
+def test_an_upload_is_invisible_before_publish(backend: Backend) -> None:
     image = _image(_part_bytes(backend.store) + 10)
     upload = _begin(backend.store, "step-000000001.pt", len(image))
     _send_all(upload, image)

@@ -91,7 +91,7 @@ def test_a_real_file_of_torch_comes_out_byte_for_byte(tmp_path: Path, ranks: int
     assert verify_file(store, manifest).ok
 
 
-def test_what_is_kept_is_found_and_read_by_ranges(backend: Backend) -> None:
+def test_stored_slices_are_found_and_read_by_ranges(backend: Backend) -> None:
     image = small(2)
     write_slices(backend.store, image, attempt=1, step=5)
     write_slices(backend.store, image, attempt=1, step=9, ranks=[0, 2])

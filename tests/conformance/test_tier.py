@@ -124,7 +124,7 @@ def test_newest_first_and_the_newest_complete_step_stays(rig: Rig) -> None:
         assert len(kept) <= 2
 
 
-def test_what_is_pending_is_kept_until_it_is_complete_or_void(rig: Rig) -> None:
+def test_a_pending_slice_is_kept_until_its_step_is_complete_or_void(rig: Rig) -> None:
     made = image()
     tier = rig.ready(made.layout)
     save(tier, made, 0, 1, 1)

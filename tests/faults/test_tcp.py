@@ -123,7 +123,9 @@ def test_a_link_that_is_cut_again_and_again_loses_and_doubles_nothing(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_nor_does_one_with_tls(threads: ThreadPoolExecutor, authority: TestAuthority, seed: int) -> None:
+def test_a_link_with_tls_that_is_cut_again_and_again_loses_and_doubles_nothing(
+    threads: ThreadPoolExecutor, authority: TestAuthority, seed: int
+) -> None:
     with contextlib.closing(TurnedStager(tls=_tls(authority.sign("stager")))) as stager:
         _cut_again_and_again(stager, threads, seed, authority.cert)
 
@@ -652,9 +654,7 @@ def test_a_key_is_proved_within_tls_too(threads: ThreadPoolExecutor, authority: 
         assert "another key" in _refused(stager, coming, ConfigError)
 
 
-def test_nothing_that_is_sent_with_tls_can_be_read_on_the_way(
-    threads: ThreadPoolExecutor, authority: TestAuthority
-) -> None:
+def test_tls_traffic_cannot_be_read_on_the_way(threads: ThreadPoolExecutor, authority: TestAuthority) -> None:
     secret = b"weights of a model " * 50
     with (
         contextlib.closing(TurnedStager(tls=_tls(authority.sign("stager")))) as stager,

@@ -173,7 +173,7 @@ def test_a_rank_that_does_not_come_is_lost_whoever_came(
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_rank_does_not_acknowledge_is_bounded_and_it_is_lost_by_name(
+def test_unacknowledged_messages_are_bounded_and_their_rank_is_lost_by_name(
     stager: TurnedStager, sockets: contextlib.ExitStack
 ) -> None:
     _admitted(stager, sockets)
@@ -193,7 +193,7 @@ def test_what_a_rank_does_not_acknowledge_is_bounded_and_it_is_lost_by_name(
     assert port.unsent_to(0) == 0
 
 
-def test_many_small_ones_count_with_what_each_costs(
+def test_small_messages_count_with_what_each_costs(
     stager: TurnedStager, sockets: contextlib.ExitStack
 ) -> None:
     _admitted(stager, sockets)
@@ -255,7 +255,7 @@ def test_a_payload_far_ahead_of_one_that_has_not_come_is_refused(
     )
 
 
-def test_what_is_no_payload_loses_its_rank(stager: TurnedStager, sockets: contextlib.ExitStack) -> None:
+def test_an_impossible_payload_loses_its_rank(stager: TurnedStager, sockets: contextlib.ExitStack) -> None:
     _admitted(stager, sockets)
     payloads = _admitted(stager, sockets, channel=1)
     _say(stager, payloads, PayloadHeader(1, 0, 1 << 40).to_bytes())

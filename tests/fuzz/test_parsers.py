@@ -101,7 +101,7 @@ def test_the_seeds_are_taken(target: str) -> None:
 @pytest.mark.parametrize("target", _PARSERS)
 @given(noise=st.binary(max_size=3000))
 @_budget(100)
-def test_noise(target: str, noise: bytes) -> None:
+def test_parser_takes_noise_or_raises_an_error_of_ours(target: str, noise: bytes) -> None:
     within_our_errors(TARGETS[target], noise)
 
 

@@ -111,7 +111,7 @@ else:
 
 
 @pytest.mark.parametrize("kind", ["directory", "own directory inside", "link"])
-def test_what_a_stranger_planted_beforehand_is_not_used(shared: Path, kind: str) -> None:
+def test_paths_planted_by_a_stranger_are_not_used(shared: Path, kind: str) -> None:
     """`/dev/shm/holdfast-0` is a name that everybody can guess, and make first."""
     base, elsewhere = shared / "holdfast-0", shared / "elsewhere"
     elsewhere.mkdir(mode=0o777)

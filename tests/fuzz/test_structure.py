@@ -96,7 +96,7 @@ def test_no_global_outside_the_allowed_ones_is_called(name: str, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_zip_is_not_tried_as_an_older_format(tmp_path: Path) -> None:
+def test_a_file_that_is_no_zip_is_not_tried_as_an_older_format(tmp_path: Path) -> None:
     """torch.load goes on to a tar reader and a bare pickle when a file is no zip."""
     canary = tmp_path / "canary"
     with pytest.raises(DamageError, match="not a zip file"):

@@ -137,7 +137,7 @@ def test_the_memory_of_a_mirror_stays_with_torch_and_goes_back_when_somebody_wan
 
 
 @STRATEGIES
-def test_what_comes_after_copied_is_not_in_it(device_bytes_max: int | None) -> None:
+def test_updates_after_the_gate_opens_are_not_in_the_copy(device_bytes_max: int | None) -> None:
     """The moment the gate opens the optimizer runs, on the training's own stream."""
     job = OnDevice(device_bytes_max)
     other = torch.cuda.Stream()  # type: ignore[no-untyped-call]

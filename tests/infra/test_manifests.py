@@ -88,7 +88,7 @@ def with_variable(name: str) -> list[Any]:
     ]
 
 
-def test_some_pods_hear_notices_and_some_have_a_ring() -> None:
+def test_three_pods_hear_notices_and_three_have_a_ring() -> None:
     assert len(with_variable("HOLDFAST_WATCH")) == 3
     assert len(with_variable("HOLDFAST_RING_BYTES")) == 3
 
@@ -118,7 +118,7 @@ def misspelt(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_they_are_tidy(path: Path) -> None:
+def test_manifests_pass_yamllint(path: Path) -> None:
     config = YamlLintConfig(
         "{extends: default, rules: {line-length: {max: 140}, document-start: disable, braces: "
         "{max-spaces-inside: 1}, octal-values: disable}}"
@@ -221,7 +221,7 @@ def test_the_stager_of_a_trainjob_is_replaced_as_that_of_the_jobset() -> None:
 
 
 @pytest.mark.parametrize(("stem", "ranks"), [("jobset", "ranks"), ("runtime-torch", "node")])
-def test_what_the_page_adds_for_tls_fits_the_files(stem: str, ranks: str, checker: Path) -> None:
+def test_the_pages_tls_additions_fit_the_files(stem: str, ranks: str, checker: Path) -> None:
     (document,) = documents(FOLDER / f"{stem}.yaml")
     jobs = dict(job_specs(document))
     for job, part in zip((jobs["stager"], jobs[ranks]), tls_additions(), strict=True):

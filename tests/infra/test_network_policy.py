@@ -91,7 +91,9 @@ def test_a_run_has_what_it_needs(source: Pod, target: Pod | None, port: int, pro
 @pytest.mark.parametrize("source", [STRANGER, OTHER_RANK, OTHER_STAGER, OUTSIDE])
 @pytest.mark.parametrize("target", [STAGER, RANK, NODE, LAUNCHER])
 @pytest.mark.parametrize("port", [29411, 29400, 2222, 9471, 443, 53])
-def test_nobody_else_reaches_a_pod_of_it(source: Pod | None, target: Pod, port: int) -> None:
+def test_the_network_policy_lets_no_other_source_reach_a_pod(
+    source: Pod | None, target: Pod, port: int
+) -> None:
     assert not reaches(source, target, port)
 
 

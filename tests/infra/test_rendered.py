@@ -60,7 +60,7 @@ def rendered(request: pytest.FixtureRequest, minimal: dict[str, Rendered], efs: 
     }[request.param]
 
 
-def test_nothing_lets_anybody_in_from_an_address(rendered: Rendered) -> None:
+def test_ingress_rules_admit_no_addresses(rendered: Rendered) -> None:
     for rule in rendered.of("aws_vpc_security_group_ingress_rule"):
         assert rule.values["referenced_security_group_id"], rule.address
         for source in ("cidr_ipv4", "cidr_ipv6", "prefix_list_id"):
@@ -71,7 +71,7 @@ def test_nothing_lets_anybody_in_from_an_address(rendered: Rendered) -> None:
         )
 
 
-def test_what_goes_out_to_the_world_is_https(rendered: Rendered) -> None:
+def test_traffic_to_the_world_is_https(rendered: Rendered) -> None:
     for rule in rendered.of("aws_vpc_security_group_egress_rule"):
         if rule.values["cidr_ipv4"] is not None or rule.values["prefix_list_id"] is not None:
             assert (rule.values["ip_protocol"], rule.values["from_port"], rule.values["to_port"]) == (
@@ -133,7 +133,7 @@ def test_the_endpoint_of_s3_is_on_every_route_table(rendered: Rendered) -> None:
     }
 
 
-def test_everything_that_can_be_tagged_says_whose_it_is(rendered: Rendered) -> None:
+def test_taggable_resources_say_whose_they_are(rendered: Rendered) -> None:
     for item in rendered.resources:
         if item.type not in UNTAGGED:
             tags = item.values["tags"]
@@ -199,7 +199,7 @@ def test_the_launcher_reads_what_terraform_puts_out(rendered: Rendered, tmp_path
     assert read.tags == rendered.outputs["launcher"]["tags"]
 
 
-def test_what_the_launcher_raises_is_tagged_as_the_output_says(rendered: Rendered) -> None:
+def test_launch_templates_carry_the_tags_of_the_output(rendered: Rendered) -> None:
     wanted = rendered.outputs["launcher"]["tags"].items()
     for template in rendered.of("aws_launch_template"):
         for specification in template.values["tag_specifications"]:

@@ -77,7 +77,7 @@ def test_skypilot_takes_the_lines_of_the_page(
     assert all("No such option" in fault for fault in found[len(lines) :])
 
 
-def test_what_the_page_adds_for_tls_fits_the_job_group(parse: Callable[[list[str]], Parsed]) -> None:
+def test_the_pages_tls_additions_fit_the_job_group(parse: Callable[[list[str]], Parsed]) -> None:
     section = (FOLDER / "README.md").read_text().partition("## With TLS")[2].partition("\n## ")[0]
     blocks = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
     of_stager, of_ranks = (yaml.safe_load(block) for block in blocks)
@@ -169,6 +169,6 @@ def test_a_task_runs_the_same_line_in_a_group_and_by_itself() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_they_are_tidy(path: Path) -> None:
+def test_skypilot_files_pass_yamllint(path: Path) -> None:
     config = YamlLintConfig("{extends: default, rules: {line-length: {max: 140}, document-start: disable}}")
     assert [str(problem) for problem in linter.run(path.read_text(), config)] == []

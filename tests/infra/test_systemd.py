@@ -49,7 +49,7 @@ def test_systemd_knows_every_word_of_it(tmp_path: Path) -> None:
             assert said_of(text.replace(f"\n{line}\n", f"\nX{line}\n")) != [], line
 
 
-def test_it_has_time_to_write_what_is_staged(unit: dict[str, list[str]]) -> None:
+def test_the_unit_has_time_to_write_staged_checkpoints(unit: dict[str, list[str]]) -> None:
     config = StagerConfig.from_sources(store="s3://bucket/run")
     # What is under way may still come in, then all is written, then the ranks hear that it is over.
     takes = max(config.offer_seconds_max, config.chunk_seconds_max)
@@ -64,7 +64,7 @@ def test_it_has_time_to_write_what_is_staged(unit: dict[str, list[str]]) -> None
     assert "SendSIGHUP" not in unit
 
 
-def test_it_is_restarted_unless_a_person_must_change_something(unit: dict[str, list[str]]) -> None:
+def test_the_unit_restarts_unless_a_person_must_change_something(unit: dict[str, list[str]]) -> None:
     assert unit["Restart"] == ["on-failure"]
     (given,) = unit["RestartPreventExitStatus"]
     assert [int(code) for code in given.split()] == [ConfigError.exit_code, StateError.exit_code]
@@ -73,7 +73,7 @@ def test_it_is_restarted_unless_a_person_must_change_something(unit: dict[str, l
     assert "(`ConfigError`, `StateError`)" in row
 
 
-def test_it_opens_nothing_to_the_network_and_nothing_to_other_users(unit: dict[str, list[str]]) -> None:
+def test_the_unit_opens_nothing_to_the_network_or_to_other_users(unit: dict[str, list[str]]) -> None:
     given = dict(one.split("=", 1) for one in unit["Environment"])
     config = StagerConfig.from_sources(store="s3://bucket/run", listen=given["HOLDFAST_LISTEN"])
     assert parse_address(config.listen or "").is_loopback

@@ -32,13 +32,13 @@ def test_modules_and_examples_are_those_of_the_readme() -> None:
     ] == MODULES
 
 
-def test_formatted(shared_terraform: Terraform) -> None:
+def test_terraform_files_are_formatted(shared_terraform: Terraform) -> None:
     done = shared_terraform("fmt", "-check", "-recursive", "-diff")
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_valid(shared_terraform: Terraform, module: str) -> None:
+def test_terraform_modules_are_valid(shared_terraform: Terraform, module: str) -> None:
     shared_terraform.init(module)
     done = shared_terraform("validate", "-json", within=module)
     verdict = json.loads(done.stdout)
@@ -46,7 +46,7 @@ def test_valid(shared_terraform: Terraform, module: str) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_its_own_tests_pass(shared_terraform: Terraform, module: str) -> None:
+def test_a_modules_own_tests_pass(shared_terraform: Terraform, module: str) -> None:
     messages = shared_terraform.test(module)
     problems = [item["diagnostic"] for item in messages if item["type"] == "diagnostic"]
     (summary,) = [item["test_summary"] for item in messages if item["type"] == "test_summary"]

@@ -61,7 +61,7 @@ def files_of(user_data: str) -> dict[str, dict[str, str]]:
     return {item["path"]: item for item in document["write_files"]}
 
 
-def test_its_size_and_shape_are_what_ec2_and_cloud_init_take(user_data: str) -> None:
+def test_user_data_has_the_size_and_shape_that_ec2_and_cloud_init_take(user_data: str) -> None:
     assert user_data.startswith("#cloud-config\n")
     assert len(user_data.encode()) <= 16384
     document = yaml.safe_load(user_data)
@@ -346,7 +346,7 @@ def test_a_trainer_takes_over_the_stagers_key_and_that_of_its_successor(
 @pytest.mark.parametrize(
     "content", [b"", b"ssh-rsa AAAA me\n", b'command="reboot" ssh-ed25519 ' + b"A" * 68 + b" x\n"]
 )
-def test_what_is_not_one_plain_key_is_not_taken_over(
+def test_an_object_that_is_not_one_plain_key_is_not_taken_over(
     bucket: dict[str, str], tmp_path: Path, content: bytes
 ) -> None:
     import boto3

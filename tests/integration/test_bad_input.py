@@ -101,7 +101,7 @@ def test_wrong_credentials(tmp_path: Path, swift_s3: S3Place) -> None:
 
 
 @pytest.mark.parametrize("stager", [True, False], ids=["beside a stager", "alone"])
-def test_one_rank_without_tiers(tmp_path: Path, stager: bool) -> None:
+def test_a_rank_without_tiers_is_refused_by_name(tmp_path: Path, stager: bool) -> None:
     env = {"HOLDFAST_TIERS": f"file:{tmp_path}", "HOLDFAST_STORE": str(tmp_path / "store")}
     cluster = cluster_on(tmp_path, str(tmp_path / "store"), **env)
     with cluster.start(RANKS, "untiered", "2", stager=stager) as job:

@@ -51,7 +51,7 @@ def make(tmp_path: Path, **env: str) -> Cluster:
 
 
 @pytest.mark.parametrize(("how", "thread"), [("copy", "holdfast-copy"), ("link", "holdfast-link")])
-def test_with_a_stager(tmp_path: Path, how: str, thread: str) -> None:
+def test_a_broken_thread_is_named_with_a_stager(tmp_path: Path, how: str, thread: str) -> None:
     cluster = make(tmp_path)
     with cluster.start(2, how) as job:
         code = job.wait(SECONDS_MAX)
@@ -69,7 +69,7 @@ def test_with_a_stager(tmp_path: Path, how: str, thread: str) -> None:
     cluster.wait_for_flusher()
 
 
-def test_with_local_tiers_alone(tmp_path: Path) -> None:
+def test_a_broken_tier_thread_is_named_with_local_tiers_alone(tmp_path: Path) -> None:
     check_tiers(tmp_path, "lane", "holdfast-tier-0-0")
 
 

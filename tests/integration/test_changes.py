@@ -108,7 +108,7 @@ def test_a_few_bytes_changed_by_hand_tear_nothing(tmp_path: Path, kind: str) -> 
         assert outcome.inside(step) == [True] * RANKS
 
 
-def test_what_was_copied_before_a_few_bytes_were_found_is_doubtful(tmp_path: Path) -> None:
+def test_a_copy_before_a_few_changed_bytes_were_found_is_doubtful(tmp_path: Path) -> None:
     """They begin at step 5, in a tensor of which only one rank sends the part that changes. The other hears of it."""
     saves, drawn = 14, 10
     options = ["--from", "5", "--drawn", f"3,{drawn}"]

@@ -124,7 +124,7 @@ def test_a_stager_whose_terminal_closes_in_mid_job_writes_what_is_staged(tmp_pat
             job.succeed(SECONDS_MAX)
 
 
-def test_what_a_shell_sends_a_second_time_does_not_end_the_stager_at_once(tmp_path: Path) -> None:
+def test_a_second_sighup_does_not_end_the_stager_at_once(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     env = environment(tmp_path / "runtime")
     with Terminal(stager_line(tmp_path / "store", "127.0.0.1:0"), env) as terminal:

@@ -135,7 +135,7 @@ def test_the_run_finds_its_hosts(endpoint: str, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("what", ["credentials", "template", "file", "types", "in-use"])
-def test_what_a_person_must_mend(endpoint: str, tmp_path: Path, what: str) -> None:
+def test_cluster_up_names_errors_that_a_person_must_mend(endpoint: str, tmp_path: Path, what: str) -> None:
     operator = Operator(tmp_path, endpoint, f"run-{what}")
     wish = ["--nodes", "1", "--types", "c5.large"]
     env = {}

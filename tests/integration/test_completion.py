@@ -65,15 +65,15 @@ def run(shell: str, script: str, *words: str) -> list[str]:
         (["holdfast", "stager", "--on-divergence", "r"], {"refuse"}),
     ],
 )
-def test_bash(words: list[str], expected: set[str]) -> None:
+def test_bash_completes_holdfast(words: list[str], expected: set[str]) -> None:
     assert {word for word in run("bash", BASH, *words) if word} == expected
 
 
 @needs("fish")
-def test_fish() -> None:
+def test_fish_completes_holdfast() -> None:
     assert {line.partition("\t")[0] for line in run("fish", FISH, "holdfast ver") if line} == {"verify"}
 
 
 @needs("zsh")
-def test_zsh() -> None:
+def test_zsh_completes_holdfast() -> None:
     assert run("zsh", ZSH)[0] == "_holdfast_completion"

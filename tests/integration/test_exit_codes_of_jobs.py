@@ -47,7 +47,7 @@ def codes(cluster: Cluster, job: Job) -> list[int]:
 
 
 @pytest.mark.mpi
-def test_what_is_killed_again_and_again_without_a_checkpoint_is_no_preemption(cluster: Cluster) -> None:
+def test_repeated_kills_without_a_checkpoint_are_no_preemption(cluster: Cluster) -> None:
     for number, expected in ((1, [AGAIN, AGAIN]), (2, [9, 128 + signal.SIGKILL])):
         with cluster.start(2, "early", "--restarts-max", "1") as job:
             signalled(cluster, job, signal.SIGKILL)
@@ -87,7 +87,7 @@ def test_sigterm_that_nobody_watches_ends_the_rank_and_is_a_preemption(cluster: 
 
 
 @pytest.mark.mpi
-def test_what_is_refused_has_the_code_of_its_class(cluster: Cluster) -> None:
+def test_a_refused_job_ends_with_the_code_of_the_error_class(cluster: Cluster) -> None:
     with cluster.start(2, "done", stager=False) as job:
         assert codes(cluster, job) == [2, 2], job.output()
 

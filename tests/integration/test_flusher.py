@@ -294,7 +294,7 @@ def test_a_checkpoint_that_is_still_received_goes_on_with_the_next_flusher(
     stager.close()
 
 
-def test_what_ended_while_no_stager_listened_is_told_to_the_one_that_comes_back(
+def test_a_flush_that_ended_without_a_stager_is_told_to_the_next_one(
     start: Start, attach: Attach, image: Image
 ) -> None:
     first = start(fault="flusher@manifest_written=kill")

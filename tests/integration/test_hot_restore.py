@@ -79,7 +79,7 @@ def _check(reports: list[list[dict[str, Any]]], number: int, step: int) -> list[
     return found
 
 
-def test_what_is_durable_and_still_in_the_ring_costs_no_byte_of_the_store(machine: Machine) -> None:
+def test_a_durable_checkpoint_in_the_ring_costs_no_byte_of_the_store(machine: Machine) -> None:
     machine.launch("save", "durable", "3", "4")
     machine.wait_until_free()
     reports = machine.launch("restore", "3")

@@ -57,7 +57,7 @@ def test_an_mpirun_with_the_process_id_of_a_killed_one_starts(temporary: Path) -
     pytest.skip("the process id was given to others ten times")
 
 
-def test_what_belongs_to_somebody_alive_or_elsewhere_stays(temporary: Path) -> None:
+def test_session_directories_of_living_processes_or_other_hosts_stay(temporary: Path) -> None:
     elsewhere = temporary / "ompi.1234567"
     elsewhere.mkdir()
     (elsewhere / "pmix.another-host.tool.1234567").touch()

@@ -98,7 +98,7 @@ def groups(tmp_path: Path) -> Path:
         ("flusher", 0, ") was killed by the kernel because the memory was used up: raise the limit"),
     ],
 )
-def test_it_is_named(tmp_path: Path, groups: Path, who: str, code: int, words: str) -> None:
+def test_a_memory_kill_is_named(tmp_path: Path, groups: Path, who: str, code: int, words: str) -> None:
     store = str(tmp_path / "store")
     run = [HOLDFAST, "run", "-n", "1", "--store", store, "--logs", str(tmp_path / "logs"), *SETTINGS]
     run += ["--restarts-max", "0", "--", sys.executable, "-c", _SCRIPT, who, store]

@@ -58,7 +58,9 @@ def note(stager: StagerClient) -> str:
         time.sleep(0.01)
 
 
-def test_it_grows_to_hold_two_checkpoints_and_the_new_slots_carry_chunks(start: Start, image: Image) -> None:
+def test_the_ring_grows_to_hold_two_checkpoints_and_its_new_slots_carry_chunks(
+    start: Start, image: Image
+) -> None:
     flusher = start()
     stager = StagerClient(flusher.directory)
     assert stager.welcome["ring_chunks"] == AT_FIRST
@@ -79,7 +81,7 @@ def test_it_grows_to_hold_two_checkpoints_and_the_new_slots_carry_chunks(start: 
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen, then killed", "frozen, then awake"])
-def test_it_may_die_or_stand_still_with_memory_taken_and_nothing_said(
+def test_a_flusher_may_die_or_stop_between_taking_memory_and_telling_of_it(
     start: Start, image: Image, how: str
 ) -> None:
     first = start(fault=f"flusher@ring_taken={'kill' if how == 'killed' else 'stop'}")

@@ -193,7 +193,7 @@ def test_a_rank_that_is_killed_with_its_wrapper_is_no_bug(run: Run, reference: P
     assert "died together with the process that reports its end" in run.said()
 
 
-def check_what_the_store_has_not_got_yet_is_restored_from_the_ring(run: Run, reference: Path) -> None:
+def check_a_step_not_yet_in_the_store_is_restored_from_the_ring(run: Run, reference: Path) -> None:
     """With ULFM, so the stager lives; it does not wait for the store once its ranks are lost."""
     site = REPOSITORY / "tests" / "support" / "fsspec_site"
     run.store = f"elsewhere://{run.folder}"

@@ -98,7 +98,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_that_sigint_is_ignored_by_inheritance_changes_nothing() -> None:
+def test_a_suite_started_with_sigint_ignored_passes() -> None:
     """As under `nohup make test &` in a script."""
     test = "tests/unit/holdfast/command/test_cli.py::test_ctrl_c_in_a_real_process_is_130"
     done = run_pytest(REPOSITORY, test, before=("env", "--ignore-signal=INT"))

@@ -342,7 +342,7 @@ def test_a_flusher_that_nobody_uses_removes_what_it_made_a_file_of(
     check_file(run_dir, image, "step-000000005.pt", (1, 5))
 
 
-def test_both_ways_make_the_same_file(run_dir: Path, image: Image, start: Start) -> None:
+def test_slices_and_stager_make_the_same_file(run_dir: Path, image: Image, start: Start) -> None:
     put(run_dir, image, attempt=1, step=5)
     flusher = start()
     stager = StagerClient(flusher.directory)

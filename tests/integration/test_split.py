@@ -74,7 +74,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_it_is_refused_by_name_on_every_rank(outcome: Outcome, kind: str) -> None:
+def test_an_impossible_split_is_refused_by_name_on_every_rank(outcome: Outcome, kind: str) -> None:
     first, *others = (said[kind] for said in outcome.said)
     assert first.get("class") == "StateError", first
     for words in REFUSED[kind]:
@@ -86,11 +86,11 @@ def test_it_is_refused_by_name_on_every_rank(outcome: Outcome, kind: str) -> Non
     )
 
 
-def test_nothing_of_it_is_in_the_store(outcome: Outcome) -> None:
+def test_refused_saves_leave_nothing_in_the_store(outcome: Outcome) -> None:
     assert outcome.published | outcome.slices == {100}
 
 
-def test_what_the_messages_advise_is_saved_whole(outcome: Outcome) -> None:
+def test_state_as_the_messages_advise_is_saved_whole(outcome: Outcome) -> None:
     """And what differs by nature is named, once, and saved as rank 0 has it."""
     assert [said["advised"].get("saved") for said in outcome.said] == [True, True], outcome.said
     assert (

@@ -29,7 +29,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("stager", [True, False], ids=["beside a stager", "alone"])
-def test_it_is_named_at_that_save_and_the_next_one_is_saved(tmp_path: Path, stager: bool) -> None:
+def test_a_changed_split_is_named_at_that_save_and_the_next_one_is_saved(
+    tmp_path: Path, stager: bool
+) -> None:
     store = tmp_path / "store"
     env = {} if stager else {"HOLDFAST_TIERS": "store", "HOLDFAST_STORE": str(store)}
     cluster = Cluster(

@@ -74,7 +74,7 @@ def document(result: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(result.stdout)
 
 
-def test_ls(run_dir: Path, bare: dict[str, str]) -> None:
+def test_ls_lists_checkpoints_as_a_table_and_as_json(run_dir: Path, bare: dict[str, str]) -> None:
     result = holdfast("ls", run_dir, env=bare)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -89,7 +89,7 @@ def test_ls(run_dir: Path, bare: dict[str, str]) -> None:
     ]
 
 
-def test_inspect(run_dir: Path, bare: dict[str, str]) -> None:
+def test_inspect_shows_a_manifest_as_text_and_as_json(run_dir: Path, bare: dict[str, str]) -> None:
     result = holdfast("inspect", f"{run_dir}@10", env=bare)
     assert result.returncode == 0, result.stderr
     for text in ("10 (attempt 1)", "model/weight", "float32", "5000", "ranks.0.copy", "0.125 s"):

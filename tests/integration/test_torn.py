@@ -147,7 +147,7 @@ def test_rows_that_one_rank_changes_by_hand_tear_no_checkpoint(
         assert outcome.verified == {0}, "the ranks drift apart, and that is seen"
 
 
-def test_what_one_rank_tears_before_it_is_seen_is_doubtful(tmp_path: Path) -> None:
+def test_a_step_torn_by_one_rank_before_detection_is_doubtful(tmp_path: Path) -> None:
     """The edits begin when all is proven; the save after which the whole state is compared comes later."""
     options = ["--from", "4", "--drawn", "2,9"]
     outcome = OneRankEdits(tmp_path, "RowsOfAll", *options, HOLDFAST_ON_DIVERGENCE="off")

@@ -208,7 +208,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         )
 
 
-def test_what_a_scrape_counts_is_what_the_event_log_has(watched: Watched) -> None:
+def test_scraped_counts_are_those_of_the_event_log(watched: Watched) -> None:
     stager, flusher, lines = watched.stager, watched.flusher, watched.lines
     counts = Counter((line["role"], line["event"]) for line in lines)
     seen = {
@@ -240,7 +240,7 @@ def test_what_a_scrape_counts_is_what_the_event_log_has(watched: Watched) -> Non
     assert value(flusher, "holdfast_stager_attached") == 1
 
 
-def test_nobody_answers_a_scrape_when_all_has_ended(watched: Watched) -> None:
+def test_metrics_ports_are_closed_when_the_job_has_ended(watched: Watched) -> None:
     for port in (watched.port, watched.port + 1):
         with pytest.raises(urllib.error.URLError):
             scrape(port)

@@ -115,7 +115,7 @@ def test_memory_of_a_pool_is_there_from_a_point_of_its_stream_on(waits: bool) ->
     assert set(host.tolist()) == ({7} if waits else {0xEE})
 
 
-def test_what_is_freed_is_one_piece_again() -> None:
+def test_freed_device_memory_is_one_piece_again() -> None:
     free, _ = torch.cuda.mem_get_info()
     pieces = [block(64) for _ in range(8)]
     for piece in (0, 2, 1, 5, 4, 3, 7, 6):

@@ -115,7 +115,7 @@ def _malloc() -> None:
     ctypes.CDLL("libcudart.so.13").cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(512))
 
 
-def test_what_is_captured_cannot_be_waited_for() -> None:
+def test_captured_work_cannot_be_waited_for() -> None:
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match=r"(?i)captur"), torch.cuda.graph(graph):
         torch.zeros(4, device="cuda").add_(1).cpu()

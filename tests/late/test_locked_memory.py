@@ -73,7 +73,7 @@ def held_bytes(late: LateMachine) -> int:
     return late.pinned_bytes()
 
 
-def test_all_are_locked_after_the_first_save_and_none_by_a_later_one(
+def test_slots_are_locked_after_the_first_save_and_not_again_by_later_ones(
     rank: DeviceRank, locks: Locks, late: LateMachine
 ) -> None:
     assert rank.save(0)
@@ -104,7 +104,7 @@ def test_a_save_waits_for_no_other_lock_than_its_own(rank: DeviceRank, locks: Lo
 
 
 @pytest.mark.parametrize("end", ["close", "another layout"])
-def test_what_is_under_way_at_the_end_goes_back(
+def test_memory_being_locked_at_the_end_goes_back(
     rank: DeviceRank, locks: Locks, late: LateMachine, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locks.may.clear()

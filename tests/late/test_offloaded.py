@@ -47,7 +47,9 @@ def moments(state: dict[str, Any]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("is_locked", [False, True])
 @pytest.mark.parametrize("steps", [0, 1])
-def test_they_stay_where_they_were(steps: int, is_locked: bool, tmp_path: Path, late: LateMachine) -> None:
+def test_offloaded_moments_stay_in_host_memory(
+    steps: int, is_locked: bool, tmp_path: Path, late: LateMachine
+) -> None:
     """Of an optimizer without a state the file says where."""
     publish_named(tmp_path, 3, job("cuda", steps=2))
     fresh = job("cuda", steps=steps)

@@ -69,7 +69,7 @@ def test_side_lazy_does_the_work_of_the_default_stream_at_once(late: LateMachine
 
 
 @pytest.mark.late("lazy", "side_lazy", "eager")
-def test_what_is_read_before_its_event_is_not_there(late_policy: str) -> None:
+def test_a_copy_read_before_its_event_is_not_there(late_policy: str) -> None:
     live, host = numbers(), pinned()
     side = stream()
     with torch.cuda.stream(side):
@@ -154,7 +154,7 @@ def test_memory_that_a_queued_kernel_reads_is_given_away_unless_it_is_recorded(k
 
 
 @LAZY
-def test_who_polls_comes_to_an_end() -> None:
+def test_polling_an_event_comes_to_an_end() -> None:
     numbers().fill_(1)
     event = torch.cuda.current_stream().record_event()
     assert not event.query()

@@ -116,7 +116,7 @@ def _on_device(box: Box, whole: torch.Tensor) -> Split:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenes(), st.sampled_from(["tier", "store"]))
-def test_any_part_of_any_tensor(scene: Any, place: str) -> None:
+def test_a_rank_restores_any_part_of_any_tensor_on_a_device(scene: Any, place: str) -> None:
     whole, ranks, boxes, chunk_bytes = scene
     states: list[dict[str, Any]] = []
     for rank in range(ranks):
@@ -177,7 +177,7 @@ def test_parts_cross_in_one_transfer_for_each_section(
 
 
 @PLACES
-def test_one_rank_without_room_brings_all_ranks_what_they_get_without_sections(
+def test_a_rank_without_room_brings_all_ranks_what_they_get_without_sections(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = checkpoint(lambda _: state_of(7, "cpu", {}, steps=1), ranks=2, step=3, chunk_bytes=CHUNK_BYTES)

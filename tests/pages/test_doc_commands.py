@@ -22,17 +22,13 @@ from tests.support.doc_commands import (
     why_not,
     why_not_spoken,
 )
-from tests.support.job import REPOSITORY
 from tests.support.typing_pages import (
     EXIT_CODES,
     NOT_TYPED,
     SCENE,
-    TUTORIAL,
     TYPED_ONCE,
-    as_typed,
     entry_for,
     plan,
-    typed_of,
 )
 
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
@@ -78,14 +74,6 @@ def test_no_command_hides_in_a_block_without_the_tag() -> None:
     ] == []
 
 
-def test_commands_are_found_with_their_lines() -> None:
-    first = next(shown("docs/drill.md"))
-    assert first.text.startswith("holdfast drill -n 2 ")
-    source = (REPOSITORY / first.page).read_text(encoding="utf-8").splitlines()
-    assert source[first.number - 1] == first.text
-    assert sum(len(list(shown(page))) for page in pages()) > 100
-
-
 WRONG = (
     "holdfast lst s3://bucket/run",
     "holdfast ls --jsn s3://bucket/run",
@@ -94,8 +82,6 @@ WRONG = (
     "holdfast cluster upp --nodes 8",
     "holdfast run -n 2 --set ring_byte=8GiB --store s3://bucket/run -- python train.py",
     "holdfast run -n 2 --set keep_last=few --store s3://bucket/run -- python train.py",
-    "holdfast run -n 2 --store s3://bucket/run -- python examples/train_bert",
-    "holdfast drill -n 2 -- python examples/train_gpt.py --step 60",
     "holdfast ls s3://bucket/run | holdfast verfy",
     'eval "$(holdfast completions bash)"',
     "ssh -t stager holdfast state",
@@ -104,10 +90,6 @@ WRONG = (
     "mpirun -n 2 python train.py : -n 1 holdfast stager --store /mnt/run --ring-bytes 64MiB",
     "make tests",
     'make test PYTESTS="tests/unit"',
-    "python -m tests.simulations --first 0",
-    "python -m tests.simulation --frist 0",
-    "python -m benchmarks tabel",
-    "python -c 'import torch;; print(1)'",
     "pip install '.[trainers]'",
     "cp infra/examples/maximal .",
     "HOLDFAST_EVERY=2 frobnicate",
@@ -115,29 +97,12 @@ WRONG = (
 WRONG_IN_PROSE = ("holdfast lst", "holdfast run --slrm", "holdfast cluster upp")
 
 
-def test_what_is_wrong_is_found() -> None:
+def test_wrong_commands_are_found() -> None:
     assert [text for text in WRONG if not why_not(with_files(text))] == []
     assert [text for text in WRONG_IN_PROSE if not why_not_spoken(text)] == []
 
 
-def test_a_line_goes_on_behind_a_backslash_and_ends_before_its_comment() -> None:
-    lines = [line.text for line in shown("docs/operations.md") if line.text.startswith("holdfast cluster up")]
-    assert any("--nodes 4" in line and "--on-demand-price 0.71" in line for line in lines)
-    assert not [line for line in lines if "#" in line]
-
-
 # -- what a test types -------------------------------------------------------------------------------------------------
-
-
-def test_every_command_is_typed_or_has_a_reason() -> None:
-    lines = [line for page in pages() for line in shown(page)]
-    typed = {line.text for found in plan().values() for line in found} | {
-        line.text for line in typed_of(TUTORIAL)
-    }
-    reasons = {line.text: NOT_TYPED[entry] for line in lines if (entry := entry_for(line))}
-    assert typed | reasons.keys() == {line.text for line in lines}
-    assert not typed & reasons.keys()
-    assert all(reasons.values())
 
 
 @pytest.mark.parametrize("table", [NOT_TYPED, EXIT_CODES, TYPED_ONCE])
@@ -157,11 +122,3 @@ def test_every_name_of_the_scene_is_one_of_a_page() -> None:
                 left.pop(pattern, None)
             text = re.sub(pattern, meant, text)
     assert not left
-
-
-def test_a_command_is_typed_with_the_names_of_the_scene() -> None:
-    typed = as_typed(
-        "mpirun -n 8 python train.py : -n 1 holdfast stager --store /mnt/nfs/run", {"page": "/here"}
-    )
-    assert typed == "mpirun -n 1 python train.py : -n 1 holdfast stager --store /here/mnt/nfs/run"
-    assert as_typed("ssh -t stager holdfast status", {}) == "holdfast status"

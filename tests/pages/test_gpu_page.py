@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import page
-from benchmarks.gpu.report import Figure, GpuRun, figures, markdown, peers_table
+from benchmarks.gpu.report import Figure, GpuRun, figures, markdown
 
 RUNS = page.PAGE.parent / "figures" / "data" / "gpu"
 H100 = RUNS / "h100-9aff311"
@@ -56,15 +56,3 @@ def test_the_json_names_no_folder_of_a_machine() -> None:
         assert not [word for word in ("/dev/shm/", "/tmp/", "/home/", "/root/", "/work/") if word in text], (
             path
         )
-
-
-def test_a_run_that_was_cut_off_still_has_a_report(tmp_path: Path) -> None:
-    """Whatever phases are missing."""
-    documents = sorted(H100.glob("*.json"))
-    for number in range(len(documents) + 1):
-        some = tmp_path / str(number)
-        some.mkdir()
-        for path in documents[:number]:
-            shutil.copy(path, some)
-        assert markdown(figures(GpuRun(some))).startswith("| figure |")
-        assert peers_table(GpuRun(some))

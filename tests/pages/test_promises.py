@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-import pytest
 
 from tests.chaos.cells import CELLS
 from tests.support.job import REPOSITORY
@@ -82,40 +79,9 @@ def test_a_test_in_make_check_stands_behind_each_promise() -> None:
     assert complaints(page, selected()) == []
 
 
-def test_each_of_them_is_collected() -> None:
-    folders = selected()
-    named = {name for promise in promises(_PAGE.read_text(encoding="utf-8")) for name in promise.tests}
-    names = sorted(name for name in named if is_in(name, folders))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *names],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    collected = [line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line]
-    assert [name for name in names if not any(Path(one).is_relative_to(name) for one in collected)] == []
-
-
 def test_the_cells_of_the_kill_matrix_that_make_check_runs_have_all_victims_that_the_page_names() -> None:
     rows = [line for line in _PAGE.read_text(encoding="utf-8").splitlines() if "kill matrix" in line.lower()]
     shown = [part for row in rows for part in row.lower().split("kill matrix")[1:]]
     named = {name for part in shown for name in re.findall(r"\*([a-z ]+)\*", part)}
     assert len(named) > 5
     assert named <= {name for cell in CELLS if cell.regular for name in (cell.victims.name, cell.stage.name)}
-
-
-@pytest.mark.parametrize(
-    ("shown", "complaint"),
-    [
-        ("`tests/gone/`", "is not there"),
-        ("`test_notice.py`", "is not there"),
-        ("`tests/soak/test_torn.py`", "its own target is not named"),
-        ("`tests/soak/test_torn.py` (`make soak`)", "no test in `make check`"),
-        ("by looking at it", "no test in `make check`"),
-    ],
-)
-def test_a_promise_without_a_test_is_found(shown: str, complaint: str) -> None:
-    page = f"## Failures\n\n| failure | it | shown by |\n|---|---|---|\n| all | well | {shown} |\n"
-    assert any(complaint in found for found in complaints(page, selected()))

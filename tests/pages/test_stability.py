@@ -24,7 +24,7 @@ from trainer_side.tiers import slot_format
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS = ROOT / "trainer_side" / "frameworks"
-INTERNAL = {"__init__", "missing", "rng_again"}
+INTERNAL = {"__init__", "missing"}
 GIVEN_BACK = {
     "trainer_side.checkpointer.Stats",
     "trainer_side.restore.restore_attempt.Restored",

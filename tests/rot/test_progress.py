@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_comes_back_as_it_was_written(path: Path) -> None:
+def test_progress_comes_back_as_it_was_written(path: Path) -> None:
     found = Progress.load(path)
     assert found is not None
     assert (found.head, found.parts, found.published) == (HEAD, PARTS, True)

@@ -44,7 +44,7 @@ def outcome(whole: dict[str, bytes], name: str, at: int, bit: int) -> str | None
     return None
 
 
-def test_slice(whole: dict[str, bytes]) -> None:
+def test_a_flip_in_a_slice_is_named(whole: dict[str, bytes]) -> None:
     chance = random.Random(1)
     for _ in range(FLIPS):
         rank = chance.randrange(IMAGE.layout.ranks)
@@ -68,7 +68,7 @@ def test_the_padding_behind_a_frame_means_nothing(whole: dict[str, bytes]) -> No
         assert outcome(whole, SliceName(1, 7, rank, IMAGE.layout.ranks).slice, at, 3) is None
 
 
-def test_seal(whole: dict[str, bytes]) -> None:
+def test_a_flip_in_a_seal_is_named(whole: dict[str, bytes]) -> None:
     chance = random.Random(2)
     for _ in range(FLIPS):
         name = SliceName(1, 7, chance.randrange(IMAGE.layout.ranks), IMAGE.layout.ranks).seal
@@ -77,7 +77,7 @@ def test_seal(whole: dict[str, bytes]) -> None:
         assert name in said
 
 
-def test_layout(whole: dict[str, bytes]) -> None:
+def test_a_flip_in_a_stored_layout_is_named_or_unpacks_to_the_same(whole: dict[str, bytes]) -> None:
     """What may flip unseen are bits of the packing that unpack to the same: its level, what fills its last byte."""
     chance, unseen = random.Random(3), 0
     name = layout_name(1, IMAGE.layout.digest)

@@ -72,7 +72,7 @@ def look_for(name: str) -> None:
     print(f"{mutation.name}: seen after {result['schedules']} seeds, seed {seed}: {failure}")
 
 
-def test_all_of_them_fit_the_source() -> None:
+def test_mutations_fit_the_source() -> None:
     wrong = [
         f"{mutation.name}: {module}: {old!r}"
         for mutation in [*MUTATIONS.values(), *TCP_MUTATIONS.values(), *TIER_MUTATIONS.values()]
@@ -89,7 +89,7 @@ def _source(module: str) -> str:
     return Path(spec.origin).read_text()
 
 
-def test_there_are_enough_of_them() -> None:
+def test_mutations_are_many_enough_and_have_unique_names() -> None:
     assert len(MUTATIONS) >= 10
     assert len(TCP_MUTATIONS) >= 10
     assert len(TIER_MUTATIONS) >= 6

@@ -38,7 +38,7 @@ def play(first: int, count: int, *options: str, **env: str) -> dict[str, object]
 
 
 @pytest.mark.timeout(SECONDS_MAX + 60)
-def test_schedules() -> None:
+def test_seeded_schedules_break_no_invariant() -> None:
     each = -(-(SCHEDULES - OVER_TCP) // WORKERS)
     with ThreadPoolExecutor(WORKERS) as pool:
         results = list(pool.map(lambda n: play(FIRST_SEED + n * each, each), range(WORKERS)))

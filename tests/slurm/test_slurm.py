@@ -59,7 +59,7 @@ def test_the_first_node_is_lost_and_slurm_starts_the_job_again_on_others(story: 
     assert story.launched(2) == ["t2:1", "t3:1"]
 
 
-def test_with_no_kill_it_goes_on_with_the_nodes_that_are_left(story: Story) -> None:
+def test_a_no_kill_job_goes_on_with_the_nodes_that_are_left(story: Story) -> None:
     story.train("--no-kill", nodes=3)
     story.until_paused()
     story.cluster.kill("t2")

@@ -25,7 +25,7 @@ from tests.gpu.test_device_rehearsal import (
 pytestmark = pytest.mark.timeout(2 * SECONDS_MAX)
 
 
-def test_what_is_timed_writes_its_figures(tmp_path: Path) -> None:
+def test_timed_phases_write_their_figures(tmp_path: Path) -> None:
     names = [name for name in FIGURES if name not in UNTIMED]
     path = _nvidia_smi(tmp_path)
     found, done = _rehearsed(tmp_path, "--seconds", SECONDS_TEXT, "--phases", ",".join(names), path=path)
@@ -78,7 +78,7 @@ def _check_ways(of: dict[str, Any]) -> None:
         assert way["changed_meanwhile"] == way["tensors"], way
 
 
-def test_what_is_published_and_what_goes_on_is_exact(tmp_path: Path) -> None:
+def test_published_and_resumed_state_is_exact(tmp_path: Path) -> None:
     found, done = _rehearsed(tmp_path, "--seconds", SECONDS_TEXT, "--phases", ",".join(UNTIMED))
     of = _figures(found, done, UNTIMED)
     assert of["tests"]["passed"] > 0

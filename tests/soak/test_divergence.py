@@ -29,13 +29,13 @@ def test_a_run_without_drift_is_never_reported(tmp_path: Path) -> None:
     assert all("fingerprint_seconds" in line for line in outcome.saves), "nothing was compared"
 
 
-def test_of_two_ranks_both_are_named(tmp_path: Path) -> None:
+def test_two_diverging_ranks_are_both_named(tmp_path: Path) -> None:
     outcome = Outcome(tmp_path, "tensor", ranks=2)
     assert outcome.divergences[0]["undecided"] == {"model/module.head.weight": [[0], [1]]}
     assert "rank 0 and rank 1 differ from each other in model/module.head.weight" in outcome.output
 
 
-def test_what_one_checkpoint_does_not_look_at_a_later_one_does(tmp_path: Path) -> None:
+def test_rows_that_one_checkpoint_skips_are_compared_at_a_later_one(tmp_path: Path) -> None:
     rows_apart = stride(4 * drifting.HIDDEN_NUMEL)
     assert rows_apart > 1
     row = 4 * drifting.HIDDEN_ELEMENT // ROW_BYTES

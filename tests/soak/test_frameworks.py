@@ -66,7 +66,7 @@ def refusal(refuse: Callable[[], object]) -> str:
     return str(refused.value)
 
 
-def test_what_splits_a_model_in_another_way_is_refused_by_name() -> None:
+def test_model_splitting_by_other_strategies_is_refused_by_name() -> None:
     from accelerate import Accelerator, DistributedType
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.mpi]
 FILE_BYTES_MAX = 16 << 10
 
 
-def test_what_is_only_staged_is_restored_while_the_store_takes_nothing(tmp_path: Path) -> None:
+def test_a_staged_checkpoint_is_restored_while_the_store_takes_nothing(tmp_path: Path) -> None:
     site, store = REPOSITORY / "tests" / "support" / "fsspec_site", tmp_path / "store"
     machine = Machine(tmp_path, f"elsewhere://{store}", {"PYTHONPATH": f"{site}{os.pathsep}{REPOSITORY}"})
     machine.launch("save", "durable", "2")

@@ -28,7 +28,7 @@ except SystemExit as ended:
 """
 
 
-def test_it_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+def test_an_imported_folder_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
     rows = 10 * _GROWN_BYTES_MAX // (4 * dcp_fsdp.LARGE * dcp_fsdp.COLUMNS) + 1
     folder = saved_under_fsdp(tmp_path, rows=rows)
     command = [sys.executable, "-c", _CHILD, str(folder), str(tmp_path / "run"), "--step", "7"]

@@ -12,7 +12,7 @@ from tests.support.throttled_site import sitecustomize
 pytestmark = [pytest.mark.mpi]
 
 
-def test_one_area_declines_every_step_but_the_first(tmp_path: Path) -> None:
+def test_a_single_area_declines_every_step_but_the_first(tmp_path: Path) -> None:
     run = Stalled(tmp_path)
     run.run(str(STEPS))
     _check(run, 1)

@@ -20,7 +20,7 @@ from tests.support.main_job import PAUSE_AT, RUN, SAVED
 pytestmark = [pytest.mark.mpi]
 
 
-def test_any_fsspec_url(tmp_path: Path) -> None:
+def test_a_job_resumes_from_a_store_of_any_fsspec_driver(tmp_path: Path) -> None:
     """A store that holdfast has no backend for, but fsspec has a driver: killed, and resumed from."""
     store = tmp_path / "store"
     site = REPOSITORY / "tests" / "support" / "fsspec_site"

@@ -27,7 +27,7 @@ _ALL = [(case, ranks) for ranks, cases in MESHES_OF.items() for case in cases]
 
 
 @pytest.mark.timeout(3000)
-def test_what_any_mesh_saved_comes_back_on_every_mesh(tmp_path: Path) -> None:
+def test_state_saved_on_any_mesh_comes_back_on_every_mesh(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for case, ranks in _ALL:
         (run := runs / f"{case} of {ranks}").mkdir(parents=True)

@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.mpi]
 test_a_checkpoint_that_the_job_crashes_on_is_set_aside_and_the_run_ends_well = (
     nightly.check_a_checkpoint_that_the_job_crashes_on_is_set_aside_and_the_run_ends_well
 )
-test_what_the_store_has_not_got_yet_is_restored_from_the_ring = (
-    nightly.check_what_the_store_has_not_got_yet_is_restored_from_the_ring
+test_a_step_not_yet_in_the_store_is_restored_from_the_ring = (
+    nightly.check_a_step_not_yet_in_the_store_is_restored_from_the_ring
 )
 
 
-def test_one_rank_is_enough(run: Run, reference: Path) -> None:
+def test_the_supervisor_kills_a_rank_that_cannot_go_on_alone(run: Run, reference: Path) -> None:
     """The other one sleeps, and would for a minute: it is ended because it cannot go on alone."""
     run.main_job(options=("--set=rank_seconds_max=5",))
     run.pause()

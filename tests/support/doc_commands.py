@@ -10,15 +10,12 @@ holdfast, or is one of the `PLAIN` ones that every shell has. What is none of th
 
 from __future__ import annotations
 
-import ast
 import functools
-import importlib.util
 import itertools
 import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -54,7 +51,6 @@ ELSEWHERE = {
     "journalctl": "needs systemd, on the stager's machine on AWS",
 }
 PLAIN = {"cd", "chmod", "cp", "grep", "jq", "patch", "pkill", "sleep", "tail", "test", "wait", "."}
-YOURS = {"train.py"}  # a script of the reader's own
 _KEYWORDS = {"until", "while", "do", "done", "if", "then", "fi"}
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _REDIRECTION = re.compile(r"\s\d?(?:>>?|<)(?:&\d|\s*[^\s&|;]+)")
@@ -265,51 +261,9 @@ def _torchrun(words: Sequence[str]) -> None:
     from torch.distributed.run import get_args_parser
 
     try:
-        given = get_args_parser().parse_args(list(words))
+        get_args_parser().parse_args(list(words))
     except SystemExit as error:
         raise _WrongError("torchrun: its own parser refuses that") from error
-    _python([given.training_script, *given.training_script_args])
-
-
-def _python(words: Sequence[str]) -> None:
-    match list(words):
-        case ["-c", code, *_]:
-            try:
-                ast.parse(code)
-            except SyntaxError as error:
-                raise _WrongError(f"python -c: {error}") from error
-        case ["-m", module, *rest]:
-            _module(module, rest)
-        case [script, *rest] if script not in YOURS:
-            _options(script, _text(script), rest)
-
-
-def _module(name: str, words: Sequence[str]) -> None:
-    """It is there; its options, and the first word after it, are words in its source, or in that of its package."""
-    if importlib.util.find_spec(name) is None:
-        raise _WrongError(f"python -m {name}: no such module")
-    spec = (
-        importlib.util.find_spec(f"{name}.__main__") if _is_package(name) else importlib.util.find_spec(name)
-    )
-    if spec is None or spec.origin is None:
-        raise _WrongError(f"python -m {name}: a package that cannot be run")
-    source = Path(spec.origin)
-    _options(f"-m {name}", source.read_text(encoding="utf-8"), words)
-    if words and not words[0].startswith("-"):
-        package = "".join(path.read_text(encoding="utf-8") for path in source.parent.rglob("*.py"))
-        if f'"{words[0]}"' not in package:
-            raise _WrongError(f"python -m {name}: nothing there is called {words[0]}")
-
-
-def _is_package(name: str) -> bool:
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.submodule_search_locations is not None
-
-
-def _options(script: str, source: str, words: Sequence[str]) -> None:
-    for word in words:
-        if word.startswith("--") and f'"{word.partition("=")[0]}"' not in source:
-            raise _WrongError(f"python {script}: no option {word}")
 
 
 def _pip(words: Sequence[str]) -> None:
@@ -330,7 +284,7 @@ def _ssh(words: Sequence[str]) -> None:
 
 
 def _nothing_more(_: Sequence[str]) -> None:
-    """What it is given was looked at already: `$(…)`; or elsewhere: names of variables (test_documents.py)."""
+    """Arguments are checked elsewhere: `$(…)` by itself, variables by test_documents.py, scripts by typing them."""
 
 
 @functools.cache
@@ -346,7 +300,7 @@ PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
     "make": _make,
     "mpirun": _mpirun,
     "torchrun": _torchrun,
-    "python": _python,
+    "python": _nothing_more,
     "pip": _pip,
     "ssh": _ssh,
     "eval": _nothing_more,

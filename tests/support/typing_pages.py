@@ -6,13 +6,11 @@
 
 What no entry of `NOT_TYPED` begins like is typed: docs/tutorial.md by tests/soak/test_tutorial.py, docs/cli.md by
 tests/soak/test_reference_page.py, all others by tests/pages/test_pages.py.
-`python -m tests.support.typing_pages` counts them.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 
 from tests.pages.test_documents import pages
 from tests.support.doc_commands import ELSEWHERE, Shown, shown
@@ -147,15 +145,3 @@ def plan() -> dict[str, list[Shown]]:
             found.setdefault(line.page, []).append(line)
         seen.add(line.text)
     return found
-
-
-def main() -> None:
-    lines = [line for page in pages() for line in shown(page)]
-    entries = Counter(map(entry_for, lines))
-    print(f"{len(lines)} commands in the pages: {entries.pop('')} are typed, {entries.total()} are not:")
-    for entry, count in entries.items():
-        print(f"{count:4}  {entry.strip():40}  {NOT_TYPED[entry]}")
-
-
-if __name__ == "__main__":
-    main()

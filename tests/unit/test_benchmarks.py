@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from benchmarks import cluster, memory, results
-from benchmarks.cluster import Clusters, Shape, turn
-from benchmarks.grid import Grid
-from benchmarks.hub import Hub, Link
-from benchmarks.raw_direct import DirectWriter, read_direct
+from benchmarks import results
 from benchmarks.spread import Spread, percentile, ratios, round_figures, spread
 
 pytest.importorskip("psutil")
@@ -87,131 +78,3 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
         "long": ["x" * 60] * 3,
     }
     assert results.read("y", tmp_path / "results") is None
-
-
-def test_what_is_not_for_json_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="object is not for JSON"):
-        results.write(tmp_path / "x.json", {"x": object()})
-
-
-def test_a_grid_whose_row_does_not_fit_is_refused() -> None:
-    assert Grid("t", ("a", "b"), (("1", "2|3"),)).markdown().endswith("| 1 | 2\\|3 |")
-    with pytest.raises(ValueError, match="2 columns, and a row of 1"):
-        Grid("t", ("a", "b"), (("1",),))
-
-
-def test_every_peer_is_once_at_every_place() -> None:
-    peers = ["a", "b", "c"]
-    orders = [turn(peers, number) for number in range(3)]
-    assert [sorted(order) for order in orders] == [peers] * 3
-    assert [sorted(order[place] for order in orders) for place in range(3)] == [peers] * 3
-    assert turn(peers, 3) == peers
-    assert turn([], 4) == []
-
-
-def test_a_job_is_kept_for_the_next_experiment_of_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-
-    @contextlib.contextmanager
-    def running(shape: Shape, progress: Callable[[str], None]) -> Iterator[Any]:
-        told.append(f"start {shape.model}")
-        try:
-            yield SimpleNamespace(progress=progress)
-        finally:
-            told.append(f"end {shape.model}")
-
-    monkeypatch.setattr(cluster, "running", running)
-
-    def use(clusters: Clusters, model: str, *, fresh: bool = False) -> Any:
-        with clusters.running(Shape(model), told.append, fresh=fresh) as made:
-            return made
-
-    with Clusters() as clusters:
-        first = use(clusters, "a")
-        assert use(clusters, "a") is first
-        assert use(clusters, "a", fresh=True) is not first
-        use(clusters, "b")
-        with pytest.raises(ValueError, match="broken"), clusters.running(Shape("b"), told.append):
-            raise ValueError("broken")
-        use(clusters, "b")  # what failed is not used again
-    assert told == ["start a", "end a", "start a", "end a", "start b", "end b", "start b", "end b"]
-
-
-def test_a_toy_gets_a_ring_smaller_than_itself() -> None:
-    toy, real = Shape("flat-24-3").fitted(), Shape("flat-150-600").fitted()
-    assert toy.ring_bytes is not None
-    assert toy.ring_bytes < 3 << 20
-    assert real == Shape("flat-150-600")
-    assert Shape("tiny", chunk_bytes=1 << 20).fitted().chunk_bytes == 1 << 20
-
-
-def test_hub_asks_all_ranks_and_orders_their_answers(tmp_path: Path) -> None:
-    def serve(rank: int) -> None:
-        link = Link(hub.path, job="j", rank=rank)
-        for order in link.orders():
-            match order["do"]:
-                case "fail":
-                    link.answer({"error": "broken"})
-                case "end" if rank == 1:
-                    break
-                case "nothing":
-                    link.answer({})
-                case _:
-                    link.answer({"rank": rank, **order})
-        link.close()
-
-    with Hub(tmp_path / "hub") as hub:
-        ranks = [threading.Thread(target=serve, args=(rank,)) for rank in (1, 0)]
-        for rank in ranks:
-            rank.start()
-        hub.gather("j", 2)
-        assert hub.ask("j", {"do": "x"}) == [{"rank": 0, "do": "x"}, {"rank": 1, "do": "x"}]
-        with pytest.raises(RuntimeError, match=r"rank 0, order .*broken"):
-            hub.ask("j", {"do": "fail"})
-        assert hub.ask("j", {"do": "nothing"}) == [{}, {}]
-        with pytest.raises(RuntimeError, match=r"rank 1, .*ended"):
-            hub.ask("j", {"do": "end"})
-        hub.dismiss("j")
-        ranks[1].join(60)
-        assert not ranks[1].is_alive()  # rank 0 has seen the end of its orders, while the hub is still there
-    for rank in ranks:
-        rank.join(60)
-        assert not rank.is_alive()
-    assert not hub.path.exists()
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_direct_writer_writes_all_bytes_and_leaves_nothing(
-    tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import os
-
-    real, sizes = os.fsync, []
-
-    def fsync(fd: int) -> None:
-        sizes.append(os.fstat(fd).st_size)
-        real(fd)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    writer = DirectWriter(tmp_path, nbytes=3 * 65536 + 17, chunk_bytes=65536)
-    try:
-        assert writer.write(threads) > 0
-    finally:
-        writer.close()
-    assert sizes == [3 * 65536 + 17]
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_direct_read_reads_every_byte(tmp_path: Path, threads: int) -> None:
-    (tmp_path / "x").write_bytes(b"x" * (5 * 65536 + 17))
-    assert read_direct(tmp_path / "x", 65536, threads) > 0  # it counts the bytes itself
-
-
-def test_peak_follows_what_this_process_takes() -> None:
-    if not memory.reset_peak():
-        pytest.skip("the kernel does not let this process reset its peak RSS")
-    before = memory.peak_bytes()
-    taken = bytearray(b"x") * (64 << 20)
-    assert memory.peak_bytes() - before > 48 << 20
-    assert memory.resident_bytes(children=False) > len(taken)

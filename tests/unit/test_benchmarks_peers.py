@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,6 @@ import torch
 
 from benchmarks.complete import IncompleteError, require_same
 from benchmarks.peers import Peer, make
-from benchmarks.peers.background import Background
-from benchmarks.peers.checkfreq import Snapshot
-from benchmarks.training import train
 from benchmarks.workload import Workload
 
 # Those that need no other process of a distributed job; the others are verified in each run of the benchmarks.
@@ -56,13 +53,13 @@ def _nbytes(workload: Workload) -> int:
 
 
 def test_a_peer_writes_the_whole_state(peer: Peer, here: _Here) -> None:
-    for step in range(4):
+    for step in range(12):  # more than are ever under way at once
         here.workload.make_gradients()
         peer.before_update()
         here.workload.update()
         peer.save(step)
     _finish(peer)
-    assert peer.verify() == _nbytes(here.workload)
+    assert peer.verify() == _nbytes(here.workload)  # the last one, and not a mixture
 
 
 def test_a_peer_that_writes_nothing_is_caught(peer: Peer, here: _Here) -> None:
@@ -87,46 +84,6 @@ def test_a_peer_that_keeps_an_older_state_is_caught(peer: Peer, here: _Here) -> 
         peer.verify()
 
 
-@pytest.mark.parametrize("name", ["checkfreq", "pccheck-like"])
-def test_the_update_waits_for_the_copy(name: str, here: _Here) -> None:
-    peer = make(name, here)
-    try:
-        for step in range(12):  # more than are ever under way at once
-            here.workload.make_gradients()
-            peer.before_update()
-            here.workload.update()
-            peer.save(step)
-        _finish(peer)
-        assert peer.verify() == _nbytes(here.workload)  # the last one, and not a mixture
-    finally:
-        peer.close()
-
-
-def test_a_snapshot_is_no_alias_and_keeps_its_buffers() -> None:
-    value = torch.arange(4.0)
-    snapshot = Snapshot()
-    first = snapshot.take({"a": value, "tied": [value], "n": 1})
-    value += 1
-    assert first["a"].tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert first["a"] is first["tied"][0]
-    second = snapshot.take({"a": value, "tied": [value], "n": 1})
-    assert second["a"] is first["a"]
-    assert second["a"].tolist() == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_an_error_in_the_background_reaches_the_training() -> None:
-    def fail() -> None:
-        raise OSError("no space left on device")
-
-    background = Background()
-    assert background.done()
-    background.start(fail)
-    with pytest.raises(OSError, match="no space left"):
-        background.wait()
-    with pytest.raises(OSError, match="no space left"):
-        background.start(lambda: None)
-
-
 @pytest.mark.parametrize(
     ("got", "message"),
     [
@@ -144,58 +101,3 @@ def test_a_difference_is_named(got: object, message: str) -> None:
 def test_a_state_without_tensors_compares_nothing() -> None:
     with pytest.raises(IncompleteError, match="no tensor at all"):
         require_same({"b": 1}, {"b": 1}, what="x")
-
-
-class _Counting:
-    """A peer that only counts what it is asked."""
-
-    def __init__(self) -> None:
-        self.saved: list[int] = []
-        self.asked = 0
-
-    def save(self, step: int) -> None:
-        self.saved.append(step)
-
-    def before_update(self) -> None: ...
-
-    def done(self) -> bool:
-        self.asked += 1
-        return self.asked > 3
-
-    def marks(self) -> dict[str, float]:
-        return {}
-
-    def verify(self) -> int:
-        return 0
-
-    def clean(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@pytest.mark.parametrize(("every", "steps"), [(1, [5, 6, 7, 8]), (2, [5, 7]), (4, [5])])
-def test_a_training_saves_every_k_iterations_and_waits_for_the_last(every: int, steps: list[int]) -> None:
-    peer, met, computed = _Counting(), [], []
-    run = train(
-        peer,
-        Workload("flat-1-1"),
-        first_step=5,
-        iterations=4,
-        every=every,
-        compute=lambda: computed.append(1),
-        meet=lambda: met.append(1),
-    )
-    assert peer.saved == steps
-    assert peer.asked == 4  # until it was done
-    assert (len(computed), len(met), run.saves) == (4, 5, len(steps))
-    assert len(run.iteration_seconds) == 4
-    assert run.start <= run.end <= run.durable
-
-
-def test_a_training_without_checkpoints_saves_nothing() -> None:
-    nothing: Callable[[], None] = lambda: None  # noqa: E731
-    run = train(
-        None, Workload("flat-1-1"), first_step=0, iterations=3, every=1, compute=nothing, meet=nothing
-    )
-    assert run.saves == 0
-    assert run.durable == run.end

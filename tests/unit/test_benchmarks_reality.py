@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.experiments.reality import (
-    TRACE_VARIABLE,
     came_to,
     error,
-    losses_of,
     predicted,
     profile_of,
     written,
 )
-from benchmarks.supervised import Attempt, lines
-from tests.unit.operator_side.simulate.test_traces import NODES
+from benchmarks.supervised import Attempt
 
 _ITERATION, _STALL, _EVERY = 0.1, 0.04, 25
 _RELAUNCH, _RESTORE, _STAGED, _DURABLE = 8.0, 0.5, 0.3, 0.6
@@ -76,45 +73,9 @@ def test_a_run_without_jitter_is_predicted_to_the_iteration(tmp_path: Path) -> N
     assert abs(error({"real": {"useful": useful}, "predicted": foreseen})) < 0.002
 
 
-def test_a_pause_that_was_drawn_is_left_out() -> None:
-    before, after = _run([13.0], 40.0)
-    seconds = [
-        profile_of(
-            before, after, every=_EVERY, killed=13.0, pause_seconds=pause, staged_seconds=0, durable_seconds=0
-        ).restart_seconds
-        for pause in (0.0, 2.0)
-    ]
-    assert seconds[0] - seconds[1] == pytest.approx(2.0)
-
-
-def test_what_is_not_training_at_the_end_counts_from_where_it_goes_on() -> None:
+def test_time_without_training_at_the_end_counts_from_the_resumed_step() -> None:
     attempts = _run([21.3], 60.0)
     useful, redone, training = came_to(attempts, [21.3], 25.0)
     assert useful == attempts[1].first_step
     assert useful + redone == len(attempts[0].ends)
     assert training == pytest.approx(21.3)
-
-
-def test_a_kill_while_nothing_trains_takes_nothing() -> None:
-    attempts = _run([21.3], 60.0)
-    assert came_to(attempts, [21.3, 24.0], 60.0) == came_to(attempts, [21.3], 60.0)
-
-
-def test_losses_are_seeded_or_those_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TRACE_VARIABLE, raising=False)
-    assert losses_of(120, 30, 0) == losses_of(120, 30, 0) != losses_of(120, 30, 1)
-    path = tmp_path / "nodes.csv"
-    path.write_text(NODES)
-    monkeypatch.setenv(TRACE_VARIABLE, str(path))
-    for number in range(5):
-        losses = losses_of(1e6, 30, number)
-        assert losses == sorted(losses)
-        assert losses, "a window as long as the whole trace has its losses"
-        assert all(0 < at < 1e6 for at in losses)
-
-
-def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "attempt-1.jsonl"
-    assert lines(path) == []
-    path.write_text('{"step": 1}\n{"step": ')
-    assert lines(path) == [{"step": 1}]

@@ -35,7 +35,7 @@ def test_each_version_has_hashes_and_no_host_is_named(name: str) -> None:
     assert "--index-url" not in re.sub(r"(?m)^#.*$", "", (ROOT / name).read_text())
 
 
-def test_they_have_what_the_project_needs_and_constraints_say() -> None:
+def test_locks_have_what_the_project_needs_and_constraints_say() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     core, mpi = (locked(name) for name in LOCKS)

@@ -160,17 +160,8 @@ def test_the_compose_file_is_lint_clean() -> None:
         assert not list(linter.run(path.read_text(), YamlLintConfig("extends: default"))), path
 
 
-def test_it_has_both_stores_a_stager_and_two_ranks(services: dict[str, Any]) -> None:
+def test_compose_has_both_stores_a_stager_and_two_ranks(services: dict[str, Any]) -> None:
     assert {"s3", "nfs", "stager", "rank0", "rank1"} <= services.keys()
-
-
-def test_every_service_says_why_it_is_there() -> None:
-    lines = COMPOSE.read_text().split("\nservices:\n")[1].split("\nnetworks:\n")[0].splitlines()
-    heads = [index for index, line in enumerate(lines) if re.fullmatch(r"  \w+:( &\w+)?", line)]
-    silent = [
-        lines[index].strip() for index in heads if index == 0 or not lines[index - 1].startswith("  # ")
-    ]
-    assert silent == ["rank1:"], "only the second rank may go without: the first one's words are its own"
 
 
 def test_services_are_pinned_healthy_and_closed_to_the_outside(services: dict[str, Any]) -> None:
@@ -206,7 +197,7 @@ def test_no_image_runs_as_root_or_is_built_from_what_may_change(path: Path) -> N
     assert not given or re.fullmatch(r"[\w/]+:\d+\.\d+\.\d+[\w.-]*@sha256:[0-9a-f]{64}", image), default
 
 
-def test_there_are_images() -> None:
+def test_five_images_have_dockerfiles() -> None:
     assert len(DOCKERFILES) == 5
 
 
@@ -215,7 +206,7 @@ def test_no_service_is_told_to_be_root(services: dict[str, Any]) -> None:
     assert "allow-run-as-root" not in text("infra/docker/launch")
 
 
-def test_what_ci_runs_is_pinned_to_commits() -> None:
+def test_actions_of_ci_are_pinned_to_commits() -> None:
     workflows = sorted((ROOT / ".github").rglob("*.y*ml"))
     assert workflows
     for path in workflows:
@@ -246,7 +237,7 @@ def test_no_service_has_more_rights_than_it_needs(services: dict[str, Any]) -> N
     assert services["nfs"]["cap_drop"] == ["ALL"]
 
 
-def test_what_the_images_can_be_built_with_can_be_given(services: dict[str, Any]) -> None:
+def test_build_arguments_of_images_can_be_given(services: dict[str, Any]) -> None:
     built = [service["build"] for service in services.values() if "build" in service]
     assert built
     for build in built:
@@ -266,7 +257,7 @@ def test_secrets_come_from_the_environment(services: dict[str, Any]) -> None:
     assert all(re.fullmatch(r"\$\{HOLDFAST_S3_(KEY|SECRET):-[\w:-]+\}", value) for value in secrets)
 
 
-def test_its_scripts_are_there_and_can_run(services: dict[str, Any]) -> None:
+def test_compose_scripts_are_there_and_can_run(services: dict[str, Any]) -> None:
     places = {"/opt/holdfast/infra/docker/": "", "/opt/s3/": "s3/", "/opt/nfs/": "nfs/"}
     words = [
         word

@@ -15,7 +15,7 @@ def test_the_page_names_every_cell_and_no_other() -> None:
     assert all(held == ran for held, ran in said.values()), "a run that failed is not published, it is mended"
 
 
-def test_what_is_run_each_time_has_every_stage_and_every_victim() -> None:
+def test_regular_cells_have_every_stage_and_every_victim() -> None:
     assert len({cell.name for cell in CELLS}) == len(CELLS)
     regular = [cell for cell in CELLS if cell.regular]
     assert len(regular) == 9

@@ -88,7 +88,7 @@ def test_a_file_that_needs_more_than_torch_is_refused(tmp_path: Path) -> None:
     assert "step.pt" in open_without_holdfast([file])[0]
 
 
-def test_one_altered_byte_fails_the_archive_test(tmp_path: Path) -> None:
+def test_an_altered_byte_fails_the_archive_test(tmp_path: Path) -> None:
     file = tmp_path / "step.pt"
     torch.save({"weight": torch.full((4096,), 7.0)}, file)
     content = bytearray(file.read_bytes())

@@ -178,7 +178,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("act", ["begin", "write_part", "publish", "create"])
-def test_what_may_help_is_tried_again_and_the_checkpoint_kept_until_it_does(
+def test_a_retriable_failure_is_retried_and_the_checkpoint_kept_until_then(
     rig: Rig, tmp_path: Path, act: str
 ) -> None:
     rig.store.before = Failing(act, 3, retriable=True)
@@ -193,7 +193,7 @@ def test_what_may_help_is_tried_again_and_the_checkpoint_kept_until_it_does(
 
 
 @pytest.mark.parametrize("act", ["begin", "write_part", "publish", "create"])
-def test_what_waiting_does_not_mend_holds_the_checkpoint_until_a_person_does(
+def test_a_failure_that_waiting_does_not_mend_holds_the_checkpoint(
     rig: Rig, tmp_path: Path, act: str
 ) -> None:
     failing = rig.store.before = Failing(act, 10_000, retriable=False)

@@ -197,7 +197,7 @@ def test_a_flusher_that_dies_as_one_makes_room_leaves_the_newest_whole(
     assert rig.heard.failures == {}
 
 
-def test_what_is_said_of_a_step_that_was_not_staged_is_true(rig: Rig) -> None:
+def test_the_reason_of_a_step_that_was_not_staged_is_true(rig: Rig) -> None:
     for step in (5, 6):
         rig.fill(IMAGE, step, tell=False)
         rig.ring.write_checkpoint(1, step, "receiving", IMAGE.layout.digest, {})

@@ -64,7 +64,7 @@ def test_manifest_survives_its_own_round_trip_with_all_fields() -> None:
     assert len(made.tensors) == 4
 
 
-def test_it_says_of_split_tensors_alone_how_they_were_split() -> None:
+def test_a_manifest_says_how_tensors_were_split_for_split_ones_only() -> None:
     halves = unite((50, 6), 4, [Region((0, 0), (25, 6)), Region((25, 0), (25, 6))])
     entries = (Entry("archive/data/0", 0, 1200, SPLIT, ()), Entry("archive/data/1", 1200, 40, REPLICATED, ()))
     tensors = (TensorInfo("w", "float32", (50, 6), 0), TensorInfo("b", "float32", (10,), 1))
@@ -94,7 +94,7 @@ def test_only_the_first_attempt_has_plain_names_and_no_attempt_another_ones() ->
 
 
 @pytest.mark.parametrize("what", ["file", "manifest", "both", "of no use"])
-def test_whatever_stands_at_a_name_is_left_alone(what: str) -> None:
+def test_a_name_that_is_taken_is_left_alone(what: str) -> None:
     """A late writer of the same attempt, a person's backup, a checkpoint that was found bad: nothing is replaced."""
     store = MemoryStore()
     name = "step-000000007-a003.pt"

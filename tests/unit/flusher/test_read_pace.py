@@ -64,7 +64,7 @@ def test_beside_writes_half_as_much_is_read() -> None:
 
 
 @pytest.mark.parametrize("written_bytes", [CHUNK, 512 * MIB])
-def test_what_was_written_before_the_first_read_is_not_made_up_for(written_bytes: int) -> None:
+def test_bytes_written_before_the_first_read_are_not_made_up_for(written_bytes: int) -> None:
     pace = ReadPace(SECONDS_MAX)
     pace.busy(True)
     for _ in range(100):
@@ -83,7 +83,7 @@ def test_a_store_that_takes_nothing_holds_no_read_back() -> None:
     assert reader.read == 5
 
 
-def test_its_end_ends_who_waits() -> None:
+def test_ending_the_pace_ends_waiting_readers() -> None:
     pace = ReadPace(SECONDS_MAX)
     pace.busy(True)
     reader = Reader(pace, 5)

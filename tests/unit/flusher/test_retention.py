@@ -103,7 +103,9 @@ def test_the_newest_whose_replicas_did_not_drift_stays(state: State) -> None:
 
 
 @given(runs, st.integers(0, 6), st.integers(0, 7))
-def test_invariants(run: list[StoredStep], keep_last: int, keep_every: int) -> None:
+def test_removal_keeps_good_checkpoints_and_is_idempotent(
+    run: list[StoredStep], keep_last: int, keep_every: int
+) -> None:
     removed = to_remove(run, Keep(keep_last, keep_every))
     left = [one for one in run if one not in removed]
     good = sorted((m for m in run if m.state is not State.BAD), key=lambda m: m.order, reverse=True)
@@ -149,12 +151,12 @@ def test_a_mask_that_is_in_every_checkpoint_does_not_make_them_all_broken() -> N
     assert steps(to_remove(run, Keep(1))) == [1, 3]
 
 
-def test_one_that_was_not_counted_passes_for_finite() -> None:
+def test_a_checkpoint_without_a_count_passes_for_finite() -> None:
     run = [checkpoint(1), checkpoint(2, nonfinite=7), checkpoint(3, nonfinite=7)]
     assert steps(to_remove(run, Keep(1))) == [2]
 
 
-def test_those_that_are_refused_for_their_numbers_do_not_fill_the_store() -> None:
+def test_checkpoints_refused_for_their_numbers_do_not_fill_the_store() -> None:
     run = [checkpoint(1, nonfinite=0)]
     run += [checkpoint(step, State.BAD, nonfinite=5) for step in range(2, 9)]
     assert steps(to_remove(run, Keep(2))) == [2, 3, 4, 5, 6]
@@ -259,7 +261,7 @@ def test_asking_again_removes_no_more_while_the_clock_goes_forward(
     assert to_remove(run[::-1], keep) == to_remove(run, keep)
 
 
-def test_what_is_set_aside_stays_as_evidence_and_counts_for_nothing() -> None:
+def test_a_set_aside_checkpoint_stays_as_evidence_and_counts_for_nothing() -> None:
     run = [checkpoint(step) for step in (1, 3, 5)]
     assert steps(to_remove(run, Keep(1))) == [1, 3]
     assert steps(to_remove(run, Keep(1), [CheckpointId(1, 5)])) == [1], "step 3 is what the run goes back to"
@@ -268,7 +270,7 @@ def test_what_is_set_aside_stays_as_evidence_and_counts_for_nothing() -> None:
     assert [one.order for one in removed] == [(1, 1), (1, 3), (4, 5)]
 
 
-def test_of_many_that_are_set_aside_only_the_last_ones_stay() -> None:
+def test_the_last_set_aside_checkpoints_stay_and_older_ones_go() -> None:
     run = [checkpoint(step) for step in range(10)]
     assert steps(to_remove(run, Keep(1), [CheckpointId(1, step) for step in (2, 8, 6, 4)])) == [
         0,
@@ -285,7 +287,7 @@ def test_of_many_that_are_set_aside_only_the_last_ones_stay() -> None:
     st.integers(1, 4),
     st.lists(st.builds(CheckpointId, st.integers(1, 3), st.integers(0, 40)), max_size=3),
 )
-def test_what_is_set_aside_changes_nothing_for_the_others(
+def test_set_aside_checkpoints_change_nothing_for_the_others(
     run: list[StoredStep], keep_last: int, set_aside: list[CheckpointId]
 ) -> None:
     removed = to_remove(run, Keep(keep_last), set_aside)

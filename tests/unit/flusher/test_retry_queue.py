@@ -23,7 +23,7 @@ def made() -> tuple[RetryQueue, Clock, list[str]]:
     return later, clock, done
 
 
-def test_it_is_done_when_it_is_due_and_not_before() -> None:
+def test_retries_are_done_when_due_and_not_before() -> None:
     later, clock, done = made()
     assert later.wait_seconds == 1.0
     later.do_due()
@@ -39,7 +39,7 @@ def test_it_is_done_when_it_is_due_and_not_before() -> None:
     assert later.wait_seconds is None
 
 
-def test_one_checkpoint_or_all_can_be_hurried() -> None:
+def test_retries_of_a_checkpoint_or_of_all_can_be_hurried() -> None:
     later, _, done = made()
     later.at_once(OTHER)
     later.do_due()
@@ -49,7 +49,7 @@ def test_one_checkpoint_or_all_can_be_hurried() -> None:
     assert done == ["b", "d", "c", "a"]  # as they were put
 
 
-def test_what_is_done_may_put_more() -> None:
+def test_a_retry_may_queue_another() -> None:
     later, _, done = made()
     later.put(ONE, 0.0, lambda: later.put(ONE, 0.0, lambda: done.append("again")))
     later.do_due()

@@ -56,7 +56,7 @@ def test_half_of_what_is_free_is_taken_at_most() -> None:
     assert growth_bytes(50, -7) == 0
 
 
-def test_what_an_image_wants_is_what_has_room_for_two_of_it() -> None:
+def test_wanted_chunks_have_room_for_two_images() -> None:
     assert all(image_chunks_max(wanted_chunks(chunks)) == chunks for chunks in range(100))
     assert image_chunks_max(0) == 0
 
@@ -73,7 +73,7 @@ def test_memory_is_taken_in_steps_and_the_loop_is_told_of_each(ring: Ring, inbox
     assert (ring.directory / "ring").stat().st_blocks * 512 == 88 * CHUNK_BYTES
 
 
-def test_what_is_taken_is_moved_into_huge_pages_before_the_loop_has_added_it(
+def test_new_slots_move_into_huge_pages_before_the_loop_adds_them(
     ring: Ring, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -89,7 +89,7 @@ def test_what_is_taken_is_moved_into_huge_pages_before_the_loop_has_added_it(
         assert moved.get(timeout=60) == 48
 
 
-def test_what_has_room_already_takes_nothing(ring: Ring, inbox: Inbox) -> None:
+def test_an_image_that_fits_takes_no_memory(ring: Ring, inbox: Inbox) -> None:
     with RingRoom(ring, inbox, grows=True) as room:
         assert room.want(20)
         assert said(inbox)[-1].ring_chunks == 48

@@ -58,7 +58,7 @@ def test_the_newest_complete_set_becomes_a_file_once(rig: Rig) -> None:
     assert rig.orders() == [(1, 6), (1, 5), (1, 1)], "nothing is removed yet"
 
 
-def test_what_is_under_way_from_the_ring_is_not_made_twice(rig: Rig) -> None:
+def test_a_step_under_way_from_the_ring_is_not_made_twice(rig: Rig) -> None:
     rig.write(1, 5)
     assert rig.make(CheckpointId(1, 5)) is None
     assert not any(name.startswith("step-") for name in rig.store.objects)

@@ -268,7 +268,7 @@ def test_a_training_that_always_writes_piles_up_no_checkpoints(
     assert read_back[-1].key.step == newest.step
 
 
-def test_what_newer_ones_have_made_needless_is_removed_unread_once_one_is_verified(
+def test_superseded_checkpoints_are_removed_unread_once_a_newer_one_is_verified(
     tmp_path: Path, held: contextlib.ExitStack
 ) -> None:
     rig = Rig(tmp_path / "run", held, verify=True)
@@ -282,7 +282,7 @@ def test_what_newer_ones_have_made_needless_is_removed_unread_once_one_is_verifi
     assert [manifest.step for manifest in (rig.old, rig.new, *newer) if rig.is_listed(manifest)] == [5]
 
 
-def test_what_drifted_is_read_back_and_never_called_verified(
+def test_a_drifted_checkpoint_is_read_back_and_never_called_verified(
     tmp_path: Path, held: contextlib.ExitStack
 ) -> None:
     rig = Rig(tmp_path / "run", held, verify=True)
@@ -297,7 +297,7 @@ def test_what_drifted_is_read_back_and_never_called_verified(
     assert rig.is_listed(rig.old), "restore prefers it"
 
 
-def test_what_drifted_and_is_damaged_is_bad(tmp_path: Path, held: contextlib.ExitStack) -> None:
+def test_a_drifted_and_damaged_checkpoint_is_bad(tmp_path: Path, held: contextlib.ExitStack) -> None:
     rig = Rig(tmp_path / "run", held, verify=True)
     drifted = rig.new.model_copy(update={"drift": "rank 1 differs from most ranks in model/w"})
     (rig.root / manifest_name(drifted.file)).write_bytes(drifted.to_bytes())
@@ -412,7 +412,7 @@ def test_a_store_without_room_loses_the_rungs_of_the_ladder_and_nothing_else(
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_what_the_supervisor_has_set_aside_is_not_removed(
+def test_a_checkpoint_that_the_supervisor_set_aside_is_not_removed(
     tmp_path: Path, held: contextlib.ExitStack, verify: bool
 ) -> None:
     rig = Rig(tmp_path, held, verify=verify, set_aside=[CheckpointId(1, 1)])

@@ -62,7 +62,7 @@ def test_a_live_one_is_named_and_a_killed_one_is_no_obstacle(tmp_path: Path) -> 
     assert not directory.exists()
 
 
-def test_one_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+def test_an_ending_holder_is_waited_for(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with _holder(directory) as holder, ThreadPoolExecutor(1) as pool:
         following = pool.submit(InstanceLease, directory, ends_seconds_max=_SECONDS_MAX)
@@ -73,7 +73,7 @@ def test_one_that_is_ending_is_waited_for(tmp_path: Path) -> None:
     held.release(keep_directory=False)
 
 
-def test_one_that_neither_ends_nor_serves_is_waited_for_no_longer(tmp_path: Path) -> None:
+def test_a_holder_that_neither_ends_nor_serves_is_waited_for_no_longer(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with _holder(directory) as holder, pytest.raises(FencedError, match=f"process {holder.pid} is already"):
         InstanceLease(directory, ends_seconds_max=0.2)

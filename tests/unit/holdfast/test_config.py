@@ -31,7 +31,7 @@ def write_toml(text: str) -> None:
     Path("holdfast.toml").write_text(text)
 
 
-def test_defaults() -> None:
+def test_settings_have_the_documented_defaults() -> None:
     stager = StagerConfig(store="/run")
     assert (stager.chunk_bytes, stager.ring_bytes) == (None, None)
     assert [stager.ring_chunks(chunk * MIB) for chunk in (4, 16, 64)] == [64, 16, RING_CHUNKS_MIN]
@@ -180,7 +180,7 @@ def test_the_interval_is_a_number_or_auto(
 
 
 @pytest.mark.parametrize("value", ["sometimes", "-1", "2.5", "AUTO", "1e3"])
-def test_what_is_no_interval_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_interval_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_EVERY", value)
     with pytest.raises(
         ConfigError, match=r'every: expected 0 or more steps, or "auto", got .* \(from HOLDFAST_EVERY'
@@ -268,14 +268,14 @@ def test_an_empty_variable_was_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
         (0, 0),
     ],
 )
-def test_sizes(text: int | str, nbytes: int) -> None:
+def test_a_size_is_parsed_into_bytes(text: int | str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize(
     "text", ["", "MiB", "-1", "-1MiB", "1 parsec", "0.1B", "1e6", "0x10", "1,5GiB", "16M", True, -1]
 )
-def test_what_is_no_size(text: int | str) -> None:
+def test_an_invalid_size_is_refused(text: int | str) -> None:
     with pytest.raises(ValueError, match="bytes"):
         parse_size(text)
 
@@ -312,7 +312,7 @@ def test_a_checkpoint_to_set_aside_that_is_none(value: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("value", [5, 1.5, True, {"a": 1}, [5], [[1, 5]], [None]])
-def test_what_is_not_even_a_text(value: object) -> None:
+def test_a_set_aside_list_of_another_type_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"restore_set_aside: expected checkpoints as STEP-aATTEMPT.*got"):
         TrainerConfig.from_sources(restore_set_aside=value)
 

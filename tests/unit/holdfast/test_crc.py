@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from holdfast.crc import combine, combine_all, crc32
 
 
-def test_it_is_the_polynomial_of_zip() -> None:
+def test_crc32_is_the_polynomial_of_zip() -> None:
     assert crc32(b"123456789") == 0xCBF43926
 
 
@@ -26,7 +26,7 @@ def test_any_cut_gives_the_crc_of_the_whole(pieces: list[bytes]) -> None:
     assert combine_all((crc32(piece), len(piece)) for piece in pieces) == zlib.crc32(b"".join(pieces))
 
 
-def test_of_nothing_it_is_zero() -> None:
+def test_the_crc_of_no_bytes_is_zero() -> None:
     assert combine_all([]) == 0
     assert crc32(b"") == 0
 

@@ -72,5 +72,5 @@ def test_a_traceback_ends_with_where_the_cures_are_and_the_message_is_as_it_was(
     assert str(error) == "what and where"
 
 
-def test_what_is_missing_is_not_retried() -> None:
+def test_store_missing_is_not_retriable() -> None:
     assert not StoreMissing("gone").retriable

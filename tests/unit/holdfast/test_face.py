@@ -110,7 +110,7 @@ def test_a_missing_torch_is_named_with_its_extra(line: str, tmp_path: Path) -> N
     assert "pip install 'torch>=" in last
 
 
-def test_there_is_one_version() -> None:
+def test_the_version_is_defined_once() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "holdfast.__version__"}
     assert version("holdfast") == holdfast.__version__

@@ -73,7 +73,7 @@ def test_stop_stands_still_until_it_is_told_to_go_on() -> None:
         process.wait()
 
 
-def test_with_a_directory_it_strikes_once_and_says_so(
+def test_a_fault_with_a_directory_strikes_once_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FIRED_VARIABLE, str(tmp_path))
@@ -92,7 +92,7 @@ def test_with_a_directory_it_strikes_once_and_says_so(
         "x@staged=kill",
     ],
 )
-def test_what_is_not_readable_is_refused_by_name(text: str) -> None:
+def test_an_unreadable_fault_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match=VARIABLE) as caught:
         parse_faults(text)
     assert repr(text) in str(caught.value)

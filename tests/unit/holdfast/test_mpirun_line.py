@@ -24,7 +24,7 @@ def test_between_hosts_the_fabric_is_left_to_mpi() -> None:
     assert _value_of_btl(mpirun_command(2, ["true"], hosts={"a": 2}, stager_host="b")) == []
 
 
-def test_who_chooses_transports_is_not_overruled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_transports_are_not_overruled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _value_of_btl(mpirun_command(2, ["true"], options=["--mca", "btl", "tcp,self"])) == ["tcp,self"]
     monkeypatch.setenv("OMPI_MCA_btl", "self,sm")
     assert _value_of_btl(mpirun_command(2, ["true"])) == []

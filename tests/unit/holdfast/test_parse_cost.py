@@ -118,7 +118,7 @@ def test_a_real_manifest_is_far_below_the_limit() -> None:
     Manifest.from_bytes(body, source="here")
 
 
-def test_what_is_refused_is_said_with_both_sizes() -> None:
+def test_a_refused_input_is_named_with_both_sizes() -> None:
     data = _layout(b",".join([b"[]"] * (4 << 20)))
     with pytest.raises(Exception, match=rf"{len(data)} bytes received would take \d+ bytes or more"):
         Layout.from_bytes(data)

@@ -28,7 +28,7 @@ _REAL: dict[str, Any] = {
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("name", _REAL)
-def test_what_is_real_costs_about_what_is_said_and_is_far_below_the_limit(name: str, protocol: int) -> None:
+def test_a_real_pickles_cost_is_about_its_memory_and_far_below_the_limit(name: str, protocol: int) -> None:
     pickled = pickle.dumps(_REAL[name], protocol=protocol)
     tracemalloc.start()
     kept = pickle.loads(pickled)

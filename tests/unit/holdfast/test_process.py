@@ -75,7 +75,7 @@ def test_a_last_call_that_hangs_is_left_and_named() -> None:
     assert "MPI_Finalize did not return within 0.2 s" in done.stderr
 
 
-def test_one_that_returns_ends_the_process_as_ever() -> None:
+def test_a_function_that_returns_ends_the_process_as_ever() -> None:
     done = _run("lambda: print('over')", 50.0)
     assert (done.returncode, done.stdout, done.stderr) == (0, "worked\nover\n", "")
 

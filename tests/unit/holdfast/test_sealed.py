@@ -12,7 +12,7 @@ from holdfast.sealed import seal, unseal
 BODY = b'{"attempt":7,"host":"kelp-1"}'
 
 
-def test_it_is_json_and_comes_back() -> None:
+def test_a_sealed_document_is_json_and_comes_back() -> None:
     data = seal(BODY, "crc32")
     document = json.loads(data)
     assert isinstance(document.pop("crc32"), int)

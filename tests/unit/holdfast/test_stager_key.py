@@ -35,7 +35,7 @@ def test_a_rank_of_this_user_finds_it_and_nobody_else_may(directory: Path) -> No
         key_found(HERE)
 
 
-def test_that_of_a_stager_that_was_killed_is_replaced_and_stays_when_the_old_one_wakes() -> None:
+def test_a_killed_stagers_key_is_replaced_and_survives_the_old_ones_close() -> None:
     frozen = StagerKey(HERE)
     second = StagerKey(HERE)
     assert key_found(HERE) == second.key != frozen.key

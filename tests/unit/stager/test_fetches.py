@@ -44,7 +44,7 @@ def test_bytes_are_those_of_the_chunk_or_none(ring: Ring) -> None:
     assert _bytes(fetch, 3, 2) is not None
 
 
-def test_who_holds_the_ring_says_where_it_lies(ring: Ring) -> None:
+def test_the_holder_of_a_ring_says_where_it_lies(ring: Ring) -> None:
     fetch = LiveFetch(ring)
     assert fetch(Asked.PLACE) is None
     ring.hold(LiveFetch.attempt)

@@ -64,7 +64,7 @@ def test_chunks_that_died_with_an_upload_end_their_step_before_it_is_called_stag
     assert [rank for rank, _ in bench.port.told(Kind.STAGED)] == [0, 1]
 
 
-def test_what_the_journal_says_is_free_is_taken_and_word_of_it_may_come_late(bench: Bench) -> None:
+def test_slots_free_by_the_journal_are_taken_before_the_flusher_says_so(bench: Bench) -> None:
     bench.offer_all()
     bench.flusher.send("began", attempt=3, step=1, part_chunks=1)
     bench.pay_all()

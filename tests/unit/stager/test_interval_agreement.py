@@ -63,7 +63,7 @@ def test_a_lost_rank_makes_the_interval_loose(bench: Bench) -> None:
         (0, Kind.HERE, b'{"refusal": 7}'),
     ],
 )
-def test_what_is_no_wish_drops_its_sender(bench: Bench, rank: int, kind: Kind, body: bytes) -> None:
+def test_an_invalid_wish_drops_its_sender(bench: Bench, rank: int, kind: Kind, body: bytes) -> None:
     bench.port.say(rank, kind, body=body)
     bench.turn()
     assert bench.port.told(Kind.REFUSED)

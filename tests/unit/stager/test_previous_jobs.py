@@ -50,7 +50,7 @@ def test_a_partial_one_and_this_jobs_own_are_not(ring: Ring) -> None:
     assert PreviousJobs(10, clock=Clock()).settled(ring, 2)
 
 
-def test_one_that_cannot_be_read_is_not(ring: Ring) -> None:
+def test_an_unreadable_checkpoint_file_is_not_waited_for(ring: Ring) -> None:
     (ring.directory / "checkpoint-1-7.json").write_bytes(b"{")
     (ring.directory / "checkpoint-1-7.json").chmod(0o600)
     assert PreviousJobs(10, clock=Clock()).settled(ring, 2)
@@ -70,7 +70,7 @@ def test_the_wait_ends_and_says_what_was_not_waited_for(ring: Ring, caplog: pyte
     assert previous_jobs.settled(ring, 2), "once is enough: what comes later is not held up again"
 
 
-def test_what_the_ring_has_whole_is_not_waited_for(ring: Ring) -> None:
+def test_a_step_whole_in_the_ring_is_not_waited_for(ring: Ring) -> None:
     made = made_up(3, entries=10, chunk_bytes=4096, ranks=2, entry_bytes_max=6000)
     digest, chunks = ring.put_layout(made.layout), made.layout.chunks
     assert 1 < chunks < 8

@@ -28,7 +28,7 @@ def _dead(base: Path, listed: object) -> Path:
     return path
 
 
-def test_what_a_process_maps() -> None:
+def test_mapped_segments_are_read_from_the_maps_of_a_process() -> None:
     assert mapped_segments(MAPS) == [
         "/dev/shm/sm_segment.vm.0.2eca0001.1",
         "/dev/shm/sm_segment.vm.0.2eca0001.0",
@@ -63,7 +63,9 @@ def test_a_living_stagers_segments_stay(tmp_path: Path) -> None:
     assert path.exists()
 
 
-def test_its_own_segments_are_removed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stagers_own_segments_are_removed_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     segment, maps = tmp_path / "sm_segment.vm.0.1.0", tmp_path / "maps"
     segment.write_bytes(b"x")
     maps.write_text(f"7f9c-7f9d rw-s 00000000 fe:00 2329431    {segment}\n")

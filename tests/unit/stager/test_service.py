@@ -16,7 +16,7 @@ from stager import flusher_line
 from tests.unit.stager.bench import IMAGE, LAYOUT, Bench
 
 
-def test_what_is_sent_lies_in_the_ring_with_its_sources(bench: Bench) -> None:
+def test_sent_frames_lie_in_the_ring_with_their_sources(bench: Bench) -> None:
     bench.offer_all()
     assert bench.heard == ["begin"]
     checkpoint = bench.ring.checkpoint(3, 1)
@@ -69,7 +69,7 @@ def test_the_end_waits_for_the_flusher(bench: Bench) -> None:
     assert "finish" in [message.kind for message in bench.flusher.poll()]
 
 
-def test_what_only_waits_for_the_flusher_is_staged_before_it_is_told_to_finish(bench: Bench) -> None:
+def test_a_step_that_waits_only_for_the_flusher_is_staged_before_it_finishes(bench: Bench) -> None:
     """The ranks have sent everything and left, and the flusher, slow or stopped, never says `began`."""
     bench.runs = True
     bench.offer_all()
@@ -158,7 +158,7 @@ def test_flushers_that_all_end_too_early_are_the_stagers_error(
         ("streaming", 60.0, 0.5e-3),
     ],
 )
-def test_it_looks_less_often_the_longer_nothing_comes_unless_bytes_move_only_while_it_looks(
+def test_the_loop_looks_less_often_the_longer_nothing_comes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, state: str, waited_seconds: float, longest_seconds: float
 ) -> None:
     if state != "idle":  # credits are out, and the ranks have nothing sent

@@ -153,7 +153,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> FakeLink:
 
 
 @pytest.mark.parametrize("areas", [1, 2, 3])
-def test_so_many_steps_are_taken_as_there_are_areas(link: FakeLink, areas: int) -> None:
+def test_a_rank_takes_as_many_steps_as_there_are_areas(link: FakeLink, areas: int) -> None:
     rank = Rank(link, in_flight_max=areas)
     assert [rank.save(step) for step in range(5)] == [True] * areas + [False] * (5 - areas)
     assert set(link.declined) == set(range(areas, 4)), "training may end with step 4"
@@ -172,7 +172,7 @@ def test_so_many_steps_are_taken_as_there_are_areas(link: FakeLink, areas: int) 
     rank.checkpointer.close()
 
 
-def test_what_a_save_drops_sets_off_no_search_for_garbage(link: FakeLink) -> None:
+def test_a_save_sets_off_no_garbage_collection(link: FakeLink) -> None:
     rank = Rank(link)
     rank.model.extend(torch.nn.Parameter(torch.zeros(1)) for _ in range(1000))
     searches = [0] * 4

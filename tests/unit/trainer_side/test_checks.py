@@ -65,7 +65,7 @@ def test_a_token_that_does_not_come_is_the_hop_limit(server: FakeMetadata, how: 
 
 
 @pytest.mark.parametrize("cloud", ["gcp", "azure"])
-def test_other_clouds(server: FakeMetadata, cloud: str) -> None:
+def test_other_clouds_are_recognised_by_their_metadata_server(server: FakeMetadata, cloud: str) -> None:
     server.forced.update({AWS_TOKEN: CLOSED, AWS_ROOT: CLOSED})
     if cloud == "azure":
         server.forced[GCP_PREEMPTED] = CLOSED

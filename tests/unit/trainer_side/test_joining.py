@@ -95,7 +95,7 @@ def test_a_rank_that_is_set_otherwise_is_refused_on_every_rank(
     Ranks(2).run(lambda peers: compare(TrainerConfig(**settings), peers, alone=alone))
 
 
-def test_what_one_rank_alone_sets_aside_is_refused_without_any_tiers() -> None:
+def test_a_set_aside_on_one_rank_alone_is_refused_without_any_tiers() -> None:
     def work(peers: ThreadPeers) -> bool:
         config = TrainerConfig(restore_set_aside=(CheckpointId(1, 5),) if peers.rank == 1 else ())
         with pytest.raises(ConfigError, match="restore_set_aside: rank 1 has"):
@@ -185,7 +185,7 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("lives", [False, True], ids=["dead", "alive"])
-def test_what_older_attempts_left_half_sent_is_removed_unless_one_may_live(
+def test_half_sent_slices_of_older_attempts_are_removed_unless_one_may_live(
     store_url: str, lives: bool
 ) -> None:
     store = open_store(store_url)

@@ -142,7 +142,7 @@ def test_a_stager_that_was_lost_after_the_last_step_was_durable_costs_nothing(li
     rank.checkpointer.close()
 
 
-def test_who_does_not_care_is_only_told(link: EndingLink, caplog: pytest.LogCaptureFixture) -> None:
+def test_on_not_durable_warn_only_logs(link: EndingLink, caplog: pytest.LogCaptureFixture) -> None:
     rank = Rank(link, on_not_durable="warn")
     assert rank.save(0)
     link.stage(0)

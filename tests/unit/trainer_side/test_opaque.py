@@ -75,7 +75,7 @@ def test_a_compiled_loop_takes_the_samples_of_a_plain_one() -> None:
     assert traced == set()
 
 
-def test_all_else_of_a_checkpointer_runs_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_members_of_a_checkpointer_run_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     link = FakeLink()
     monkeypatch.setattr(joining, "meet_stager", link.meet)
     model = torch.nn.Linear(4, 4)

@@ -72,7 +72,7 @@ def test_a_step_is_a_python_int(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
-def test_all_else_is_refused_with_what_was_expected_and_what_came(value: Any) -> None:
+def test_other_values_are_refused_with_what_was_expected_and_what_came(value: Any) -> None:
     with pytest.raises(ConfigError) as refused:
         step_number(value, "save()")
     said = str(refused.value)

@@ -38,7 +38,7 @@ def test_only_manifests_count() -> None:
 DRIFT = "rank 1 differs from most ranks in model/w"
 
 
-def test_one_that_drifted_is_called_so_and_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drifted_checkpoint_is_called_so_and_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     add_small(store, 1)
     add_small(store, 2, state=State.DURABLE, drift=DRIFT)
@@ -52,7 +52,7 @@ def test_one_that_drifted_is_called_so_and_passed_over(caplog: pytest.LogCapture
     assert catalog.get(2).step == 2, "who asks for it gets it"
 
 
-def test_one_that_is_doubtful_is_called_so_and_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_doubtful_checkpoint_is_called_so_and_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     add_small(store, 1)
     add_small(store, 2, state=State.DURABLE, doubt="step 2 may be torn")
@@ -66,7 +66,7 @@ def test_one_that_is_doubtful_is_called_so_and_passed_over(caplog: pytest.LogCap
     assert catalog.get(2).step == 2, "who asks for it gets it"
 
 
-def test_one_that_drifted_is_better_than_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drifted_checkpoint_is_better_than_none(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     add_small(store, 1, state=State.BAD)
     add_small(store, 2, state=State.DURABLE, drift=DRIFT)
@@ -74,7 +74,7 @@ def test_one_that_drifted_is_better_than_none(caplog: pytest.LogCaptureFixture) 
     assert f"used, as there is no other: {DRIFT}" in caplog.text
 
 
-def test_states() -> None:
+def test_catalog_lists_each_state_with_its_fault() -> None:
     store = MemoryStore()
     add_small(store, 1)
     add_small(store, 2, state=State.DURABLE)
@@ -142,7 +142,7 @@ def test_a_manifest_under_another_name_is_not_believed() -> None:
     assert "renamed or copied" in item.fault
 
 
-def test_nor_is_one_under_the_name_of_another_attempt_of_its_step() -> None:
+def test_a_manifest_under_the_name_of_another_attempt_is_damaged() -> None:
     store = MemoryStore()
     add_small(store, 1)
     store.objects["step-000000001-a002.json"] = store.objects["step-000000001.json"]
@@ -206,7 +206,7 @@ class CountingStore(MemoryStore):
         return super().read(name, bytes_max)
 
 
-def test_of_the_other_steps_no_manifest_is_read() -> None:
+def test_manifests_of_other_steps_are_not_read() -> None:
     store = CountingStore()
     for step in range(50):
         add_small(store, step=step)

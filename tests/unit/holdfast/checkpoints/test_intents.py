@@ -91,7 +91,7 @@ def test_a_backup_that_stands_where_a_dead_writer_wanted_to_write_stays(store: S
         assert names(store) == [FILE]
 
 
-def test_what_another_or_a_later_writer_intends_is_left(store: Store) -> None:
+def test_intents_of_other_or_later_writers_are_left(store: Store) -> None:
     write_id, upload = begun(store, attempt=5)
     assert clear_intents(store, 4, lambda _: False) == []
     assert clear_intents(store, 5, lambda _: False) == []

@@ -112,7 +112,7 @@ def test_the_newest_good_one_costs_no_look_at_the_older_ones(store: CountedStore
     assert store.read_begun == []
 
 
-def test_all_of_them_are_never_held_at_once(store: CountedStore) -> None:
+def test_manifests_are_never_all_held_at_once(store: CountedStore) -> None:
     one = Manifest.from_bytes(_large(1).to_bytes(), source="one")
     tracemalloc.start()
     try:
@@ -133,7 +133,7 @@ def test_all_of_them_are_never_held_at_once(store: CountedStore) -> None:
     assert peak_bytes <= _MANIFESTS_HELD_MAX * manifest_bytes, f"{peak_bytes / manifest_bytes:.0f} manifests"
 
 
-def test_of_a_run_of_older_versions_the_beginnings_tell_the_attempts(store: CountedStore) -> None:
+def test_attempts_of_a_run_of_older_versions_are_told_by_the_manifests_heads(store: CountedStore) -> None:
     """They gave later attempts the plain name where it was free."""
     for name in [name for name in store.objects if name.startswith(".holdfast/")]:
         del store.objects[name]
@@ -171,7 +171,7 @@ def test_a_claim_says_that_names_tell_attempts_as_long_as_each_writer_did() -> N
     assert not names_tell(store, store.list()), "what the older version wrote is still there"
 
 
-def test_nor_of_a_run_that_has_manifests_and_no_claim() -> None:
+def test_names_of_a_run_with_manifests_and_no_claim_do_not_tell_its_attempt() -> None:
     store = MemoryStore()
     add_small(store, 1, attempt=4)
     claim = Lease.take(store)
@@ -199,7 +199,7 @@ def _claim_of_an_older_version(store: MemoryStore, attempt: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_comes_in_turn_is_what_all_of_them_would_give(seed: int) -> None:
+def test_lazy_candidates_come_in_the_order_of_a_full_listing(seed: int) -> None:
     dice = random.Random(seed)
     store, stored = MemoryStore(), list[StoreCandidate]()
     for number in range(dice.randrange(12)):

@@ -29,7 +29,7 @@ def bits(tensor: torch.Tensor) -> memoryview:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_as_torch_counts(name: str) -> None:
+def test_nonfinite_counts_are_torchs(name: str) -> None:
     dtype = getattr(torch, name)
     random = torch.randint(0, 256, (160_000 * dtype.itemsize,), dtype=torch.uint8)
     values = random.view(dtype)
@@ -43,7 +43,7 @@ def test_as_torch_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_of_each_sign_among_numbers_that_are_finite(name: str) -> None:
+def test_a_nonfinite_value_of_either_sign_is_counted_among_finite_ones(name: str) -> None:
     this = _FORMATS[name]
     sign = 1 << 8 * this.nbytes - 1
     greatest = (this.mask - 1).to_bytes(this.nbytes, "little")
@@ -57,7 +57,7 @@ def test_one_of_each_sign_among_numbers_that_are_finite(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("count", "apart"), [(300, 64), (300, 9000), (3, 70_000)])
-def test_many_runs_count_as_each_by_itself(name: str, count: int, apart: int) -> None:
+def test_runs_counted_together_count_as_each_by_itself(name: str, count: int, apart: int) -> None:
     """Small ones with headers between them, of random bytes; few that lie far apart; large ones."""
     this = _FORMATS[name]
     chance = random.Random(count * apart)

@@ -279,7 +279,7 @@ def test_seals_go_before_slices() -> None:
     assert find_sets(store.list()) == []
 
 
-def test_what_dead_jobs_left_half_done_goes_and_what_is_whole_stays() -> None:
+def test_half_done_sets_of_dead_jobs_go_and_whole_ones_stay() -> None:
     store = MemoryStore()
     write_slices(store, IMAGE, attempt=1, step=1, ranks=[0])
     write_slices(store, IMAGE, attempt=2, step=5)

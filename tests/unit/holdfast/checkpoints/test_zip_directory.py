@@ -33,7 +33,7 @@ def by_zipfile(image: bytes) -> dict[bytes, tuple[int, ...]]:
         }
 
 
-def test_it_is_what_zipfile_says() -> None:
+def test_a_zip_directory_is_read_as_zipfile_reads_it() -> None:
     found = found_in(IMAGE)
     assert found == by_zipfile(IMAGE)
     assert len(found) > 120
@@ -69,7 +69,7 @@ def test_the_end_of_a_large_file_is_read_too() -> None:
     assert found_in(large) == by_zipfile(large) == by_zipfile(IMAGE)
 
 
-def test_of_what_is_not_plain_nothing_is_said() -> None:
+def test_a_directory_that_is_not_plain_gives_none() -> None:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         info = zipfile.ZipInfo("archive/data.pkl")

@@ -110,7 +110,7 @@ def test_a_command_that_returns_is_0(run: Any, monkeypatch: pytest.MonkeyPatch) 
     assert run("try") == (0, "", "")
 
 
-def test_version(run: Any) -> None:
+def test_version_option_prints_the_version(run: Any) -> None:
     assert run("--version") == (0, f"holdfast {holdfast.__version__}\n", "")
 
 
@@ -263,7 +263,7 @@ def test_ctrl_c_in_a_real_process_is_130(tmp_path: Path) -> None:
         ("@5", "@5", None),
     ],
 )
-def test_targets(text: str, url: str, step: int | None) -> None:
+def test_a_target_is_parsed_into_url_and_step(text: str, url: str, step: int | None) -> None:
     assert parse_target(text) == (url, step)
 
 

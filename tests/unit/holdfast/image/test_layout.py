@@ -99,7 +99,7 @@ def test_a_spared_rank_sends_what_it_owns_and_nothing_else(layout: Layout) -> No
 
 
 @given(layout=_layouts())
-def test_who_is_spared_is_in_the_digest_and_nobody_changes_nothing(layout: Layout) -> None:
+def test_spared_ranks_are_in_the_digest_and_an_empty_list_changes_nothing(layout: Layout) -> None:
     whole = replace(layout, spared=())
     assert (whole.digest == layout.digest) == (not layout.spared)
     assert replace(whole, spared=layout.spared) == layout

@@ -33,18 +33,18 @@ def changed(**changes: Any) -> bytes:
     return signed(document | changes)
 
 
-def test_it_comes_back_as_it_was() -> None:
+def test_a_manifest_comes_back_as_it_was() -> None:
     assert Manifest.from_bytes(DATA, source="here") == MANIFEST
 
 
-def test_it_is_json_that_anyone_reads() -> None:
+def test_a_manifest_is_plain_json() -> None:
     document = json.loads(DATA)
     assert document["step"] == 7
     assert document["state"] == "verified"
     assert document["tensors"][0]["path"] == "model/weight"
 
 
-def test_its_head_says_whose_it_is_and_nothing_of_the_tensors() -> None:
+def test_a_manifests_head_says_whose_it_is_and_nothing_of_the_tensors() -> None:
     head = Manifest.head_from_bytes(DATA, source="here")
     assert head == MANIFEST.model_copy(update={"entries": (), "tensors": (), "record": head.record})
     assert head.write_id == MANIFEST.write_id
@@ -134,7 +134,7 @@ def test_a_file_that_leads_out_of_the_run_is_refused(name: str) -> None:
         {"pgt1_seconds": -1.0},
     ],
 )
-def test_what_contradicts_itself_is_refused_even_with_a_crc_that_holds(changes: dict[str, Any]) -> None:
+def test_a_contradictory_manifest_is_refused_even_with_a_right_crc(changes: dict[str, Any]) -> None:
     with pytest.raises(DamageError, match="cannot read the manifest"):
         Manifest.from_bytes(changed(**changes), source="there")
 
@@ -149,14 +149,14 @@ def test_fields_of_later_versions_are_passed_over() -> None:
     assert Manifest.from_bytes(changed(later="more"), source="here") == MANIFEST
 
 
-def test_it_says_nothing_of_splits_where_there_are_none() -> None:
+def test_a_manifest_without_splits_says_nothing_of_them() -> None:
     assert b"split" not in DATA
 
 
 SPLIT = [{"parts": 4, "cuts": [[1024, 4]], "copies": 1, "copies_max": 1, "ranks": [0, 1, 4]}]
 
 
-def test_it_says_how_tensors_were_split() -> None:
+def test_a_manifest_says_how_tensors_were_split() -> None:
     tensors = [tensor.model_dump() | {"split": 0 if n else None} for n, tensor in enumerate(MANIFEST.tensors)]
     made = Manifest.from_bytes(changed(splits=SPLIT, tensors=tensors), source="here")
     assert [tensor.split for tensor in made.tensors] == [None, 0, 0, 0]
@@ -195,7 +195,7 @@ def test_attempt_comes_before_step() -> None:
     assert repeated.order > manifest_of(image, step=900, attempt=1).order
 
 
-def test_names() -> None:
+def test_file_names_carry_step_and_attempt() -> None:
     assert step_file_name(123) == "step-000000123.pt"
     assert step_file_name(123, attempt=2) == "step-000000123-a002.pt"
     assert manifest_name("step-000000123-a002.pt") == "step-000000123-a002.json"
@@ -217,5 +217,5 @@ def test_every_name_made_is_recognised(step: int, attempt: int) -> None:
         "config.json",
     ],
 )
-def test_other_names_are_not(name: str) -> None:
+def test_other_file_names_are_not_manifest_names(name: str) -> None:
     assert not is_manifest_name(name)

@@ -76,7 +76,7 @@ def test_a_pattern_from_what_ranks_say_they_hold() -> None:
         ([], "hold 0 of the 20"),
     ],
 )
-def test_what_does_not_make_up_the_whole_is_refused(held: list[Region], said: str) -> None:
+def test_regions_that_do_not_make_up_the_whole_are_refused(held: list[Region], said: str) -> None:
     with pytest.raises(ProtocolError, match=said):
         unite((5, 4), 4, held)
 

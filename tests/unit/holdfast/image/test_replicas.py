@@ -60,7 +60,7 @@ def test_fingerprints_come_back(count: int) -> None:
 @pytest.mark.parametrize(
     "text", [None, 5, "", "AAAA", "AAAAAAAAAAA=A", "!!!!!!!!!!!=", "é" * 12, "AAAAAAAAAAAAAAAA"]
 )
-def test_what_is_not_fingerprints_is_refused(text: Any) -> None:
+def test_malformed_fingerprints_are_refused(text: Any) -> None:
     with pytest.raises(ProtocolError, match="DONE: replicas"):
         decode(text, 2)
 
@@ -172,7 +172,7 @@ def test_a_record_from_outside_says_no_drift_by_accident(record: dict[str, Any])
     assert drift_of(StepRecord.from_json(record), 7) == ""
 
 
-def test_what_is_said_of_drift_fits_a_manifest() -> None:
+def test_a_drift_text_fits_a_manifest() -> None:
     ranks = {str(rank): {"replicas_digest": str(rank)} for rank in range(3000)}
     assert len(drift_of(StepRecord.from_json({"ranks": ranks}), 7)) < 300
     assert len(drift_of(StepRecord.from_json({"divergence": {"message": "x" * 10_000}}), 7)) <= 4096
@@ -197,7 +197,7 @@ def _split_layout(*holders: int) -> Layout:
     return Layout(CHUNK, CHUNK, ranks, entries, tensors, patterns=(shared, alone))
 
 
-def test_of_split_tensors_those_with_replicas_are_watched_after_the_whole_ones() -> None:
+def test_split_tensors_with_replicas_are_watched_after_the_whole_ones() -> None:
     assert watched(_split_layout(2, 2)) == (2, 0)
     assert watched(_split_layout(1, 1)) == (2,)
 

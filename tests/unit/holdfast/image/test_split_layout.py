@@ -186,6 +186,6 @@ def test_a_pattern_that_is_not_there_and_a_holder_that_is_no_rank_are_refused() 
 
 
 @given(layout=layouts())
-def test_one_look_at_each_chunk_says_what_a_look_at_each_rank_does(layout: Layout) -> None:
+def test_frames_by_chunk_agree_with_frames_by_rank(layout: Layout) -> None:
     assert areas_of(layout) == [area_bytes(layout, rank) for rank in range(layout.ranks)]
     assert layout.frames == tuple(len(list(layout.sends(rank))) for rank in range(layout.ranks))

@@ -55,7 +55,7 @@ PINWHEEL = [
         ((), [Region((), ())] * 3, "replicated x 3"),
     ],
 )
-def test_it_is_told_in_a_few_words(shape: tuple[int, ...], held: list[Region], told: str) -> None:
+def test_a_split_is_told_in_a_few_words(shape: tuple[int, ...], held: list[Region], told: str) -> None:
     assert of(shape, held).told() == told
 
 
@@ -103,7 +103,7 @@ def test_more_ranks_take_no_more_room(ranks: int) -> None:
     assert len(of((ranks,), strided).ranks) == 3 * parts
 
 
-def test_what_has_no_short_form_is_left_out() -> None:
+def test_a_split_without_a_short_form_is_left_out() -> None:
     count = 3 * RUNS_MAX + 1  # a prime
     uneven = [Region((n * n,), (2 * n + 1,)) for n in range(count)]
     shuffled = [uneven[n**5 % count] for n in range(count)]
@@ -113,7 +113,7 @@ def test_what_has_no_short_form_is_left_out() -> None:
     assert record.told() == f"split in {count} parts"
 
 
-def test_what_is_taken_for_a_whole_covers_each_element_once() -> None:
+def test_an_accepted_whole_covers_each_element_once() -> None:
     spans = [
         [(start, end - start) for start in range(size) for end in range(start + 1, size + 1)]
         for size in (2, 3)

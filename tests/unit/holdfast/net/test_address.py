@@ -35,7 +35,7 @@ def test_an_address_is_read_and_written(text: str, expected: Address) -> None:
         ("stager:65536", "a port from 0 to 65535"),
     ],
 )
-def test_what_is_no_address_is_refused_with_what_was_expected(text: str, expected: str) -> None:
+def test_an_invalid_address_is_refused_with_what_was_expected(text: str, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         parse_address(text)
 
@@ -61,5 +61,5 @@ def test_a_setting_that_is_no_address_is_told_once(text: str) -> None:
         ("localhost.evil.example", False),
     ],
 )
-def test_only_what_is_surely_this_machine_is_loopback(host: str, is_loopback: bool) -> None:
+def test_loopback_is_only_what_is_surely_this_machine(host: str, is_loopback: bool) -> None:
     assert Address(host, 1).is_loopback is is_loopback

@@ -27,7 +27,7 @@ def test_a_hello_is_read_as_it_was_said() -> None:
     assert handshake.read_hello(data) == HELLO
 
 
-def test_both_with_the_key_are_convinced() -> None:
+def test_ends_with_the_same_key_accept_each_other() -> None:
     assert _meet(KEY, KEY)[1] == 7
     assert _meet(b"", b"")[1] == 7
 
@@ -86,7 +86,7 @@ def test_a_launch_without_end_is_refused_before_it_comes() -> None:
         handshake.hello_bytes(bytes(data))
 
 
-def test_what_answers_there_may_be_no_stager() -> None:
+def test_an_answer_from_a_stranger_may_be_no_stager() -> None:
     with pytest.raises(ProtocolError, match="no stager"):
         handshake.answer_challenge(KEY, HELLO.to_bytes(), b"x" * handshake.CHALLENGE_BYTES, 0)
 

@@ -27,7 +27,7 @@ def test_no_key_is_empty() -> None:
     assert read_key(None, None) == b""
 
 
-def test_what_is_wrong_with_a_key_is_said_and_the_key_is_not(tmp_path: Path) -> None:
+def test_a_bad_key_is_explained_and_never_shown(tmp_path: Path) -> None:
     bad = {
         "both set": (GOOD, tmp_path / "key"),
         "has 5 characters": ("secre", None),

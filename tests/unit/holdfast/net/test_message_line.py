@@ -87,7 +87,7 @@ def _hear(line: MessageLine, data: bytes) -> list[bytes]:
         (2, 0, 1),  # of a message that was never sent
     ],
 )
-def test_what_makes_no_sense_ends_the_connection(record: tuple[int, int, int]) -> None:
+def test_a_senseless_record_ends_the_connection(record: tuple[int, int, int]) -> None:
     with pytest.raises(ProtocolError):
         _hear(MessageLine(), struct.pack("<IIQ", *record))
 

@@ -37,11 +37,11 @@ def test_a_deadline_travels_as_seconds_left_so_clocks_need_not_agree() -> None:
         {"rank": -2},
     ],
 )
-def test_what_is_no_notice_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_invalid_notice_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="notice"):
         Notice.from_json({**_NOTICE.to_json(1000.0), **wrong}, now_unix=1000.0)
 
 
-def test_what_a_server_said_cannot_move_the_cursor_of_a_terminal() -> None:
+def test_a_servers_text_cannot_move_the_cursor_of_a_terminal() -> None:
     sent = {**_NOTICE.to_json(1000.0), "said_by": "a\x1b[2Jb\n"}
     assert Notice.from_json(sent, now_unix=1000.0).said_by == "a?[2Jb?"

@@ -26,7 +26,7 @@ _OUTLOOKS = st.builds(
 
 
 @given(_OUTLOOKS)
-def test_nothing_is_begun_that_is_known_to_come_too_late(outlook: Outlook) -> None:
+def test_a_save_known_to_come_too_late_is_not_begun(outlook: Outlook) -> None:
     decision = should_save(outlook)
     assert decision.reason
     if outlook.seconds_left is None:
@@ -87,7 +87,7 @@ def test_the_cases(changes: dict[str, object], choice: Choice, said: str) -> Non
     assert said in decision.reason
 
 
-def test_what_is_in_flight_goes_first_at_its_own_speed() -> None:
+def test_steps_in_flight_go_first_at_their_own_speed() -> None:
     fast = should_save(replace(_OUTLOOK, in_flight=(InFlight(40, 0.8, 4.0),)))
     assert fast.wait_seconds == pytest.approx(1.0)  # a fifth is left of what took 4 s
     stuck = should_save(replace(_OUTLOOK, in_flight=(InFlight(40, 0.1, 100.0),)))

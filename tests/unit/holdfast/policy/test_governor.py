@@ -30,17 +30,19 @@ def run(judge: Governor, current: int | None, *durable: float) -> list[int | Non
     return found
 
 
-def test_it_goes_longer_after_two_and_shorter_after_three() -> None:
+def test_the_interval_grows_after_two_and_shrinks_after_three() -> None:
     assert run(governor(), None, 20.0, 80.0, 80.0, 20.0, 20.0, 20.0) == [20, 20, 78, 78, 78, 20]
 
 
-def test_one_that_is_slow_by_accident_changes_nothing() -> None:
+def test_an_accidentally_slow_checkpoint_changes_nothing() -> None:
     assert set(run(governor(), None, *([40.0] * 3 + [400.0]) * 5)) == {39}
     assert set(run(governor(), None, *([40.0] * 3 + [4.0, 4.0]) * 5)) == {39}
 
 
 @given(st.floats(1.0, 500.0), st.lists(st.floats(0.9, 1.1), min_size=2, max_size=60))
-def test_it_does_not_flap_where_figures_waver_by_a_tenth(durable: float, wavers: list[float]) -> None:
+def test_the_interval_does_not_flap_where_figures_waver_by_a_tenth(
+    durable: float, wavers: list[float]
+) -> None:
     intervals = run(governor(), None, *(durable * waver for waver in wavers))
     if min(wavers) * durable > 8:  # below, a whole step is more than a quarter
         assert len(set(intervals)) == 1
@@ -49,7 +51,9 @@ def test_it_does_not_flap_where_figures_waver_by_a_tenth(durable: float, wavers:
 @given(
     st.floats(50.0, 500.0), st.sampled_from([0.2, 0.5, 2.0, 10.0]), st.lists(st.floats(0.9, 1.1), min_size=12)
 )
-def test_it_comes_to_what_lasts_and_stays(durable: float, factor: float, wavers: list[float]) -> None:
+def test_the_interval_follows_a_lasting_change_and_stays(
+    durable: float, factor: float, wavers: list[float]
+) -> None:
     judge = governor()
     run(judge, None, durable)
     before = run(governor(), None, durable)[-1]
@@ -69,7 +73,7 @@ def test_the_interval_that_holds_keeps_the_bound() -> None:
     assert change.line() == "every 40 steps: 3.0 % stall, expected loss 26 s per preemption"
 
 
-def test_with_losses_it_is_the_one_that_loses_least() -> None:
+def test_the_interval_with_losses_is_the_one_that_loses_least() -> None:
     judge = Governor(Hazard.of_mtbf(2.0, 12.0), overhead_max=0.03, every_seconds_max=3600.0)
     change = judge.consider(Cost(0.5, 0.2, 3.0, 9.0), None)
     assert change is not None

@@ -111,7 +111,7 @@ def test_the_number_in_flight_is_the_one_with_the_least_time_for_each() -> None:
         ({"in_flight_max": 0}, "in_flight_max"),
     ],
 )
-def test_what_cannot_have_been_measured_is_refused(wrong: dict[str, float], what: str) -> None:
+def test_impossible_measurements_are_refused(wrong: dict[str, float], what: str) -> None:
     right = {"iteration_seconds": 1.0, "stall_seconds": 0.1, "staged_seconds": 1.0, "durable_seconds": 2.0}
     Cost(**right)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=what):

@@ -25,7 +25,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", MACHINE)
-def test_what_the_machine_lacks_is_tried_again(
+def test_a_lack_of_the_machine_is_retriable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     refuse(monkeypatch, number)
@@ -37,7 +37,7 @@ def test_what_the_machine_lacks_is_tried_again(
 
 
 @pytest.mark.parametrize("number", PLANTED)
-def test_what_is_not_as_it_should_be_is_refused(
+def test_a_file_that_is_not_as_it_should_be_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     refuse(monkeypatch, number)

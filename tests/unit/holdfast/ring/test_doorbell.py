@@ -53,7 +53,7 @@ def test_messages_keep_order_and_fields(pair: tuple[Channel, Channel]) -> None:
     assert stager.peer_pid == os.getpid()
 
 
-def test_what_was_said_before_the_end_is_still_heard(pair: tuple[Channel, Channel]) -> None:
+def test_messages_sent_before_the_end_are_still_heard(pair: tuple[Channel, Channel]) -> None:
     stager, flusher = pair
     stager.send("finish")
     stager.close()
@@ -125,7 +125,7 @@ def test_a_second_stager_is_refused_with_the_reason(
         (b'{"kind":"begin","attempt":1,"step":1,"layout_digest":7}', "begin: field layout_digest"),
     ],
 )
-def test_what_is_no_message_is_refused(data: bytes, message: str) -> None:
+def test_malformed_packets_are_refused(data: bytes, message: str) -> None:
     channel, theirs = raw_pair()
     theirs.send(data)
     with pytest.raises(ProtocolError, match=message):
@@ -150,7 +150,7 @@ def test_sending_what_the_protocol_does_not_have_is_our_own_error() -> None:
         Message("begin", {"attempt": 1, "layout_digest": "x"}).to_bytes()
 
 
-def test_nobody_listening_is_peer_lost(tmp_path: Path) -> None:
+def test_connecting_to_no_listener_is_peer_lost(tmp_path: Path) -> None:
     with pytest.raises(PeerLost, match=r"no flusher listens.*start the job again"):
         connect(tmp_path / "flusher.sock", wait_seconds=0.05)
     listener = Listener(tmp_path / "flusher.sock")

@@ -22,7 +22,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "ring"
 
 
-def test_what_is_written_is_read(directory: Path) -> None:
+def test_written_doubts_are_read_back(directory: Path) -> None:
     assert read_doubts(directory) == []
     write_doubts(directory, FOUND)
     assert read_doubts(directory) == FOUND

@@ -54,11 +54,11 @@ def test_parts_of_a_chunk_are_read_while_the_flusher_frees_it_and_after_the_ring
 
 
 @pytest.mark.parametrize("key", [(ATTEMPT, 6, CHUNK), (ATTEMPT, 5, 0), (2, 5, CHUNK)])
-def test_what_is_not_in_the_ring_is_not_read(ring: Ring, key: tuple[int, int, int]) -> None:
+def test_a_checkpoint_that_is_not_in_the_ring_is_not_read(ring: Ring, key: tuple[int, int, int]) -> None:
     assert not NearRing(_place(ring)).read(*key, [(0, memoryview(bytearray(8)))])
 
 
-def test_nothing_is_read_past_the_end_of_a_chunk(ring: Ring) -> None:
+def test_a_read_ends_at_the_end_of_its_chunk(ring: Ring) -> None:
     ring.free(1)
     _fill(ring, 5, BYTES[:100])
     near = NearRing(_place(ring))

@@ -21,7 +21,7 @@ def _address(view: memoryview) -> int:
 
 
 @pytest.mark.parametrize("nbytes", [1, 5000, _HUGE_BYTES - 1, _HUGE_BYTES, 2 * _HUGE_BYTES + 5000])
-def test_it_is_zero_and_holds_what_is_written_from_its_first_byte_to_its_last(nbytes: int) -> None:
+def test_a_window_is_zero_and_holds_what_is_written_from_first_to_last_byte(nbytes: int) -> None:
     view = direct_window(nbytes)
     assert (view.nbytes, view.format) == (nbytes, "B")
     assert not any(view)
@@ -30,7 +30,7 @@ def test_it_is_zero_and_holds_what_is_written_from_its_first_byte_to_its_last(nb
 
 
 @pytest.mark.parametrize("nbytes", [1, 5000, _HUGE_BYTES, 2 * _HUGE_BYTES + 5000])
-def test_it_begins_where_a_page_does_and_a_large_one_where_a_huge_page_does(nbytes: int) -> None:
+def test_a_window_begins_at_a_page_and_a_large_one_at_a_huge_page(nbytes: int) -> None:
     address = _address(direct_window(nbytes))
     assert address % (_PAGE_BYTES if nbytes < _HUGE_BYTES else _HUGE_BYTES) == 0
 
@@ -117,7 +117,7 @@ def test_a_process_that_uses_the_file_meanwhile_never_counts_it_twice() -> None:
     assert max(resident) <= resident[0] + 2 * _HUGE_BYTES
 
 
-def test_it_ends_when_it_is_told_to() -> None:
+def test_moving_into_huge_pages_ends_when_told_to() -> None:
     asked: list[None] = []
 
     def after_two() -> bool:

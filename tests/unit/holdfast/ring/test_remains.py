@@ -50,7 +50,7 @@ def test_a_slot_that_is_filled_again_and_given_up_holds_nothing(ring: Ring) -> N
     assert ring.remains_in(0) is None
 
 
-def test_what_is_told_is_read_as_it_was(ring: Ring) -> None:
+def test_a_told_list_is_read_as_it_was(ring: Ring) -> None:
     for slot, step in enumerate((5, 5, 6)):
         _fill(ring, slot, step, slot % 2)
     ring.write_checkpoint(1, 6, "staged", "a" * 64, {"divergence": {"message": "rank 1 drifted"}})
@@ -75,12 +75,12 @@ def test_what_is_told_is_read_as_it_was(ring: Ring) -> None:
         '[[1,2,"",[[0,5,[[1,4294967296]]]]]]',
     ],
 )
-def test_what_is_something_else_is_refused(rows: str) -> None:
+def test_a_list_of_other_things_is_refused(rows: str) -> None:
     with pytest.raises(ProtocolError, match="the list of the ring's contents"):
         read_held(zlib.compress(rows.encode()))
 
 
-def test_what_is_cut_off_or_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_or_oversized_list_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remains, "_RAW_BYTES_MAX", 5000)
     whole = tell_held([])
     assert read_held(whole) == []

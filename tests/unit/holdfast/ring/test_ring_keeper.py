@@ -34,7 +34,7 @@ def test_a_ring_is_kept_until_the_last_keeper_lets_go(tmp_path: Path) -> None:
     assert not directory.exists()
 
 
-def test_what_others_have_in_the_directory_stays(tmp_path: Path) -> None:
+def test_files_of_others_in_the_directory_stay(tmp_path: Path) -> None:
     keeper = RingKeeper(tmp_path / "run")
     (tmp_path / "run" / "journal").touch()
     keeper.close()

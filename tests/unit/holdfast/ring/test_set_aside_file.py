@@ -30,7 +30,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "theirs").read_text() == "5-a1\n"
 
 
-def test_it_goes_with_the_ring(tmp_path: Path) -> None:
+def test_the_set_aside_file_goes_with_the_ring(tmp_path: Path) -> None:
     note_set_aside(tmp_path, CheckpointId(1, 5))
     Ring.remove(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -39,7 +39,7 @@ def test_it_goes_with_the_ring(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "5", "5-a0", "-5-a1", "5-a", "a1", "5-a1 ", "5-a1-a2", "٥-a1", "9" * 19 + "-a1"]
 )
-def test_what_is_no_name_of_a_checkpoint(text: str) -> None:
+def test_a_bad_checkpoint_label_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="such as 1200-a3"):
         CheckpointId.of_label(text)
 

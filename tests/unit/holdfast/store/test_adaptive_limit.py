@@ -53,7 +53,7 @@ def _by_connection(each: float, in_all: float = float("inf")) -> Callable[[int],
 
 @pytest.mark.parametrize("in_all", [20, 45, 83, 100, 150, 300, 500, 640, 10_000])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_it_reaches_nine_tenths_of_what_the_store_gives(in_all: float, noise: float) -> None:
+def test_the_limit_reaches_nine_tenths_of_what_the_store_gives(in_all: float, noise: float) -> None:
     speed_of = _by_connection(5 * _MB, in_all * _MB)
     widths, speed = _play(AdaptiveLimit(8, least=2, most=128), speed_of, noise=noise)
     assert speed >= 0.9 * min(in_all, 640) * _MB
@@ -101,7 +101,7 @@ def test_a_store_that_has_more_to_give_later_is_found_out() -> None:
     assert speed >= 0.9 * 600 * _MB
 
 
-def test_what_tells_nothing_of_the_width_changes_nothing() -> None:
+def test_requests_that_tell_nothing_of_the_width_leave_it() -> None:
     found = AdaptiveLimit(8, least=2, most=128)
     for number in range(1000):
         found.ended(float(number), number + 1.0, _PART_BYTES, full=False)
@@ -119,7 +119,7 @@ def test_a_request_that_began_beside_another_number_is_not_counted() -> None:
     assert found.width == 16
 
 
-def test_it_stays_within_its_bounds() -> None:
+def test_the_limit_stays_within_its_bounds() -> None:
     for seed in range(20):
         dice = random.Random(seed)
         found = AdaptiveLimit(3, least=2, most=10)

@@ -30,14 +30,14 @@ def test_reads_as_a_file_of_the_joined_bytes(pieces: list[bytes], reads: list[tu
         assert body.tell() == start + len(got)
 
 
-def test_few_turns_for_a_client_that_asks_for_little_at_a_time() -> None:
+def test_a_body_serves_small_reads_with_large_pieces() -> None:
     body = ViewsBody([memoryview(bytes(5 << 19)), memoryview(bytes(7))])
     assert [len(piece) for piece in iter(lambda: body.read(16_384), b"")] == [1 << 20, 1 << 20, 1 << 19, 7]
     body.seek(0)
     assert len(body.read(3 << 19)) == 3 << 19
 
 
-def test_what_is_read_is_the_memory_itself() -> None:
+def test_a_body_gives_the_memory_itself() -> None:
     memory = bytearray(64)
     body = ViewsBody([memoryview(memory)])
     body.seek(32)
@@ -46,7 +46,7 @@ def test_what_is_read_is_the_memory_itself() -> None:
     assert piece[1] == 7
 
 
-def test_it_can_be_rewound_for_a_second_attempt() -> None:
+def test_a_body_can_be_rewound_for_a_second_attempt() -> None:
     body = ViewsBody([memoryview(b"abc"), memoryview(b"def")])
     assert bytes(body.read()) == b"abc"
     assert bytes(body.read()) == b"def"

@@ -29,7 +29,7 @@ def test_never_more_at_once_than_there_are_lanes() -> None:
     assert 1 <= most <= 3
 
 
-def test_what_was_set_is_kept_to_and_only_s3_is_measured() -> None:
+def test_a_set_width_is_kept_and_only_s3_is_measured() -> None:
     for way in (writing, reading):
         assert [way(url, 7).width for url in ("/run", "s3://bucket/run")] == [7, 7]
         assert way("/run").most == way("/run").width == 2

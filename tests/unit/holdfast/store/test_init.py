@@ -32,7 +32,7 @@ from holdfast.store.s3 import S3Store
         ("sftp://user@host/run", "sftp://user@host/run"),
     ],
 )
-def test_one_spelling_for_each_run(url: str, expected: str) -> None:
+def test_urls_of_a_run_have_a_single_spelling(url: str, expected: str) -> None:
     assert normalise_url(url) == expected
     assert normalise_url(expected) == expected
 
@@ -132,7 +132,7 @@ def test_a_new_run_beside_others_and_an_old_one_are_fine(tmp_path: Path) -> None
     refuse_missing_parent(str(tmp_path), create=False)
 
 
-def test_whoever_asks_for_it_gets_it(tmp_path: Path) -> None:
+def test_a_missing_parent_is_made_on_request(tmp_path: Path) -> None:
     refuse_missing_parent(str(tmp_path / "a" / "b" / "run"), create=True)
 
 

@@ -11,7 +11,7 @@ from holdfast.store.names import check_name, check_write_id, is_kept, temporary_
 
 
 @given(st.text(max_size=40))
-def test_whatever_passes_stays_inside(name: str) -> None:
+def test_a_checked_name_stays_inside_the_run(name: str) -> None:
     try:
         check_name(name)
     except StoreError:

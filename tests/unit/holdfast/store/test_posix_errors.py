@@ -24,7 +24,7 @@ def _raised(number: int, **settings: str) -> StoreError:
 @pytest.mark.parametrize(
     "number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EFBIG, errno.EMFILE]
 )
-def test_what_a_person_must_mend_names_path_cause_and_remedy(number: int) -> None:
+def test_an_error_that_a_person_must_mend_names_path_cause_and_remedy(number: int) -> None:
     error = _raised(number)
     assert not error.retriable
     assert "/mnt/run/x" in str(error)
@@ -44,9 +44,7 @@ def test_no_room_says_how_much_is_needed_and_free(number: int) -> None:
 @pytest.mark.parametrize(
     ("number", "says"), [(errno.EIO, "dmesg"), (errno.ESTALE, "mount it again"), (errno.ETIMEDOUT, "server")]
 )
-def test_what_a_network_file_system_may_mend_is_tried_again_and_says_what_if_not(
-    number: int, says: str
-) -> None:
+def test_a_network_file_systems_error_is_retriable_and_names_a_remedy(number: int, says: str) -> None:
     error = _raised(number)
     assert error.retriable
     assert not error.begin_anew

@@ -63,7 +63,7 @@ def test_whole_pages_are_read_directly_and_the_rest_by_the_cache(
 
 
 @pytest.mark.parametrize(("offset", "shift"), [(1, 0), (0, 64), (512, 512)])
-def test_what_is_not_aligned_is_read_by_the_cache(
+def test_unaligned_reads_go_through_the_cache(
     tmp_path: Path, image: bytes, monkeypatch: pytest.MonkeyPatch, offset: int, shift: int
 ) -> None:
     view, reads = aligned(3 * PAGE_BYTES)[shift : shift + 2 * PAGE_BYTES], Reads(monkeypatch)

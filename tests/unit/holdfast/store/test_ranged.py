@@ -30,7 +30,7 @@ reads = st.tuples(st.just("read"), st.integers(0, 600), st.just(0))
 
 
 @given(st.lists(moves | jumps | reads, max_size=20))
-def test_it_behaves_as_any_file_does(actions: list[tuple[str, int, int]]) -> None:
+def test_a_ranged_file_behaves_as_any_file_does(actions: list[tuple[str, int, int]]) -> None:
     mine, reference = ranged(), io.BytesIO(DATA)
     for name, number, whence in actions:
         if name == "seek":
@@ -55,7 +55,7 @@ def test_before_the_start_and_unknown_whence_are_refused() -> None:
         ranged().seek(0, 7)
 
 
-def test_it_is_read_only_and_needs_its_object() -> None:
+def test_a_ranged_file_is_read_only_and_needs_its_object() -> None:
     file = ranged()
     assert (file.readable(), file.seekable(), file.writable()) == (True, True, False)
     with pytest.raises(StoreMissing):

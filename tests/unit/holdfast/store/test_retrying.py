@@ -42,7 +42,7 @@ def _calls(store: Retrying) -> int:
     return store.inner.calls
 
 
-def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
+def test_a_retriable_error_is_retried(tmp_path: Path) -> None:
     waits: list[float] = []
     store = _store(tmp_path, [StoreError("busy", retriable=True)] * 3, waits)
     assert store.read("name") == b"data"
@@ -53,7 +53,7 @@ def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [StoreError("denied"), StoreMissing("gone"), DamageError("flipped"), RuntimeError("a bug")]
 )
-def test_what_waiting_does_not_mend_is_raised_at_once(tmp_path: Path, error: Exception) -> None:
+def test_an_error_that_waiting_does_not_mend_is_raised_at_once(tmp_path: Path, error: Exception) -> None:
     waits: list[float] = []
     store = _store(tmp_path, [error], waits)
     with pytest.raises(type(error)) as caught:

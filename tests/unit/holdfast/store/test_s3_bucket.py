@@ -41,7 +41,7 @@ def _bucket(server: _Server) -> S3Bucket:
     return bucket
 
 
-def test_one_that_is_larger_by_its_header_is_not_read() -> None:
+def test_an_object_too_large_by_its_header_is_not_read() -> None:
     server = _Server(b"", 1 << 40)
     with pytest.raises(
         DamageError, match=r"s3://bucket/key: 1099511627776 bytes, expected at most 100; not read"
@@ -50,13 +50,13 @@ def test_one_that_is_larger_by_its_header_is_not_read() -> None:
     assert server.read_bytes == 0
 
 
-def test_one_whose_header_does_not_tell_is_read_no_further_than_it_may() -> None:
+def test_an_object_without_a_size_is_read_no_further_than_it_may() -> None:
     server = _Server(bytes(8 << 20), None)
     with pytest.raises(DamageError, match="expected at most 100"):
         _bucket(server).get("key", 100)
     assert server.read_bytes < 1 << 20
 
 
-def test_one_of_the_right_size_is_read_whole() -> None:
+def test_an_object_of_the_right_size_is_read_whole() -> None:
     data = bytes(range(250)) * 4000
     assert _bucket(_Server(data, len(data))).get("key", len(data)) == data

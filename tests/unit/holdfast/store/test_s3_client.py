@@ -43,7 +43,7 @@ def test_the_endpoint_for_s3_alone_is_honoured(monkeypatch: pytest.MonkeyPatch) 
     assert settings.s3["payload_signing_enabled"] is False
 
 
-def test_what_the_user_configured_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_users_configuration_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config").write_text("[default]\ns3 =\n  addressing_style = virtual\n")
     settings = _s3_settings(
         monkeypatch, AWS_CONFIG_FILE=str(tmp_path / "config"), AWS_ENDPOINT_URL="http://store.example:9000"

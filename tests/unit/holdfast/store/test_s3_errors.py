@@ -40,7 +40,7 @@ def _answer(code: str, status: int) -> exceptions.ClientError:
         ("BadDigest", 400),
     ],
 )
-def test_what_passes_is_retriable(code: str, status: int) -> None:
+def test_a_passing_answer_is_retriable(code: str, status: int) -> None:
     error = _raised(_answer(code, status))
     assert error.retriable
     assert code in str(error)
@@ -58,7 +58,7 @@ def test_what_passes_is_retriable(code: str, status: int) -> None:
         ("9" * 400, 0.0),
     ],
 )
-def test_how_long_the_server_wants_to_be_left_alone(said: str, seconds: float) -> None:
+def test_retry_after_is_taken_from_the_answer(said: str, seconds: float) -> None:
     answer = _answer("SlowDown", 503)
     answer.response["ResponseMetadata"]["HTTPHeaders"] = {"retry-after": said}
     assert _raised(answer).retry_after_seconds == seconds
@@ -79,7 +79,7 @@ def test_how_long_the_server_wants_to_be_left_alone(said: str, seconds: float) -
         ("InsufficientStorage", 507, "delete old checkpoints"),
     ],
 )
-def test_what_a_person_must_mend_says_how(code: str, status: int, remedy: str) -> None:
+def test_an_answer_that_a_person_must_mend_says_how(code: str, status: int, remedy: str) -> None:
     error = _raised(_answer(code, status))
     assert not error.retriable
     assert code in str(error)
@@ -93,7 +93,7 @@ def test_a_token_that_is_over_may_be_renewed_and_says_what_to_mend() -> None:
 
 
 @pytest.mark.parametrize("code", ["NoSuchKey", "404"])
-def test_what_is_not_there_is_missing(code: str) -> None:
+def test_a_404_is_store_missing(code: str) -> None:
     assert isinstance(_raised(_answer(code, 404)), StoreMissing)
 
 

@@ -120,7 +120,7 @@ def test_the_same_upload_goes_on_with_credentials_that_were_renewed(
     assert [number for number, status in parts if status != 200] == ["2"], "one request was refused"
 
 
-def test_who_renews_them_late_is_waited_for(server: _Server, tmp_path: Path) -> None:
+def test_late_renewal_of_credentials_is_waited_for(server: _Server, tmp_path: Path) -> None:
     """The store refuses the second part three times, and only then there are others."""
     _in_a_file(tmp_path, "KEY0")
     store, refused = _store(), [0]

@@ -37,6 +37,6 @@ def test_two_parts_fit_into_the_least_ring() -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "chunk_bytes"), [(2**62, _MIB), (1, 6 << 30), (0, _MIB), (5, 0)])
-def test_what_no_s3_takes_is_refused(nbytes: int, chunk_bytes: int) -> None:
+def test_an_image_that_no_s3_takes_is_refused(nbytes: int, chunk_bytes: int) -> None:
     with pytest.raises(StoreError, match=str(nbytes)):
         part_bytes_for(nbytes, chunk_bytes)

@@ -69,7 +69,7 @@ def test_the_next_file_has_the_room_and_nothing_of_the_old_bytes(store: PosixSto
     assert _hidden(store) == []
 
 
-def test_it_has_the_permissions_of_a_new_file(store: PosixStore) -> None:
+def test_a_file_in_spare_room_has_the_permissions_of_a_new_file(store: PosixStore) -> None:
     _put(store, "fresh", 5000)
     _, room = _put(store, "old", 5000)
     _path(store, "old").chmod(0o600)
@@ -129,7 +129,7 @@ def test_a_file_that_somebody_has_stays_as_it_is_for_them(
         assert look() == old
 
 
-def test_one_that_is_opened_between_is_seen_too(store: PosixStore) -> None:
+def test_spare_room_that_a_reader_opened_meanwhile_is_not_reused(store: PosixStore) -> None:
     """A backup that walks through everything, hidden files included."""
     old, room = _put(store, "old", 5000)
     store.retire("old")
@@ -138,7 +138,7 @@ def test_one_that_is_opened_between_is_seen_too(store: PosixStore) -> None:
         assert backup.read() == old
 
 
-def test_one_is_kept_and_close_gives_it_back(store: PosixStore) -> None:
+def test_a_single_spare_file_is_kept_and_close_gives_it_back(store: PosixStore) -> None:
     rooms = [_put(store, name, 5000)[1] for name in ("a", "b")]
     store.retire("a")
     store.retire("b")
@@ -149,7 +149,7 @@ def test_one_is_kept_and_close_gives_it_back(store: PosixStore) -> None:
     assert _hidden(store) == []
 
 
-def test_what_a_sweep_has_taken_is_not_missed(store: PosixStore) -> None:
+def test_spare_room_that_a_sweep_took_is_not_missed(store: PosixStore) -> None:
     _put(store, "old", 5000)
     store.retire("old")
     assert len(store.sweep()) == 1

@@ -148,7 +148,7 @@ def test_killed_at_any_moment_it_loses_at_most_a_line_that_is_torn(tmp_path: Pat
             file.unlink()
 
 
-def test_who_renames_first_has_done_it_for_all(tmp_path: Path) -> None:
+def test_the_first_rename_of_a_full_log_serves_all_writers(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"x" * 100)
     one, other = (os.open(path, os.O_RDWR) for _ in range(2))
@@ -161,7 +161,7 @@ def test_who_renames_first_has_done_it_for_all(tmp_path: Path) -> None:
     os.close(other)
 
 
-def test_nobody_renames_a_file_while_a_line_is_appended_or_waits_for_it(tmp_path: Path) -> None:
+def test_a_file_is_not_renamed_while_a_line_is_appended(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"x" * 100)
     one, other = (os.open(path, os.O_RDWR) for _ in range(2))
@@ -256,7 +256,7 @@ def test_no_record_is_longer_than_the_limit(fields: dict[str, object]) -> None:
     assert kept["cut"]
 
 
-def test_what_fits_is_as_it_was() -> None:
+def test_a_fitting_record_is_written_as_it_is() -> None:
     assert (
         record({"time": 1.0, "event": "e", "path": Path("/x")}) == b'{"time":1.0,"event":"e","path":"/x"}\n'
     )

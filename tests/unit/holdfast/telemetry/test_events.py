@@ -39,7 +39,7 @@ def test_a_line_has_who_when_and_what(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_what_was_there_stays(tmp_path: Path) -> None:
+def test_lines_that_were_there_stay(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"event":"old"}\n')
     log = EventLog(path, role="stager")

@@ -43,7 +43,7 @@ def test_the_newest_is_that_of_the_highest_attempt_and_step() -> None:
     assert value(metrics, "holdfast_checkpoint_bytes_total", outcome="durable") == 200
 
 
-def test_what_a_kill_would_lose_is_counted_from_the_save() -> None:
+def test_the_loss_by_a_kill_is_counted_from_the_save() -> None:
     now = [1000.0]
     stager, flusher = (
         Metrics("stager", "r", clock=lambda: now[0]),

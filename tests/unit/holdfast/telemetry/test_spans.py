@@ -150,7 +150,7 @@ def test_attributes_are_the_words_and_units_of_the_project() -> None:
         ),
     ],
 )
-def test_what_came_to_nothing_is_an_error_with_its_cause(
+def test_a_failed_checkpoint_is_an_error_span_with_its_cause(
     event: str, fields: dict[str, Any], cause: str, reason: str
 ) -> None:
     told = stager()
@@ -162,7 +162,7 @@ def test_what_came_to_nothing_is_an_error_with_its_cause(
     assert (root.status.status_code, root.status.description) == (StatusCode.ERROR, reason)
 
 
-def test_one_that_fails_after_it_was_staged_began_with_its_save() -> None:
+def test_a_failure_after_staged_begins_its_span_at_the_save() -> None:
     told = stager()
     told.hear(1004.0, "staged", pgt1_seconds=4.0, image_bytes=100)
     told.hear(1009.0, "failed", code="damage", message="state/1", seconds=0.0)
@@ -211,7 +211,7 @@ def test_a_read_back_that_is_not_well_is_an_error_of_that_trace_also_in_another_
     assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "chunk 3: wrong CRC")
 
 
-def test_what_a_flusher_leaves_when_it_ends_is_told() -> None:
+def test_a_flush_left_at_the_flushers_end_is_told() -> None:
     told = flusher()
     told.hear(1001.0, "flush_began", attempt=ATTEMPT, image_bytes=100)
     told.now = 1005.0

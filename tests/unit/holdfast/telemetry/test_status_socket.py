@@ -77,7 +77,7 @@ def wait_closed(channel: Channel) -> None:
         channel.poll()
 
 
-def test_everybody_is_answered_and_those_of_one_moment_get_one_answer(
+def test_watchers_of_one_moment_all_get_one_answer(
     path: Path, speaker: Speaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(desk, "_SAME_ANSWER_SECONDS", 3600.0)
@@ -95,7 +95,9 @@ def test_another_process_is_answered(path: Path) -> None:
     assert done.stdout.strip() == "s3://bucket/run"
 
 
-def test_who_asks_and_never_reads_is_hung_up_on_and_others_are_answered(path: Path, speaker: Speaker) -> None:
+def test_a_watcher_that_never_reads_is_hung_up_on_and_others_are_answered(
+    path: Path, speaker: Speaker
+) -> None:
     speaker.lines = 16  # of a length that fills the socket soon
     with contextlib.closing(connect(path)) as greedy:
         greedy._socket.settimeout(SECONDS_MAX)
@@ -106,7 +108,7 @@ def test_who_asks_and_never_reads_is_hung_up_on_and_others_are_answered(path: Pa
 
 
 @pytest.mark.parametrize("kind", ["hello", "finish"])
-def test_who_says_anything_else_is_hung_up_on(path: Path, kind: str) -> None:
+def test_a_watcher_that_says_anything_else_is_hung_up_on(path: Path, kind: str) -> None:
     with contextlib.closing(connect(path)) as stranger:
         fields = {"version": VERSION, "pid": 1, "attempt": 0} if kind == "hello" else {}
         stranger.send(kind, **fields)
@@ -114,7 +116,7 @@ def test_who_says_anything_else_is_hung_up_on(path: Path, kind: str) -> None:
     assert ask(path, seconds_max=SECONDS_MAX) is not None
 
 
-def test_of_too_many_watchers_the_one_that_asked_longest_ago_goes(
+def test_the_watcher_that_asked_longest_ago_goes_when_there_are_too_many(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(desk, "_WATCHERS_MAX", 2)
@@ -148,7 +150,7 @@ def test_where_no_socket_can_be_made_the_role_goes_on(
     assert "cannot ask this stager" in caplog.text
 
 
-def test_nobody_there_is_no_error_and_one_that_says_nothing_is(tmp_path: Path) -> None:
+def test_asking_where_no_process_is_gives_none_and_a_silent_one_raises(tmp_path: Path) -> None:
     path = socket_path(tmp_path, "stager")
     assert ask(path, seconds_max=1.0) is None
     assert ask(tmp_path / "gone" / "flusher-status.sock", seconds_max=1.0) is None

@@ -72,14 +72,14 @@ def test_steps_that_are_not_taken_are_counted_by_cause_and_the_last_are_kept() -
     assert (newest(state).attempt, newest(state).step, newest(state).failed) == (3, 50, "rank 1 is dead")
 
 
-def test_how_the_ranks_reach_the_stager_is_said_once_a_job_is_there() -> None:
+def test_the_transport_is_said_once_a_job_is_there() -> None:
     state = StatusState("stager", "r", ranks=list, clock=lambda: 1.0)
     assert state.said().transport is None
     state.hear("stager_ready", {"attempt": 3, "ranks": 2, "flusher_pid": 1, "transport": "tls"}, None)
     assert state.said().transport == "tls"
 
 
-def test_why_the_interval_is_what_it_is_is_that_of_the_last_change() -> None:
+def test_the_interval_reason_is_that_of_the_last_change() -> None:
     state = StatusState("stager", "r", ranks=list, clock=lambda: 1.0)
     assert state.said().interval_why == ""
     change = {"at_step": 9, "first_step": 40, "every": 41, "every_before": None}
@@ -92,7 +92,7 @@ def test_why_the_interval_is_what_it_is_is_that_of_the_last_change() -> None:
     assert state.said().interval_why == "x" * 299 + "…"
 
 
-def test_it_does_not_grow() -> None:
+def test_the_status_state_does_not_grow() -> None:
     state = StatusState("flusher", "r", clock=lambda: 1000.0)
     for step in range(500):
         state.hear("durable", durable(), step)
@@ -107,7 +107,7 @@ def test_it_does_not_grow() -> None:
     assert len(said.model_dump_json()) < 64 * 1024
 
 
-def test_of_many_ranks_the_worst_are_said() -> None:
+def test_the_worst_of_many_ranks_are_said() -> None:
     ranks = [RankStatus(rank=rank, step=100, stall_seconds=0.1) for rank in range(1000)]
     ranks[700] = RankStatus(rank=700, state="silent", step=100)
     ranks[800] = RankStatus(rank=800, state="lost")

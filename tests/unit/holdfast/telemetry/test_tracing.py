@@ -66,7 +66,7 @@ def emitted(path: Path) -> list[int]:
 
 
 @pytest.mark.usefixtures("without_library")
-def test_nothing_is_imported_nor_said_when_nobody_asks(
+def test_tracing_imports_and_logs_nothing_unless_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert emitted(tmp_path / "events.jsonl") == [1, 2]

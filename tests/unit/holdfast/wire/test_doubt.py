@@ -16,7 +16,7 @@ from holdfast.wire.frames import Kind
     "doubt",
     [Doubt(3, (5, 9), "why"), Doubt(0, None, ""), Doubt(1, (0, 0), "ä" * 300), Doubt(0, (1, 2), "", (3, 4))],
 )
-def test_it_comes_as_it_was_sent(doubt: Doubt) -> None:
+def test_a_doubt_comes_as_it_was_sent(doubt: Doubt) -> None:
     frame = wire.decode(doubt.to_frame(Kind.DOUBT, attempt=7))
     assert (frame.kind, frame.attempt) == (Kind.DOUBT, 7)
     assert Doubt.from_frame(frame) == doubt
@@ -39,7 +39,7 @@ def test_it_comes_as_it_was_sent(doubt: Doubt) -> None:
         {"rank": 1, "steps": [], "reason": "", "earlier_attempts": [1] * 1001},
     ],
 )
-def test_what_does_not_hold_is_refused(body: dict[str, Any]) -> None:
+def test_an_inconsistent_doubt_is_refused(body: dict[str, Any]) -> None:
     message = wire.encode(Kind.DOUBT, body=wire.to_json(body))
     with pytest.raises(ProtocolError, match="DOUBT: expected"):
         Doubt.from_frame(wire.decode(message))

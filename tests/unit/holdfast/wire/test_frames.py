@@ -44,7 +44,7 @@ def test_bytes_are_as_documented() -> None:
 
 
 @given(st.data())
-def test_one_flipped_bit_is_refused(data: st.DataObject) -> None:
+def test_a_flipped_bit_in_a_control_message_is_refused(data: st.DataObject) -> None:
     message = bytearray(wire.encode(Kind.SENT, attempt=1, step=9, chunk=3, flags=77, arg=4096, body=b"abc"))
     bit = data.draw(st.integers(0, len(message) * 8 - 1))
     message[bit // 8] ^= 1 << bit % 8

@@ -45,7 +45,7 @@ def test_equal_tables_get_the_same_reserves() -> None:
     assert answer == Agreement(pickle_reserve_bytes=131_072, per_rank_reserve_bytes={"rng": 12_288})
 
 
-def test_one_rank_agrees_with_itself() -> None:
+def test_a_lone_rank_agrees_with_itself() -> None:
     assert isinstance(agree(proposal()), Agreement)
 
 

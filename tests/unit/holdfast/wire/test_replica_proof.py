@@ -39,7 +39,7 @@ def test_equal_ranks_prove_it() -> None:
 
 
 @given(st.integers(2, 6), st.data())
-def test_one_rank_that_differs_in_one_replica_is_enough(ranks: int, data: st.DataObject) -> None:
+def test_a_single_differing_replica_on_one_rank_is_refused(ranks: int, data: st.DataObject) -> None:
     odd, place = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, 2))
     found = prove(ROWS, {rank: changed(place) if rank == odd else SAME for rank in range(ranks)})
     assert ROWS[place][0] in found.refusal
@@ -47,7 +47,7 @@ def test_one_rank_that_differs_in_one_replica_is_enough(ranks: int, data: st.Dat
     assert "1 of 6 tensors" in found.refusal
 
 
-def test_what_is_rank_0s_by_nature_is_named_and_not_refused() -> None:
+def test_values_of_rank_0_by_nature_are_named_and_not_refused() -> None:
     found = prove(ROWS, {0: SAME, 1: changed(3, 4), 2: changed(4)})
     assert found == ReplicaProof("", ("model/bn.running_mean", "generator"))
 
@@ -145,7 +145,7 @@ def test_a_copy_that_was_made_too_early_is_named_before_anything_is_guessed(
         ),
     ],
 )
-def test_what_is_no_copy_is_not_called_one(
+def test_a_tensor_that_is_no_copy_is_not_called_one(
     named: list[tuple[str, list[int]]], differs: set[int], words: str
 ) -> None:
     said = refused(rows(*named), differs)

@@ -70,7 +70,7 @@ def test_parts_that_are_longer_than_the_message_are_refused() -> None:
             Proposal.from_frame(Frame(Kind.PROPOSE, body=struct.pack("<II", *lengths) + b"zzzz"))
 
 
-def test_what_many_ranks_say_in_the_same_words_is_unpacked_and_kept_once(
+def test_equal_proposals_of_many_ranks_are_unpacked_and_kept_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unpacked = 0

@@ -100,7 +100,7 @@ def test_names_are_added_to_the_container_that_rank_0_has_however_others_order_i
     assert [one[0] for one in union.table] == ["n/x", "o/0/m", "o/1/m", "p"]
 
 
-def test_of_what_may_differ_the_lowest_rank_is_saved_and_shards_are_sent_by_their_holders() -> None:
+def test_buffers_come_from_the_lowest_rank_and_shards_from_their_holders() -> None:
     w = row("n/w", [4, 2], SPLIT)
     buffer = row("n/b", owner=0)
     halves = [Region((0, 0), (2, 2)), Region((2, 0), (2, 2))]
@@ -146,7 +146,9 @@ _A = {"n": {"a": row("n/a")}}
         (lambda: staged({"b": row("b")}, groups={"o": []}), ["rank 1", "optimizers ['o']"]),
     ],
 )
-def test_what_cannot_be_one_tree_is_refused_by_name(other: Callable[[], Proposal], said: list[str]) -> None:
+def test_states_that_cannot_be_one_tree_are_refused_by_name(
+    other: Callable[[], Proposal], said: list[str]
+) -> None:
     answer = answered(staged(_A, sums=3), other())
     assert isinstance(answer, StateError)
     assert all(words in str(answer) for words in said), answer

@@ -134,7 +134,9 @@ def test_strange_codes_in_an_answer_are_no_lack_of_capacity(stub: Any) -> None:
         (ClientError({"Error": {"Code": "ExpiredToken"}}, "x"), ConfigError, "wrong or expired"),
     ],
 )
-def test_what_comes_before_any_answer(raised: Exception, error: type[Exception], words: str) -> None:
+def test_errors_before_any_answer_are_translated(
+    raised: Exception, error: type[Exception], words: str
+) -> None:
     class Client:
         def create_fleet(self, **_: Any) -> None:
             raise raised

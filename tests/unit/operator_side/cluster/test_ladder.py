@@ -52,7 +52,7 @@ def test_a_quota_is_the_same_everywhere() -> None:
 
 
 @pytest.mark.parametrize("code", ["UnauthorizedOperation", "InvalidParameterValue", "SomethingNew"])
-def test_what_a_person_must_mend_is_not_tried_again(code: str) -> None:
+def test_errors_that_a_person_must_mend_are_not_tried_again(code: str) -> None:
     assert next_order(WISH, first_order(WISH), [code, "InsufficientInstanceCapacity"]) is None
 
 

@@ -151,7 +151,7 @@ def test_lost_trainers_are_replaced_where_the_others_are(tmp_path: Path) -> None
     assert len(made.standing(FREE).taken) == 2
 
 
-def test_those_that_replaced_others_are_replaced_too(tmp_path: Path) -> None:
+def test_replacements_are_replaced_too(tmp_path: Path) -> None:
     cloud = FakeCloud()
     made = cluster(cloud, tmp_path)
     made.up(WISH, FREE)
@@ -201,7 +201,7 @@ def test_a_budget_needs_the_price_of_what_is_on_demand(tmp_path: Path) -> None:
     assert sorted(node.is_spot for node in raised.trainers) == [False, True]
 
 
-def test_what_it_costs(tmp_path: Path) -> None:
+def test_a_standing_cluster_is_priced_per_hour(tmp_path: Path) -> None:
     cloud = FakeCloud()
     made = cluster(cloud, tmp_path)
     made.up(WISH, FREE)

@@ -55,7 +55,7 @@ def test_json_has_the_text() -> None:
     assert found == {"code": "busy", "exit_code": 10, "text": section("busy")}
 
 
-def test_what_is_no_code_is_a_usage_error_that_lists_them() -> None:
+def test_an_unknown_code_is_a_usage_error_that_lists_the_codes() -> None:
     done = CliRunner().invoke(explain, ["E0308"])
     assert done.exit_code == 2
     assert "peer_lost" in done.output

@@ -53,7 +53,7 @@ def test_rows_of_all_pages_stand_below_each_other_under_one_heading(tmp_path: Pa
     assert "step-000000000.pt: expected" in lines[-1]
 
 
-def test_one_json_document_has_all(tmp_path: Path) -> None:
+def test_the_json_document_has_all_checkpoints(tmp_path: Path) -> None:
     for step in range(3):
         manifest = manifest_of(small_image(), step=step)
         (tmp_path / manifest_name(manifest.file)).write_bytes(manifest.to_bytes())

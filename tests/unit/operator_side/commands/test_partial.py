@@ -22,7 +22,7 @@ def fetch(path: Path, data: bytes = b"0123456789") -> bytes:
     return before
 
 
-def test_what_came_before_an_interruption_is_there_again(tmp_path: Path) -> None:
+def test_bytes_fetched_before_an_interruption_are_kept(tmp_path: Path) -> None:
     with contextlib.suppress(KeyboardInterrupt), partial(tmp_path / "step.pt", 42, 10) as fd:
         os.write(fd, b"01234")
         raise KeyboardInterrupt
@@ -32,7 +32,7 @@ def test_what_came_before_an_interruption_is_there_again(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "second name", "pipe", "directory"])
-def test_what_was_planted_at_the_name_is_neither_written_nor_removed(tmp_path: Path, kind: str) -> None:
+def test_a_file_planted_at_the_name_is_neither_written_nor_removed(tmp_path: Path, kind: str) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")
     place = tmp_path / "fetched"
@@ -57,7 +57,7 @@ def test_what_was_planted_at_the_name_is_neither_written_nor_removed(tmp_path: P
     assert not (place / "step.pt").exists()
 
 
-def test_what_others_planted_beside_it_is_not_written_through_either(tmp_path: Path) -> None:
+def test_files_planted_beside_the_name_are_not_written_through(tmp_path: Path) -> None:
     """Left-overs of fetches of other checkpoints are opened, to see whether anybody goes on with them."""
     place = tmp_path / "fetched"
     place.mkdir()

@@ -70,7 +70,7 @@ def test_another_batch_is_named_as_what_it_is(batches: list[int], words: str) ->
     assert words in said
 
 
-def test_of_kills_after_the_runs_have_parted_nothing_is_said() -> None:
+def test_kills_after_the_runs_have_parted_are_not_judged() -> None:
     first, second = wrong_after([(4, [5, 6, 7]), (6, [99])])
     assert len(first) == 1
     assert second == []
@@ -83,7 +83,7 @@ def test_a_script_whose_batches_are_not_seen_is_left_alone() -> None:
     assert wrong_after([(4, [])]) == [[]]
 
 
-def test_of_a_step_with_several_batches_each_one_counts() -> None:
+def test_several_batches_of_a_step_each_count() -> None:
     """As nanoGPT accumulates gradients: what it has drawn ahead is the first of the next step."""
     first, second = {"step": 0, "crcs": [10, 11, 12]}, {"step": 1, "crcs": [13, 14, 15]}
     reference = [{"time": 0.0, "rank": 0, "batches": one} for one in (first, second)]

@@ -47,7 +47,7 @@ def test_a_counter_that_is_saved_is_not_named() -> None:
     assert counters(counted(0, 9), [*counted(0, 6), *counted(4, 9, begin=4)]) == []
 
 
-def test_what_is_done_again_after_a_kill_is_not_repeated() -> None:
+def test_samples_trained_again_after_a_kill_are_not_repeated() -> None:
     assert samples(REFERENCE, [*trained(1, 0, 6), *trained(2, 4, 9)]) == Samples(20, 0, 0)
 
 
@@ -111,7 +111,7 @@ def test_a_staged_step_that_was_not_resumed_from_is_wrong() -> None:
     assert "step 5 was staged" in examined(resumed=3, staged=5).wrong[0]
 
 
-def test_what_differs_is_named() -> None:
+def test_differing_values_are_named() -> None:
     differs = (Difference("model/0.weight", "CRC 1", "CRC 2"), Difference("scheduler/last_epoch", "7", "3"))
     finding = examined(resumed=3, files=[Compared(7, 2, "step-7.pt", differs)])
     assert finding.exact is False
@@ -122,7 +122,7 @@ def test_what_differs_is_named() -> None:
 @pytest.mark.parametrize(
     ("values", "constant"), [([("1", "2")] * 3, True), ([("1", "2"), ("1", "2"), ("1", "3")], False)]
 )
-def test_what_differs_between_runs_and_never_changes_is_a_constant(
+def test_a_value_that_differs_between_runs_and_never_changes_is_a_constant(
     values: list[tuple[str, str]], constant: bool
 ) -> None:
     files = [Compared(step, 1, f"{step}", (Difference("rng", *pair),)) for step, pair in enumerate(values)]

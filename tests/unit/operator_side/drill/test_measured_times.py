@@ -22,7 +22,7 @@ LOG = "trainer/json/log_history/5/"
         "callbacks/Timer/time_elapsed/train",
     ],
 )
-def test_what_a_clock_measures_for_a_log_does_not_count(path: str) -> None:
+def test_times_that_a_clock_measures_for_a_log_do_not_count(path: str) -> None:
     assert is_measured(path, [])
 
 
@@ -44,7 +44,7 @@ def test_what_a_clock_measures_for_a_log_does_not_count(path: str) -> None:
         "scheduler/last_epoch",
     ],
 )
-def test_all_else_counts(path: str) -> None:
+def test_unmeasured_values_count(path: str) -> None:
     assert not is_measured(path, [path])
 
 

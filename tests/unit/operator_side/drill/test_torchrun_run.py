@@ -33,7 +33,7 @@ def test_new_processes_are_a_new_start_and_train_again() -> None:
     assert [one["attempt"] for one in lines] == [2, 2]
 
 
-def test_what_a_killed_process_still_wrote_belongs_to_its_own_start() -> None:
+def test_late_lines_of_a_killed_process_belong_to_its_own_start() -> None:
     starts = Starts(RANKS)
     starts.hear(steps(0, (10, 11), 1.0), [])
     late = [line(1, 11, 2.0, step=1), line(0, 20, 2.5, begins=True), line(0, 20, 3.0, step=1)]

@@ -61,12 +61,12 @@ def test_padding_and_other_tensor_bytes_change_nothing() -> None:
     assert values_of(pickled(one) + bytes(100), source="a") == values_of(pickled(other), source="b")
 
 
-def test_nothing_of_a_pickle_is_run(tmp_path: Path) -> None:
+def test_values_of_runs_no_code_of_a_pickle(tmp_path: Path) -> None:
     values_of(pickled({"a": Harmful(tmp_path / "touched")}), source="test")
     assert not (tmp_path / "touched").exists()
 
 
-def test_what_is_no_pickle_is_damage() -> None:
+def test_bytes_that_are_no_pickle_are_damage() -> None:
     with pytest.raises(DamageError, match="test"):
         values_of(b"nothing", source="test")
 

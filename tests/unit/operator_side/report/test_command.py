@@ -46,7 +46,7 @@ def test_a_page_and_its_sentences(run: Any, tmp_path: Path) -> None:
     assert "$12.40 an hour" in found.text
 
 
-def test_it_replaces_nothing_without_force(run: Any, tmp_path: Path) -> None:
+def test_report_replaces_no_file_without_force(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "there.html"
     file.write_text("mine")
     code, _, err = run(tmp_path / "run", "--events", STATUS, "--output", file)
@@ -71,7 +71,7 @@ def test_json_is_one_document(run: Any, tmp_path: Path) -> None:
     assert any("The store could not be read" in text for text in document["unknown"])
 
 
-def test_nothing_at_all_is_not_found(run: Any, tmp_path: Path) -> None:
+def test_a_run_without_logs_is_not_found(run: Any, tmp_path: Path) -> None:
     code, _, err = run(tmp_path / "run", "--output", tmp_path / "x.html")
     assert code == 5
     assert str(tmp_path / "run") in err

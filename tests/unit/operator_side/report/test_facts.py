@@ -118,7 +118,7 @@ def test_the_time_of_a_run_adds_up(tmp_path: Path) -> None:
     assert goodput.share == pytest.approx(239.8 / 500)
 
 
-def test_what_the_stager_saw_first_says_how_many_steps_were_lost(tmp_path: Path) -> None:
+def test_the_stagers_earlier_word_decides_how_many_steps_were_lost(tmp_path: Path) -> None:
     """A rank that dies with its wrapper: the supervisor hears of it from nobody, and judges when mpirun has ended."""
     lines = [line for line in supervised() if line[2] != "lost"]
     lines.insert(7, (300.0, "stager", "rank_lost", {"lost_rank": 1, "reason": "rank 1 is dead"}))
@@ -164,7 +164,7 @@ def test_going_on_from_an_older_step_loses_more(tmp_path: Path) -> None:
     assert sum(again.goodput.parts.values()) == pytest.approx(600.0)
 
 
-def test_what_is_not_known_of_a_loss_is_said(tmp_path: Path) -> None:
+def test_an_unknown_loss_is_said(tmp_path: Path) -> None:
     facts = facts_of(written(tmp_path / "log", supervised(resumed_step=7)))
     assert facts.interruptions[0].lost is None
     assert facts.goodput is not None
@@ -303,7 +303,7 @@ def test_a_directory_of_holdfast_run_is_both_its_logs(tmp_path: Path) -> None:
         b"\xff\xfe",
     ],
 )
-def test_what_is_no_event_is_none(line: bytes) -> None:
+def test_a_line_that_is_no_event_is_skipped(line: bytes) -> None:
     assert read_line(line) is None
 
 
@@ -357,7 +357,7 @@ def test_a_manifest_whose_times_are_none(odd: float) -> None:
     assert what_happened(facts)
 
 
-def test_what_the_ring_may_have_held(tmp_path: Path) -> None:
+def test_ring_bytes_follow_checkpoints_in_flight(tmp_path: Path) -> None:
     lines = [*checkpoint(1, 0.0), *checkpoint(2, 1.0)]
     facts = facts_of(written(tmp_path / "log", sorted(lines, key=lambda line: line[0])))
     held = [(round(at - T0, 1), nbytes >> 20) for at, nbytes in ring_bytes(facts.rows, T0 + 9)]
@@ -396,7 +396,7 @@ def test_a_checkpoint_that_was_set_aside_is_told(tmp_path: Path) -> None:
     assert [(one.event, one.step, one.is_notice) for one in facts.happened] == [("set_aside", 10, False)]
 
 
-def test_of_two_checkpoints_of_a_step_the_one_that_was_restored_counts(tmp_path: Path) -> None:
+def test_the_restored_one_of_two_checkpoints_of_a_step_counts(tmp_path: Path) -> None:
     """After a return to an older step the same numbers come again; no rank's log is on this machine."""
     told: list[Line] = []
     for at, role, event, fields in supervised():

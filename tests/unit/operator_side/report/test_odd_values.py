@@ -25,7 +25,7 @@ def _changed(value: Any, odd: random.Random) -> Any:
 
 
 @each_seed(30)
-def test_there_is_a_page(seed: int, tmp_path: Path) -> None:
+def test_a_log_with_odd_values_gives_a_page(seed: int, tmp_path: Path) -> None:
     odd = random.Random(seed)
     lines = [json.loads(line) for path in (STATUS, EVENTS) for line in path.read_text().splitlines()]
     path = tmp_path / "log"

@@ -115,7 +115,7 @@ def test_pictures_are_drawn_and_the_same_each_time(
         (("COUNTS", "--figures", "COUNTS"), "--figures "),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_wrong_arguments_are_explained(
     run: Any,
     traces: tuple[Path, Path],
     arguments: tuple[str, ...],

@@ -68,7 +68,7 @@ _LANES = st.lists(st.builds(StrategyLane, ways(), st.integers(1, 7)), min_size=1
 
 
 @given(jobs(), _LANES, st.lists(columns(), min_size=1, max_size=3))
-def test_it_comes_to_what_a_walk_from_iteration_to_iteration_comes_to(
+def test_the_replay_agrees_with_a_walk_from_iteration_to_iteration(
     job: TrainingJob, lanes: list[StrategyLane], events: list[Column]
 ) -> None:
     # A replay that has reached every target stops looking; what it says of the rest is then not asked.
@@ -94,7 +94,7 @@ def useful(job: TrainingJob, strategy: Strategy, every: int, events: Column) -> 
 
 
 @given(jobs(), ways(), st.integers(1, 7), columns(stager_losses=False))
-def test_nobody_is_better_than_the_ideal(
+def test_no_strategy_is_better_than_the_ideal(
     job: TrainingJob, strategy: Strategy, every: int, events: Column
 ) -> None:
     # The ideal has no stager to lose, and so no relaunch for it, which may find more machines than there were before.
@@ -174,7 +174,7 @@ def test_without_a_loss_a_cycle_is_work_and_stall() -> None:
     assert got == {"useful": 86, "redone": 0, "interruptions": 0, "training_us": 900, "finished_us": -1}
 
 
-def test_what_is_in_flight_is_lost_and_work_since_then_is_redone() -> None:
+def test_a_step_in_flight_is_lost_and_work_since_then_is_redone() -> None:
     # Saves begin at 200, 305, 410 and are safe 30 later. Lost at 430 with 31 iterations done: the second one is kept.
     got = one(_PLAIN, 10, losses((430, 1, 4, 0)))
     assert (got["redone"], got["interruptions"]) == (31 - 20, 1)
@@ -216,7 +216,7 @@ def test_a_notice_waits_for_a_place_as_any_save_does() -> None:
     assert one(replace(slow, in_flight_max=2), 10, losses((580, 1, 4, 0)))["redone"] == 46 - 32
 
 
-def test_who_has_no_place_waits() -> None:
+def test_a_save_without_a_place_waits() -> None:
     slow = replace(_PLAIN, safe_us=400, durable_us=400)
     assert one(slow, 10, losses())["useful"] == 30, (
         "saves at 200, 600, 1000: the third is begun in the last moment"
@@ -240,7 +240,7 @@ def test_a_job_that_is_none_is_refused(wrong: dict[str, int]) -> None:
         replace(_JOB, **wrong)
 
 
-def test_what_would_not_fit_is_refused_and_not_wrapped() -> None:
+def test_a_number_that_would_not_fit_is_refused_and_not_wrapped() -> None:
     with pytest.raises(ConfigError, match="35 years"):
         one(_PLAIN, 1 << 50, losses())
     with pytest.raises(ConfigError, match="interval"):
@@ -249,7 +249,7 @@ def test_what_would_not_fit_is_refused_and_not_wrapped() -> None:
         replay(_JOB, [], losses())
 
 
-def test_what_a_notice_keeps_may_be_worth_less_than_a_slow_restore() -> None:
+def test_work_kept_by_a_notice_may_be_worth_less_than_a_slow_restore() -> None:
     way = replace(_PLAIN, stall_us=0, restore_near_us=100, restore_store_us=0, stager=True)
     # Begins at 100, lost at 150. Without a notice nothing is kept; from 250 on, 75 iterations of 10 µs.
     assert one(way, 10, losses((150, 1, 4, 0)))["useful"] == 75

@@ -106,7 +106,7 @@ def test_a_ring_holds_a_part_and_eight_chunks_or_says_what_is_missing() -> None:
         best_ring(Shape(1, 1), in_rate=1, out_rate=0, memory_bytes=_GIB)
 
 
-def test_what_finds_no_room_waits_for_what_goes_out() -> None:
+def test_bytes_without_room_in_the_ring_wait_for_the_store() -> None:
     assert staged_seconds(100, 100, 10, 1) == 10
     assert staged_seconds(100, 0, 10, 1) == 100
     assert staged_seconds(100, 60, 10, 1) == 40

@@ -118,7 +118,7 @@ def test_total_time_grows_as_losses_come_more_often_and_never_below_the_work() -
     assert medians == sorted(medians, reverse=True)
 
 
-def test_who_saves_never_comes_to_no_end_where_losses_come_before_the_first_checkpoint() -> None:
+def test_never_saving_has_no_end_where_losses_come_before_the_first_checkpoint() -> None:
     job = TrainingJob(8, 8, SECOND_US, 20 * SECOND_US, target=2000)
     never, ideal = total_times(job, [_STRATEGY], [2000], SimulatedLosses(0.05), samples=2, seed=1)
     assert never.hours is None

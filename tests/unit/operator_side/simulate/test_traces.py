@@ -144,7 +144,7 @@ _CELL = st.one_of(st.sampled_from(_WORDS), st.integers(0, 10**12).map(str))
 )
 @example(",Time,GPUs", [["0", "1e400", "1"], ["1", "2", "²"]])
 @example("0,add,node1", [["9" * 400, "add", "node2"]])
-def test_whatever_it_reads_it_gives_a_trace_or_an_error_of_ours(
+def test_read_trace_gives_a_trace_or_a_config_error(
     tmp_path: Path, head: str, cells: list[list[str]]
 ) -> None:
     path = tmp_path / "any.csv"

@@ -64,7 +64,7 @@ def _said(text: str) -> str:
 _FULL = ("--spot-price", "12", "--lead-seconds", "30", "--ranks", "64", "--image-size", "84GB")
 
 
-def test_what_comes_out_is_read_by_every_role(
+def test_tuned_settings_are_read_by_every_role(
     run: Any, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     several = {
@@ -254,7 +254,7 @@ def test_a_bound_that_cannot_be_kept_says_what_can(run: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("asked", [(), ("trace.csv", "--mtbf-hours", "2")])
-def test_one_of_trace_and_mtbf(run: Any, asked: tuple[str, ...]) -> None:
+def test_tune_takes_either_a_trace_or_an_mtbf(run: Any, asked: tuple[str, ...]) -> None:
     code, _, err = run(*asked)
     assert code == 2
     assert "expected either a TRACE or --mtbf-hours" in err

@@ -53,7 +53,7 @@ def test_a_job_that_has_just_begun_has_little_to_lose_however_old_its_checkpoint
     assert lost_with_node(later) == lost_with_trainers(later)
 
 
-def test_what_an_earlier_job_has_staged_is_lost_with_the_node_until_it_is_durable() -> None:
+def test_an_earlier_jobs_staged_step_is_lost_with_the_node_until_durable() -> None:
     later = known(running_since_unix=9000.0, now_unix=9004.0)
     assert lost_with_trainers(later).seconds == 4.0
     assert lost_with_node(later) == Lost(24, True, 24.0, None, 20)
@@ -73,7 +73,7 @@ POINTS = st.none() | st.builds(SavedPoint, st.integers(1, 3), st.integers(0, 100
 
 
 @given(TIMES, st.none() | TIMES, POINTS, POINTS, POINTS, st.none() | st.floats(1e-3, 1e3))
-def test_whatever_clocks_say_nothing_is_negative(
+def test_losses_are_never_negative_whatever_the_clocks_say(
     now: float,
     since: float | None,
     staged: SavedPoint | None,

@@ -22,7 +22,7 @@ def ring(tmp_path: Path) -> Ring:
     return Ring.create(tmp_path / "run", chunk_bytes=CHUNK_BYTES, ring_chunks=16, attempt=3)
 
 
-def test_it_tells_what_is_in_the_ring_and_what_the_store_has(ring: Ring) -> None:
+def test_ring_files_tell_what_ring_and_store_have(ring: Ring) -> None:
     layout = Layout(9 * CHUNK_BYTES - 100, CHUNK_BYTES, 2, (), ())
     digest = ring.put_layout(layout)
     ring.write_checkpoint(3, 7, "receiving", digest, {})
@@ -52,7 +52,7 @@ def test_it_tells_what_is_in_the_ring_and_what_the_store_has(ring: Ring) -> None
     ring.close()
 
 
-def test_it_takes_no_lock_that_would_look_like_a_living_stager(ring: Ring) -> None:
+def test_ring_files_take_no_lock_that_looks_like_a_living_stager(ring: Ring) -> None:
     ring.hold(3)
     ring.let_go()
     files = RingFiles(ring.directory)
@@ -63,7 +63,7 @@ def test_it_takes_no_lock_that_would_look_like_a_living_stager(ring: Ring) -> No
     ring.close()
 
 
-def test_what_is_half_written_or_gone_is_passed_over(ring: Ring, tmp_path: Path) -> None:
+def test_a_half_written_or_missing_ring_file_is_passed_over(ring: Ring, tmp_path: Path) -> None:
     files = RingFiles(ring.directory)
     ring.mark_filling(0, 3, 7, 0)
     ring.mark_full(0, [(0, 1)], 10)

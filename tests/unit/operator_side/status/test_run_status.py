@@ -107,7 +107,7 @@ def many(ranks: int = 64, flights: int = 100) -> RunStatus:
         ("mpi", "4711, 2 min; "),
     ],
 )
-def test_it_says_whether_what_the_ranks_send_is_encrypted(transport: str, words: str) -> None:
+def test_the_status_says_whether_the_ranks_traffic_is_encrypted(transport: str, words: str) -> None:
     found = status(stager_said=said("stager", transport=transport))
     assert found.document()["transport"] == transport
     assert words in shown(found, width=120)
@@ -153,7 +153,7 @@ def test_a_later_attempt_is_newer_though_its_step_is_lower() -> None:
     assert steps(status(flusher_said=said("flusher", *rows)))["durable"] == 20
 
 
-def test_of_two_times_of_one_save_the_earlier_is_taken() -> None:
+def test_the_earlier_of_two_times_of_a_save_is_taken() -> None:
     found = status(
         flusher_said=said("flusher", checkpoint(5, saved_at_unix=NOW - 1, durable_at_unix=NOW - 1)),
         stager_said=said(
@@ -236,7 +236,7 @@ def test_every_field_of_the_document_is_in_the_page() -> None:
 # -- how it looks ------------------------------------------------------------------------------------------------------
 
 
-def test_it_says_what_a_newcomer_wants_to_know() -> None:
+def test_the_status_says_what_a_newcomer_wants_to_know() -> None:
     text = shown(
         status(
             stager_said=said("stager", done(90), ranks=[{"rank": 0, "host": "spot-7", "step": 90}]),
@@ -264,7 +264,7 @@ def test_eighty_columns_are_enough(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("height", [50, 30, 24, 18])
-def test_it_fits_the_screen_and_what_a_kill_loses_stays(height: int) -> None:
+def test_the_status_fits_the_screen_and_keeps_the_loss_of_a_kill(height: int) -> None:
     text = shown(many(), height=height)
     assert len(text.splitlines()) <= height
     for words in ("newest durable", "A KILL RIGHT NOW LOSES", "and of the stager's node"):
@@ -275,7 +275,7 @@ def test_without_a_window_nothing_is_left_out() -> None:
     assert len(shown(many()).splitlines()) > 50
 
 
-def test_of_many_the_worst_and_the_newest_are_shown() -> None:
+def test_the_worst_ranks_and_the_newest_checkpoints_of_many_are_shown() -> None:
     text = shown(many(5000), width=400)
     assert "and 4992 more ranks, in no worse state" in text
     assert "and 94 older checkpoints in flight" in text

@@ -169,7 +169,7 @@ def test_a_wrong_setting_is_not_tried_twice() -> None:
     assert Story().launch().end(Ended(2, 2)).verdict.exit_code == 2
 
 
-def test_who_has_lost_a_peer_is_ended_after_a_while() -> None:
+def test_a_rank_that_lost_a_peer_is_ended_after_a_while() -> None:
     story = Story(lost_seconds_max=30, kill_seconds=5).launch().tell(Joined(), KILLED)
     story.tell(ClockTick(), seconds=29)
     assert not story.of(Terminate)
@@ -205,7 +205,7 @@ def test_an_attempt_without_progress_is_followed_by_a_pause() -> None:
     assert 0 < pauses[1] <= 2.0
 
 
-def test_who_has_left_the_stager_after_a_kill_is_ended_at_once() -> None:
+def test_a_rank_that_left_the_stager_after_a_kill_is_ended_at_once() -> None:
     """There is nothing more to save, so what its process still does is not waited for."""
     story = Story(lost_seconds_max=30).launch().tell(Joined(), KILLED, ClockTick())
     assert not story.of(Terminate), "the stager may still receive"
@@ -250,7 +250,7 @@ def test_silence_ends_it_unless_it_is_over_in_time() -> None:
     assert "rank 1 on h1 gives no sign of life" in story.of(Note)[-2].message
 
 
-def test_what_we_end_ourselves_was_not_killed_from_outside() -> None:
+def test_a_process_that_the_supervisor_ends_was_not_killed_from_outside() -> None:
     story = Story(silent_seconds_max=30).launch().tell(RankSilence(1)).tell(ClockTick(), seconds=30)
     story.end(Ended(0, -15), Ended(2, -9), status=-15)
     assert [note.fields["cause"] for note in story.of(Note) if note.event == "ended"] == ["lost"]
@@ -281,7 +281,7 @@ def test_a_host_that_is_gone_ends_the_attempt_and_the_rest_goes_on() -> None:
     assert any(note.fields.get("cause") == "preempted" for note in story.of(Note))
 
 
-def test_one_look_that_misses_a_host_ends_nothing() -> None:
+def test_a_single_look_that_misses_a_host_ends_nothing() -> None:
     """An ssh that fails once is tried again at once; from then on it counts from the beginning."""
     story = Story(3, 2)
     story.hosts = hosts("a", "b", "c")
@@ -314,7 +314,7 @@ def test_a_verdict_waits_for_the_second_look_but_not_for_ever() -> None:
 
 
 @pytest.mark.parametrize("why", ["gone", "silent"])
-def test_who_waits_only_for_lost_hosts_is_killed_at_once(why: str) -> None:
+def test_an_mpirun_that_waits_only_for_lost_hosts_is_killed_at_once(why: str) -> None:
     """mpirun waits for the daemon of a host that will not answer, and hands on nothing more of any other."""
     story = Story(3, 2, kill_seconds=5, silent_seconds_max=0)
     story.hosts = hosts("h0", "h1", "h2")
@@ -376,7 +376,7 @@ def test_a_notice_makes_a_crash_a_preemption() -> None:
     assert not story.of(Finish)
 
 
-def test_what_a_host_was_told_is_known_by_its_ranks() -> None:
+def test_a_hosts_notice_is_known_by_its_ranks() -> None:
     story = Story().launch().tell(Noticed(1)).end(BUG)
     (note,) = [note for note in story.of(Note) if note.event == "ended"]
     assert "host h1 had a notice" in note.message
@@ -477,7 +477,7 @@ ANY = st.one_of(
 
 @settings(max_examples=300)
 @given(st.lists(st.tuples(ANY, st.floats(0, 50)), max_size=80))
-def test_any_order_of_events(events: list[tuple[Event, float]]) -> None:
+def test_the_supervisor_ends_once_in_any_order_of_events(events: list[tuple[Event, float]]) -> None:
     """One job at a time, each with enough ranks; never one after the end, one end, and the end is always reached."""
     limits = Limits(3, 2, restarts_max=3)
     core = Core(limits, float)

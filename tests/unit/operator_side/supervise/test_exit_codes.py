@@ -82,7 +82,7 @@ def test_codes_of_a_rank(
     assert end(status, *reports, **more).code == code
 
 
-def test_why_is_said() -> None:
+def test_the_cause_of_a_ranks_end_is_said() -> None:
     assert end(-9, *STARTED).message == "rank 1 on spot-1 was killed by SIGKILL from outside"
     assert "before it had joined the job" in end(-9).message
     assert "lost another process of the job (holdfast.errors.PeerLost)" in (
@@ -94,7 +94,7 @@ def test_why_is_said() -> None:
 
 
 @pytest.mark.parametrize("status", [-9, 9])
-def test_what_is_started_in_vain_too_often_is_no_preemption(status: int) -> None:
+def test_too_many_fruitless_starts_are_no_preemption(status: int) -> None:
     lost = ended("holdfast.errors.PeerLost") if status == 9 else joined(12)
     for attempt, code in ((11, AGAIN), (12, AGAIN), (13, 137 if status == -9 else 9)):
         found = end(

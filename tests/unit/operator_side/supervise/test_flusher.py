@@ -24,7 +24,7 @@ sys.stdin.readline()
 """
 
 
-def test_it_is_waited_for_until_its_process_is_gone_not_its_files(tmp_path: Path) -> None:
+def test_a_flusher_is_waited_for_until_its_process_is_gone_not_its_files(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     kept = KeptFlusher(directory)
     line = [sys.executable, "-c", _GIVES_BACK_FIRST, str(directory)]
@@ -63,7 +63,7 @@ def _ring(tmp_path: Path) -> Path:
     return base / "0123456789abcdef"
 
 
-def test_it_is_named_to_the_job_is_private_and_goes(tmp_path: Path) -> None:
+def test_the_segment_folder_is_private_named_to_the_job_and_removed(tmp_path: Path) -> None:
     ring = _ring(tmp_path)
     segments = Segments(ring)
     environment = segments.make({"A": "1"})
@@ -77,7 +77,7 @@ def test_it_is_named_to_the_job_is_private_and_goes(tmp_path: Path) -> None:
     segments.remove()  # safe to call twice
 
 
-def test_what_a_killed_supervisor_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+def test_a_killed_supervisors_folder_is_removed_by_the_next_one(tmp_path: Path) -> None:
     ring = _ring(tmp_path)
     ended = subprocess.Popen(["true"])
     ended.wait()

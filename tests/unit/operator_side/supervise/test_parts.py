@@ -175,7 +175,7 @@ def _notice(kind: NoticeKind) -> dict[str, object]:
         ({}, None),
     ],
 )
-def test_what_events_mean(said: dict[str, object], event: object) -> None:
+def test_an_event_line_has_its_meaning(said: dict[str, object], event: object) -> None:
     assert meaning(said) == event
 
 
@@ -202,7 +202,7 @@ def test_a_host_that_does_not_answer_is_not_there(tmp_path: Path) -> None:
     assert sorted((tmp_path / "agent.log").read_text().splitlines()) == ["spot-1 true", "spot-2 true"]
 
 
-def test_slurm() -> None:
+def test_a_slurm_fleet_follows_the_jobs_nodes() -> None:
     ours = "n[1-4]"
 
     def scontrol(arguments: Sequence[str]) -> str:

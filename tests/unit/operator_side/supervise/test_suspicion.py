@@ -104,7 +104,7 @@ def test_two_in_a_row_are_set_aside_and_then_the_run_ends_as_ever() -> None:
 
 
 @pytest.mark.parametrize("set_aside_max", [0, 1, 3])
-def test_how_many_is_an_option(set_aside_max: int) -> None:
+def test_set_aside_max_bounds_how_many_are_set_aside(set_aside_max: int) -> None:
     story = begun(set_aside_max=set_aside_max, restarts_max=100)
     while story.phase is not SupervisorPhase.OVER:
         step = 100 - len(notes(story))
@@ -119,7 +119,7 @@ def test_without_an_older_one_the_run_ends_as_ever() -> None:
     assert "set aside" not in story.verdict.message
 
 
-def test_who_wants_to_hear_of_the_first_crash_does() -> None:
+def test_crashes_max_1_ends_the_run_at_the_first_crash() -> None:
     story = Story(crashes_max=1)
     life(story, POISONED, GOOD)
     assert "the same crash 1 times in a row" in story.verdict.message

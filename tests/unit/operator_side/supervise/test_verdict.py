@@ -51,7 +51,7 @@ NOT_DURABLE = Death(1, 11, "holdfast.errors.NotDurable")
         (evidence(NOT_DURABLE, Death(0, 1, "ValueError")), Cause.CRASHED),
     ],
 )
-def test_causes(what: Evidence, cause: Cause) -> None:
+def test_a_verdict_names_the_cause(what: Evidence, cause: Cause) -> None:
     assert judge(what).cause is cause
 
 
@@ -84,13 +84,13 @@ def test_a_process_of_a_rank_that_was_killed_for_memory_is_named_beside_its_exce
     assert verdict.exit_code == 1
 
 
-def test_what_we_kill_ourselves_is_not_blamed_on_the_memory() -> None:
+def test_a_process_killed_by_the_supervisor_is_not_blamed_on_memory() -> None:
     verdict = judge(evidence(Death(1, -9, by_us=True, out_of_memory=True), given_up="rank 0 is silent"))
     assert verdict.cause is Cause.LOST
     assert judge(evidence(Death(1, -15, out_of_memory=True))).cause is Cause.KILLED
 
 
-def test_who_and_how_is_said() -> None:
+def test_a_verdict_says_who_ended_and_how() -> None:
     verdict = judge(evidence(BUG, ECHO))
     assert verdict.message == "rank 1 on spot-2 ended with exit code 1 (ValueError)"
     assert (verdict.rank, verdict.exit_code, verdict.exception) == (1, 1, "ValueError")

@@ -40,7 +40,7 @@ def test_an_older_step_is_refused(stager: Stager) -> None:
     assert "older than step 9" in tell.body["reason"]
 
 
-def test_one_more_is_declined_while_as_many_are_received_as_ranks_may_hold(stager: Stager) -> None:
+def test_an_offer_beyond_the_steps_in_flight_is_declined(stager: Stager) -> None:
     for step in range(IN_FLIGHT_MAX):
         stager.offer_all(step)
         assert phases_of(stager.session)[step] is Phase.RECEIVING

@@ -106,7 +106,7 @@ def _play(seed: int) -> int:
     return chosen
 
 
-def test_it_chooses_as_a_look_at_all_ranks_does() -> None:
+def test_the_next_chunk_is_that_of_a_look_at_all_ranks() -> None:
     assert sum(_play(seed) for seed in range(120)) > 2000
 
 

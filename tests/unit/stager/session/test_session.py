@@ -82,7 +82,7 @@ def test_a_rank_that_goes_on_to_another_step_ends_the_wait_for_the_first(stager:
     assert phases_of(stager.session) == {2: Phase.OFFERING}
 
 
-def test_what_lies_whole_in_the_ring_is_staged_before_the_flusher_began(stager: Stager) -> None:
+def test_a_step_whole_in_the_ring_is_staged_before_the_flusher_began(stager: Stager) -> None:
     stager.offer_all(1, began=False)
     stager.pay_all(1)
     stager.take(Done(0, 1))
@@ -148,7 +148,7 @@ def test_a_lost_rank_ends_what_it_still_owes_and_not_what_it_has_sent() -> None:
 # -- a flusher that dies and comes back ------------------------------------------------------------------------------
 
 
-def test_what_another_flusher_is_told_follows_the_phases() -> None:
+def test_steps_told_to_another_flusher_follow_the_phases() -> None:
     stager = Stager(make_layout(3), slots=12)
     digest = stager.layout.digest
     stager.take(Offer(0, 1, digest))
@@ -328,7 +328,7 @@ def test_another_flushers_ring_is_taken_up(stager: Stager) -> None:
     ],
     ids=repr,
 )
-def test_what_the_protocol_does_not_allow_changes_nothing(stager: Stager, event: Event) -> None:
+def test_an_event_against_the_protocol_changes_nothing(stager: Stager, event: Event) -> None:
     stager.offer_all(1)
     before = (slots_of(stager.session), stager.session.outstanding(), phases_of(stager.session))
     with pytest.raises(ProtocolError):

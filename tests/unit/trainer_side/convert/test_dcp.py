@@ -138,7 +138,7 @@ def test_a_flipped_bit_is_found_and_nothing_is_left(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_what_dcp_saved_is_restored_and_goes_on_the_same(tmp_path: Path, run: Command) -> None:
+def test_state_saved_by_dcp_is_restored_and_goes_on_the_same(tmp_path: Path, run: Command) -> None:
     before = Run(1, steps=3)
     saved_by_dcp(tmp_path / "old", before.tree())
     code, _, err = run("import", tmp_path / "old", tmp_path / "run", "--step", 7)
@@ -269,7 +269,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("where", ["metadata", "value"])
-def test_nothing_in_a_folder_is_run(
+def test_importing_a_folder_runs_no_code(
     tmp_path: Path, run: Command, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -55,7 +55,7 @@ def saved_by_torch(path: Path, state: Any) -> Path:
     return path
 
 
-def test_what_torch_saved_is_restored_and_goes_on_the_same(tmp_path: Path, run: Command) -> None:
+def test_a_file_saved_by_torch_is_restored_and_goes_on_the_same(tmp_path: Path, run: Command) -> None:
     before = Run(1, steps=3)
     file = saved_by_torch(tmp_path / "old.pt", before.tree())
     code, out, err = run(file, tmp_path / "run", "--step", 41, "--json")
@@ -99,7 +99,7 @@ def test_several_chunks(tmp_path: Path, run: Command) -> None:
     )
 
 
-def test_what_was_exported_is_the_very_state_again(tmp_path: Path, run: Command) -> None:
+def test_an_exported_state_comes_back_the_same(tmp_path: Path, run: Command) -> None:
     state = training_state()
     manifest = publish(tmp_path / "run", 3, state)
     store = open_store(str(tmp_path / "run"))
@@ -153,7 +153,7 @@ class Custom:
         ({"model": torch.ones(2).to_sparse()}, 3, "model is"),
     ],
 )
-def test_what_cannot_be_a_state_is_refused_before_the_run_is_touched(
+def test_an_impossible_state_is_refused_before_the_run_is_touched(
     state: Any, code: int, words: str, tmp_path: Path, run: Command
 ) -> None:
     found, _, err = run(saved_by_torch(tmp_path / "old.pt", state), tmp_path / "run", "--step", 1)
@@ -204,7 +204,7 @@ def test_a_run_with_checkpoints_or_with_a_writer_is_left_alone(tmp_path: Path, r
     assert newest.step == 4, "of a later attempt, and so the newest"
 
 
-def test_what_the_file_lacks_stays_only_where_the_script_says_so(tmp_path: Path) -> None:
+def test_values_that_the_file_lacks_stay_only_where_the_script_says_so(tmp_path: Path) -> None:
     publish(tmp_path, 3, {"x": torch.ones(4)})
     target, seen = torch.zeros(4), PerRank(RngState())
     with pytest.raises(StateError, match=r"has no 'rng'; it has 'x'.*may_lack=\['rng'\]"):
@@ -217,7 +217,7 @@ def test_what_the_file_lacks_stays_only_where_the_script_says_so(tmp_path: Path)
     assert restored.values == {}
 
 
-def test_what_the_checkpoint_has_is_restored_although_it_may_lack_it(tmp_path: Path) -> None:
+def test_values_that_may_lack_are_restored_where_the_checkpoint_has_them(tmp_path: Path) -> None:
     publish(tmp_path, 3, {"x": torch.ones(4), "n": 6})
     target = torch.zeros(4)
     restored = bring_back({"x": target, "n": 5}, tmp_path, may_lack=("n", "x"))
@@ -225,7 +225,7 @@ def test_what_the_checkpoint_has_is_restored_although_it_may_lack_it(tmp_path: P
     assert restored.values == {"n": 6}
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_path_that_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ConfigError, match="expected a file or a directory"):

@@ -61,7 +61,7 @@ def test_an_optimizer_in_another_order_after_export_and_import(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [(), ("--rename", "model=net"), ("--under", "all")])
-def test_they_say_where_things_lie_now(
+def test_names_say_where_parameters_lie_now(
     tmp_path: Path, run: Command, kind: str, options: tuple[str, ...]
 ) -> None:
     code, err = run("import", exported(tmp_path, run, kind), tmp_path / "run", "--step", 3, *options)
@@ -113,7 +113,9 @@ class Holder:
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_what_dcp_keys_by_the_names_of_parameters(tmp_path: Path, run: Command, is_inside: bool) -> None:
+def test_optimizers_keyed_by_names_in_dcp_are_joined_by_name(
+    tmp_path: Path, run: Command, is_inside: bool
+) -> None:
     state = job(0)
     mark(state["optimizer"], names_of(("", state["model"])))
     tree: State = {

@@ -89,7 +89,7 @@ def test_a_training_state_with_tied_weights_and_plain_values(tmp_path: Path) -> 
     assert back["model"]._metadata == state["model"]._metadata
 
 
-def test_one_part_has_the_names_that_its_model_gave(tmp_path: Path) -> None:
+def test_a_single_part_has_the_names_that_its_model_gave(tmp_path: Path) -> None:
     state = training_state()
     store = CountingStore(tmp_path / "run")
     loaded = load_file(written(tmp_path, state, only="model", store=store))
@@ -135,7 +135,7 @@ def test_any_state_is_written_exactly_or_refused(
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "a/b and a.b would both be named a.b"),
     ],
 )
-def test_what_has_no_place_in_such_a_file_is_refused_by_its_path(
+def test_a_value_without_a_place_in_safetensors_is_refused_by_its_path(
     tmp_path: Path, value: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(StateError) as refused:

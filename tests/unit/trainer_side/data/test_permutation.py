@@ -14,7 +14,7 @@ from trainer_side.data.permutation import Permutation
 
 
 @given(length=st.integers(1, 500), name=st.text())
-def test_it_is_a_permutation(length: int, name: str) -> None:
+def test_the_order_is_a_permutation(length: int, name: str) -> None:
     assert sorted(Permutation(length, name).at(0, length)) == list(range(length))
 
 

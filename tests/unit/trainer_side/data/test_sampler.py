@@ -115,7 +115,9 @@ def test_killed_anywhere_on_any_ranks_it_takes_each_sample_once(
 
 @settings(max_examples=50)
 @given(length=st.integers(1, 60), batch_size=st.integers(1, 4), kills=st.lists(st.integers(0, 9), max_size=4))
-def test_as_many_ranks_take_the_same_batches(length: int, batch_size: int, kills: list[int]) -> None:
+def test_ranks_as_many_as_before_take_the_same_batches(
+    length: int, batch_size: int, kills: list[int]
+) -> None:
     taken: list[list[int]] = []
     samplers = _ranks(length, 3)
     for steps in kills:
@@ -155,7 +157,7 @@ def test_with_drop_last_each_epoch_begins_with_a_batch(
     assert _flat(following) == order[length : length + len(following) * 3 * after]
 
 
-def test_in_order_without_shuffling() -> None:
+def test_samples_come_in_order_without_shuffling() -> None:
     assert _steps(_ranks(10, 2, shuffle=False), 2, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
 
 
@@ -194,7 +196,7 @@ def _loader(kind: str, data: Any, batch_sampler: ReadAhead, workers: int = 2) ->
 
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_a_loader_reads_ahead_does_not_count(kind: str, workers: int) -> None:
+def test_batches_read_ahead_by_a_loader_do_not_count(kind: str, workers: int) -> None:
     """And random numbers of the loop go on as in a run that was never interrupted."""
     (through,) = _ranks(29, 1)
     torch.manual_seed(1)
@@ -297,7 +299,7 @@ def test_a_loader_that_nobody_follows_is_not_saved() -> None:
         sampler.state_dict()
 
 
-def test_as_a_sampler_of_samples_it_is_refused() -> None:
+def test_a_sampler_of_single_samples_is_refused() -> None:
     (sampler,) = _ranks(24, 1)
     loader: DataLoader[int] = DataLoader(_Squares(), sampler=sampler, batch_size=4)
     with pytest.raises(StateError, match=r"batch_sampler=sampler\.ahead"):
@@ -322,7 +324,7 @@ def test_a_loader_that_does_not_fit_is_refused() -> None:
         sampler.follow(unordered)
 
 
-def test_what_wraps_a_loader_is_followed_by_its_batch_size() -> None:
+def test_a_wrapped_loader_is_followed_by_its_batch_size() -> None:
     (sampler,) = _ranks(24, 1)
     loader: DataLoader[Any] = DataLoader(_Squares(), batch_sampler=sampler.ahead(4))
     next(sampler.follow((batch for batch in loader), 4))
@@ -383,12 +385,12 @@ def test_a_place_that_is_none_is_refused(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("saved", [None, {}, [1], {"epoch": 0, "cursor": 3}])
-def test_what_is_no_state_of_a_sampler_is_refused(saved: Any) -> None:
+def test_an_invalid_sampler_state_is_refused(saved: Any) -> None:
     with pytest.raises(StateError, match="expected a dict with epoch, cursor, length, seed, order"):
         _ranks(10, 1)[0].load_state_dict(saved)
 
 
-def test_what_cannot_be_sampled_is_refused() -> None:
+def test_impossible_sampler_arguments_are_refused() -> None:
     for length, rank, ranks in ((0, 0, 1), (5, 2, 2), (5, -1, 2)):
         with pytest.raises(StateError, match=r"sampler: (length: |rank: )?expected"):
             ResumableSampler(length, seed=0, rank=rank, ranks=ranks)

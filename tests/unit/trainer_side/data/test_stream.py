@@ -127,7 +127,7 @@ def test_passes_are_counted() -> None:
     assert [(next(batches), stream.passes) for _ in range(4)] == [([1], 0), ([3], 0), ([1], 1), ([3], 1)]
 
 
-def test_what_cannot_go_on_is_refused() -> None:
+def test_a_stream_that_cannot_go_on_is_refused() -> None:
     with pytest.raises(StateError, match=r"list has no state_dict\(\)"):
         ResumableStream([1, 2], rank=0, ranks=1)  # type: ignore[arg-type]
     with pytest.raises(StateError, match="rank from 0 to ranks - 1"):

@@ -154,7 +154,7 @@ def test_the_place_of_a_resumable_sampler_is_the_same_for_any_number_of_ranks() 
     assert noted(made(dataloader=loader)).state["dataloader"] is loader
 
 
-def test_what_is_excluded_from_loading_is_saved_and_stays_as_it_is() -> None:
+def test_state_excluded_from_loading_is_saved_and_stays_as_it_is() -> None:
     loader = Loader()
     held = noted(made(dataloader=loader, exclude_from_loading=["dataloader"])).state["dataloader"]
     assert not held.same_ranks
@@ -177,6 +177,8 @@ def test_what_is_excluded_from_loading_is_saved_and_stays_as_it_is() -> None:
         ({"exclude_from_loading": ["data"]}, "'data', expected names of lr_scheduler"),
     ],
 )
-def test_what_holdfast_does_in_another_way_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+def test_torchtitan_options_that_holdfast_lacks_are_refused_by_name(
+    given: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         made(**given)

@@ -365,7 +365,7 @@ def test_the_layout_is_sent_once_to_each_stager(port: FakePort, again: Again) ->
     link.close(seconds_max=0.0)
 
 
-def test_what_was_only_staged_is_not_called_safe_after_a_loss(port: FakePort, again: Again) -> None:
+def test_a_step_only_staged_is_not_called_safe_after_a_loss(port: FakePort, again: Again) -> None:
     link = _linked(port, again)
     for step, word in ((1, Kind.DURABLE), (2, Kind.STAGED)):
         transfer = offer(link, step)
@@ -428,7 +428,7 @@ def test_a_stager_may_be_lost_and_reached_again_any_number_of_times(port: FakePo
     assert lost.left
 
 
-def test_who_asks_while_the_stager_is_lost_hears_the_loss_even_when_it_is_back(
+def test_a_caller_during_a_loss_hears_of_it_even_when_the_stager_is_back(
     port: FakePort, again: Again
 ) -> None:
     link = _linked(port, again)

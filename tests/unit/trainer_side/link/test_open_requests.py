@@ -23,7 +23,7 @@ def _agree(link: Link, port: FakePort, kind: Kind, body: dict[str, Any]) -> Agre
     return link.agree(Proposal("digest", [["a", "float32", [1], -1]], 10, {"rng": 5}))
 
 
-def test_agreement(link: Link, port: FakePort) -> None:
+def test_an_open_request_gets_the_stagers_agreement(link: Link, port: FakePort) -> None:
     body = {"pickle_reserve_bytes": 65536, "per_rank_reserve_bytes": {"rng": 4096}}
     assert _agree(link, port, Kind.RESERVED, body) == Agreement(65536, {"rng": 4096})
     assert Proposal.from_frame(port.of(Kind.PROPOSE)[0]).per_rank_bytes == {"rng": 5}

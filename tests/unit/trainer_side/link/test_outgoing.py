@@ -13,7 +13,7 @@ from trainer_side.link.link import Link
 from trainer_side.transfer import TransferState
 
 
-def test_nothing_is_sent_before_it_is_copied(link: Link, port: FakePort) -> None:
+def test_a_frame_is_not_sent_before_it_is_copied(link: Link, port: FakePort) -> None:
     source = Source(0)
     first = next(iter(LAYOUT.sends(0)))
     source.ready = sum(extent.nbytes for extent in first[1]) - 1

@@ -15,7 +15,7 @@ from trainer_side.link.poll_backoff import PollBackoff
 from trainer_side.transfer import TransferState
 
 
-def test_it_polls_without_a_pause_only_while_mpi_takes_a_payload_to_pieces(
+def test_the_link_polls_without_a_pause_while_mpi_sends_a_payload_in_pieces(
     port: FakePort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("holdfast.wire.frames._PIECES_APART_MAX", 1)
@@ -42,7 +42,7 @@ def test_it_polls_without_a_pause_only_while_mpi_takes_a_payload_to_pieces(
 
 
 @pytest.mark.parametrize("why", ["another machine", "nothing moves"])
-def test_it_polls_without_a_pause_where_the_stager_cannot_read_by_itself(
+def test_the_link_polls_without_a_pause_where_the_stager_cannot_read_by_itself(
     port: FakePort, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     pauses: list[float] = []

@@ -83,7 +83,7 @@ def _found(search: Rejoining) -> Reached:
 Search = Callable[..., Rejoining]
 
 
-def test_what_does_not_answer_is_tried_again_as_the_same_generation(search: Search) -> None:
+def test_a_failed_answer_is_retried_as_the_same_generation(search: Search) -> None:
     door = Door(PeerLost("not there"), ConfigError("it serves another job"), AFTER)
     found = _found(search(door))
     assert (found.greeted.welcome, found.tries) == (AFTER, 3)

@@ -31,7 +31,7 @@ def test_a_rank_that_was_not_there_yet_is_asked_again_while_there_is_time() -> N
     assert not silent.emergency.open
 
 
-def test_what_was_declined_is_tried_at_a_later_step() -> None:
+def test_a_declined_emergency_save_is_tried_at_a_later_step() -> None:
     job = NoticeJob(2)
     job.notice(0, terminate(100), 100.0)
     job.settle()
@@ -50,7 +50,7 @@ def test_what_was_declined_is_tried_at_a_later_step() -> None:
     assert not job.emergency.open
 
 
-def test_it_gives_up_after_some_saves() -> None:
+def test_the_emergency_gives_up_after_some_saves() -> None:
     job = NoticeJob(1)
     job.notice(0, _REBALANCE, None)
     for _ in range(20):
@@ -99,7 +99,7 @@ def test_too_late_is_said_and_nobody_saves() -> None:
     assert "a new one needs" in job.said[-1].text
 
 
-def test_what_is_in_flight_is_finished_and_nothing_new_is_begun() -> None:
+def test_a_step_in_flight_is_finished_and_no_new_one_is_begun() -> None:
     job = NoticeJob(2, [InFlight(3, 0.5, 4.0)])
     job.emergency.measures.staged(1000, 8.0)
     job.notice(0, terminate(6), 6.0)

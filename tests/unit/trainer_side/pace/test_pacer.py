@@ -68,7 +68,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "events.jsonl"
 
 
-def test_it_profiles_wishes_and_does_what_is_appointed(path: Path) -> None:
+def test_the_pacer_profiles_wishes_and_follows_the_appointment(path: Path) -> None:
     rank = Rank(path, overhead_max=0.03, dollars_per_hour=36.0)
     assert rank.train(31) == [15]
     assert rank.wishes == [], "of the first checkpoint nothing is concluded"
@@ -132,6 +132,6 @@ def test_auto_is_no_number(every: str | None) -> None:
 
 
 @pytest.mark.parametrize("every", ["sometimes", -1, 2.5, ""])
-def test_what_is_no_interval_is_refused(every: object) -> None:
+def test_an_invalid_interval_is_refused(every: object) -> None:
     with pytest.raises(ConfigError, match="every: expected a whole number of at least 0"):
         chosen_interval(every, TrainerConfig())

@@ -43,7 +43,7 @@ def checkpoint(
     profile.durable(step, durable)
 
 
-def test_what_is_measured_is_the_median_without_saves_and_without_the_first_checkpoint(
+def test_a_cost_is_the_median_without_saves_and_without_the_first_checkpoint(
     profile: StepProfile, clock: Clock
 ) -> None:
     train(
@@ -61,7 +61,7 @@ def test_what_is_measured_is_the_median_without_saves_and_without_the_first_chec
     assert (cost.staged_seconds, cost.durable_seconds, cost.in_flight_max) == (2.0, 4.0, 1)
 
 
-def test_one_that_was_slow_by_accident_does_not_count(profile: StepProfile, clock: Clock) -> None:
+def test_an_accidentally_slow_checkpoint_does_not_count(profile: StepProfile, clock: Clock) -> None:
     train(profile, clock, *[1.0] * 8)
     for step, durable in enumerate((1.0, 4.0, 90.0, 5.0)):
         checkpoint(profile, clock, step, added=0.0, stall=0.1, durable=durable)
@@ -70,7 +70,7 @@ def test_one_that_was_slow_by_accident_does_not_count(profile: StepProfile, cloc
     assert profile.cost().durable_seconds == 80.0, "two of three are no accident"
 
 
-def test_one_that_is_still_on_its_way_counts_with_its_time_so_far(profile: StepProfile, clock: Clock) -> None:
+def test_a_checkpoint_under_way_counts_with_its_time_so_far(profile: StepProfile, clock: Clock) -> None:
     train(profile, clock, *[1.0] * 8)
     checkpoint(profile, clock, 0, added=0.0, stall=0.1, durable=1.0)
     checkpoint(profile, clock, 1, added=0.0, stall=0.1, durable=2.0)
@@ -82,7 +82,7 @@ def test_one_that_is_still_on_its_way_counts_with_its_time_so_far(profile: StepP
     assert profile.cost().durable_seconds == 2.0
 
 
-def test_nothing_measured_is_said(profile: StepProfile, clock: Clock) -> None:
+def test_a_profile_without_measurements_says_so(profile: StepProfile, clock: Clock) -> None:
     with pytest.raises(
         StateError, match=r"0 iterations without a checkpoint were measured, expected at least 5; call"
     ):

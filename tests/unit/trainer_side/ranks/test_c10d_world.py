@@ -83,7 +83,7 @@ def test_the_name_of_the_first_start_stays_where_the_store_outlives_the_ranks(
     assert first[0].incarnation != second[0].incarnation
 
 
-def test_who_does_not_come_is_named(server: TCPStore) -> None:
+def test_absent_ranks_are_named(server: TCPStore) -> None:
     found = meet(server, 14, range(2), seconds_max=0.5)
     assert found[0] == (
         "rank 0 waited 0.5 s for all 14 ranks; rank 2, 3, 4, 5, 6, 7, 8, 9 and 4 more did not come to holdfast"

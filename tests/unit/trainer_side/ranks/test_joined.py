@@ -95,7 +95,7 @@ def test_torch_distributed_of_other_ranks_than_the_job_is_refused(
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["mpi4py", "no-mpi4py"])
-def test_nothing_of_mpi_is_imported_on_the_way_without_it(
+def test_a_launch_without_mpi_imports_nothing_of_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hidden: bool
 ) -> None:
     outside_any_launcher(monkeypatch)

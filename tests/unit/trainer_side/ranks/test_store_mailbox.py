@@ -73,7 +73,7 @@ def test_messages_come_once_in_order_and_to_the_byte(server: TCPStore) -> None:
     assert first.lost() == frozenset()
 
 
-def test_nothing_is_lost_of_what_many_send_while_one_takes(server: TCPStore) -> None:
+def test_messages_of_many_senders_are_not_lost_while_one_takes(server: TCPStore) -> None:
     ranks, each = 4, 200
     boxes = mailboxes(server, ranks)
     threads = [

@@ -43,7 +43,7 @@ def speakers(errors: dict[int, HoldfastError], ranks: int) -> list[int]:
     return [rank for rank, error in errors.items() if speaks(ports.of(rank), error, seconds_max=0.05)]
 
 
-def test_what_all_ranks_are_told_is_said_by_rank_0() -> None:
+def test_an_error_that_all_ranks_raise_is_said_by_rank_0() -> None:
     assert speakers({rank: ConfigError("no such store") for rank in range(4)}, 4) == [0]
 
 

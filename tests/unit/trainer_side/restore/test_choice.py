@@ -106,7 +106,9 @@ def test_newest_first_each_whole_and_nothing_is_left_out(
 
 
 @given(found=holders_of(), shelf=STORED)
-def test_of_equals_the_tiers_come_before_the_store(found: list[Holder], shelf: list[StoreCandidate]) -> None:
+def test_equal_candidates_in_tiers_come_before_the_store(
+    found: list[Holder], shelf: list[StoreCandidate]
+) -> None:
     shelf = [one._replace(number=number) for number, one in enumerate(shelf)]
     listed = [item for item in candidates(found, shelf) if isinstance(item, Candidate)]
     for before, after in itertools.pairwise(listed):

@@ -66,7 +66,7 @@ def machines(tmp_path: Path) -> _Machines:
 
 @pytest.mark.parametrize("emptied", [0, 1])
 @pytest.mark.parametrize("store", [True, False], ids=["an empty store", "no store"])
-def test_one_of_two_tiers_was_emptied(machines: _Machines, emptied: int, store: bool) -> None:
+def test_an_emptied_tier_of_two_stops_the_restart(machines: _Machines, emptied: int, store: bool) -> None:
     machines.save(5, 7)
     machines.empty(emptied)
     survivors = machines.bytes_of(1 - emptied)
@@ -198,7 +198,7 @@ def test_an_error_that_may_pass_takes_no_older_step(tmp_path: Path, attempt: int
         bring_back(store, [[], []])
 
 
-def test_one_that_is_removed_meanwhile_is_no_matter(tmp_path: Path) -> None:
+def test_a_checkpoint_removed_meanwhile_is_no_matter(tmp_path: Path) -> None:
     for step in (5, 6):
         saved(step).publish(tmp_path / "run")
 

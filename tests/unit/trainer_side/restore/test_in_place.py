@@ -41,7 +41,7 @@ def test_a_tensor_in_a_container_is_filled_where_it_lies() -> None:
 @pytest.mark.parametrize(
     ("live", "saved"), [([1], {"a": 1}), ({"a": 1}, [1]), (1, 2), ((1,), (2,)), ("a", "b"), ([1], (1,))]
 )
-def test_what_is_of_another_kind_stays_as_it_is(live: Any, saved: Any) -> None:
+def test_a_container_of_another_kind_stays_as_it_is(live: Any, saved: Any) -> None:
     before = repr(live)
     assert not refill(live, saved)
     assert repr(live) == before

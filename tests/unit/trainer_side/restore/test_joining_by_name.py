@@ -125,7 +125,7 @@ def test_each_parameter_gets_its_own_moments(
         assert own == settings
 
 
-def test_any_order_of_any_groups(tmp_path: Path) -> None:
+def test_parameters_in_any_order_of_any_groups_get_their_own_moments(tmp_path: Path) -> None:
     dice = random.Random(1)
     for trial in range(20):
         net, fresh = Net(), Net(1)
@@ -202,7 +202,7 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("of_file", [False, True])
-def test_only_the_wrapper_is_another_one(tmp_path: Path, of_file: bool) -> None:
+def test_parameters_under_another_wrapper_get_their_own_moments(tmp_path: Path, of_file: bool) -> None:
     net, fresh = Net(), Net(1)
     outer = Wrapped(net) if of_file else net
     optimizer = torch.optim.AdamW(net.parameters())

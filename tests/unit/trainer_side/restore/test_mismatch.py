@@ -90,7 +90,7 @@ def test_shapes_of_a_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saved", [[1, 2], torch.ones(3), "text"])
-def test_another_kind_of_value_than_a_module_s(tmp_path: Path, saved: Any) -> None:
+def test_a_value_that_is_no_modules_state_is_refused(tmp_path: Path, saved: Any) -> None:
     refused(tmp_path, saved, nn.Linear(3, 3), match="x: it is a Linear here, and the checkpoint has a")
 
 
@@ -110,7 +110,7 @@ def test_a_model_without_memory(tmp_path: Path) -> None:
     )
 
 
-def test_another_kind_of_value_than_an_optimizer_s(tmp_path: Path) -> None:
+def test_a_value_that_is_no_optimizers_state_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, {"param_groups": [], "last": 3}, groups(1), match="x: it is the optimizer SGD here")
 
 
@@ -138,7 +138,7 @@ def test_groups_that_were_added_too_early(tmp_path: Path) -> None:
     )
 
 
-def test_one_of_many_groups_is_named(tmp_path: Path) -> None:
+def test_the_differing_group_of_many_is_named(tmp_path: Path) -> None:
     refused(
         tmp_path,
         groups(*[1] * 7, 2, *[1] * 5).state_dict(),
@@ -149,7 +149,9 @@ def test_one_of_many_groups_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("here", "there"), [((2, 3), (2,)), ((2, 3), (3, 2)), ((4,), (5,)), ((), (1,))])
-def test_other_groups(tmp_path: Path, here: tuple[int, ...], there: tuple[int, ...]) -> None:
+def test_other_parameter_groups_are_refused(
+    tmp_path: Path, here: tuple[int, ...], there: tuple[int, ...]
+) -> None:
     optimizer = groups(*(here or (1,)))
     if not here:
         optimizer.param_groups.clear()
@@ -174,13 +176,13 @@ def test_an_optimizer_that_takes_other_groups_is_asked(tmp_path: Path) -> None:
     assert len(optimizer.param_groups) == 2
 
 
-def test_what_was_not_saved_per_rank(tmp_path: Path) -> None:
+def test_a_value_not_saved_per_rank_is_refused(tmp_path: Path) -> None:
     refused(
         tmp_path, {"epoch": 1}, PerRank({"epoch": 0}), match="x: is PerRank in the state, but was not when"
     )
 
 
-def test_what_was_shared_out_among_other_ranks(tmp_path: Path) -> None:
+def test_a_value_shared_out_among_other_ranks_is_refused(tmp_path: Path) -> None:
     value = PerRank({"epoch": 0}, same_ranks=True)
     refused(
         tmp_path,
@@ -191,7 +193,7 @@ def test_what_was_shared_out_among_other_ranks(tmp_path: Path) -> None:
     )
 
 
-def test_what_an_object_refuses_later_is_said_with_what_is_loaded_and_what_is_not(tmp_path: Path) -> None:
+def test_a_late_refusal_says_what_is_loaded_and_what_is_not(tmp_path: Path) -> None:
     class Refuses(Untouched):
         def load_state_dict(self, _: Any) -> None:
             raise ValueError("not this one")

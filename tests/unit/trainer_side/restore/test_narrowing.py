@@ -91,7 +91,7 @@ def test_a_file_of_stages_comes_back_whole() -> None:
         (saved(job(0, 1, 2), named=True), [job(0), job(1)], "which no rank has"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(tree: State, states: list[State], said: str) -> None:
+def test_a_stage_that_does_not_fit_is_refused_by_name(tree: State, states: list[State], said: str) -> None:
     with pytest.raises(StateError, match=said):
         narrowed(tree, states, 0)
 

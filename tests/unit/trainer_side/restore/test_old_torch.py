@@ -40,7 +40,9 @@ def tree(value: float) -> dict[str, torch.Tensor]:
     return {"a": torch.full((5, 3), value), "none": torch.empty(0), "part": whole[8:16], "b": whole}
 
 
-def test_what_was_saved_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_state_comes_back_under_an_older_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish(tmp_path, 3, tree(3.0))
     make_larger(monkeypatch, 4)
     state = tree(0.0)

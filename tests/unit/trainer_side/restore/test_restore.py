@@ -169,7 +169,9 @@ def test_slices_that_are_doubtful_are_passed_over(tmp_path: Path, caplog: pytest
     assert "model/w was changed after save(6)" in caplog.text
 
 
-def test_what_drifted_is_better_than_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drifted_checkpoint_is_better_than_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     old, new = (publish(tmp_path, step, {"x": torch.full((9,), float(step))}) for step in (4, 5))
     mark_drifted(tmp_path, new)
     (tmp_path / old.file).unlink()
@@ -180,7 +182,7 @@ def test_what_drifted_is_better_than_nothing(tmp_path: Path, caplog: pytest.LogC
 # -- what comes back -------------------------------------------------------------------------------------------------
 
 
-def test_everything_comes_back_bit_for_bit_and_goes_on_the_same(tmp_path: Path) -> None:
+def test_a_run_comes_back_bit_for_bit_and_goes_on_the_same(tmp_path: Path) -> None:
     saved = Run(1, steps=3)
     publish(tmp_path, 41, saved.tree())
     fresh = Run(2)
@@ -194,7 +196,7 @@ def test_everything_comes_back_bit_for_bit_and_goes_on_the_same(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 8192, 1 << 20])
-def test_any_chunk_size(tmp_path: Path, chunk_bytes: int) -> None:
+def test_a_file_of_any_chunk_size_is_restored_whole(tmp_path: Path, chunk_bytes: int) -> None:
     saved = Run(1, steps=1)
     manifest = publish(tmp_path, 0, saved.tree(), chunk_bytes=chunk_bytes)
     fresh = Run(2)
@@ -532,7 +534,7 @@ def test_damage_that_only_one_rank_sees_leads_all_to_the_step_before(tmp_path: P
         assert_same(run.tree(), old.tree())
 
 
-def test_one_rank_of_another_shape_refuses_for_all(tmp_path: Path) -> None:
+def test_a_rank_with_another_shape_makes_all_ranks_refuse(tmp_path: Path) -> None:
     publish(tmp_path, 1, {"x": torch.ones(10)})
     targets = [torch.zeros(10), torch.zeros(11)]
     _, errors = Ranks(2).outcomes(
@@ -603,7 +605,7 @@ def test_each_rank_gets_its_own_value_and_new_ranks_keep_theirs(
     assert caplog.text.count(other) == (ranks != 2)
 
 
-def test_what_is_shared_out_among_the_ranks_wants_as_many_again(tmp_path: Path) -> None:
+def test_a_value_shared_out_among_ranks_needs_as_many_again(tmp_path: Path) -> None:
     publish(tmp_path, 0, {"own": blobs_of(["a", "b"])}, ranks=2)
 
     def bring(peers: ThreadPeers) -> Any:
@@ -625,7 +627,7 @@ def test_plain_per_rank_values_are_replaced(tmp_path: Path) -> None:
     assert own.value == [1, 2, "c"]
 
 
-def test_what_was_not_saved_per_rank_is_refused(tmp_path: Path) -> None:
+def test_a_value_not_saved_per_rank_is_refused(tmp_path: Path) -> None:
     publish(tmp_path, 0, {"own": {"a": 1}})
     with pytest.raises(StateError, match="own: is PerRank in the state, but was not"):
         bring_back({"own": PerRank(Holder(None))}, tmp_path)
@@ -672,7 +674,7 @@ def test_an_object_that_cannot_be_loaded_is_refused_at_once(tmp_path: Path) -> N
     assert target.tolist() == [0, 0, 0]
 
 
-def test_it_is_told_in_the_event_log(tmp_path: Path) -> None:
+def test_a_restore_is_told_in_the_event_log(tmp_path: Path) -> None:
     publish(tmp_path / "run", 1, {"x": torch.ones(3000)})
     manifest = publish(tmp_path / "run", 2, {"x": torch.ones(3000)})
     flip(tmp_path / "run", manifest, place_of(manifest, "x"))
@@ -760,7 +762,7 @@ def test_a_file_that_is_lost_while_it_is_read(tmp_path: Path, how: str) -> None:
     assert torch.equal(target, torch.ones(9000))
 
 
-def test_none_good_names_them_all(tmp_path: Path) -> None:
+def test_the_error_names_all_checkpoints_when_none_is_good(tmp_path: Path) -> None:
     for step in (1, 2):
         manifest = publish(tmp_path, step, {"x": torch.ones(3000)})
         flip(tmp_path, manifest, place_of(manifest, "x"))
@@ -818,7 +820,7 @@ def test_names_that_are_missing_are_refused_and_extra_ones_are_said(
     assert "are not restored: 'b'" in caplog.text
 
 
-def test_what_an_object_refuses_is_named(tmp_path: Path) -> None:
+def test_an_object_that_refuses_its_state_is_named(tmp_path: Path) -> None:
     class Picky(Holder):
         def load_state_dict(self, value: Any) -> None:
             raise KeyError("bias")

@@ -215,7 +215,7 @@ def test_moments_keep_the_dtype_in_which_they_were_saved(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tp"])
-def test_nothing_of_a_split_model_that_refuses_has_changed(tmp_path: Path, kind: str) -> None:
+def test_a_split_model_that_refuses_stays_unchanged(tmp_path: Path, kind: str) -> None:
     shard, even = MESHES[kind]
     net, optimizer = trained(even=even)
     publish(tmp_path, 5, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})

@@ -42,7 +42,7 @@ def describe(root: Path, layout: Layout, *, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_two_ranks_saved_comes_back_on_any_number(tmp_path: Path, ranks: int) -> None:
+def test_a_file_of_two_ranks_comes_back_on_any_number(tmp_path: Path, ranks: int) -> None:
     saved = Run(1, steps=2)
     frames = []
     for rank in range(2):

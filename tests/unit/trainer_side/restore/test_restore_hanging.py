@@ -153,7 +153,7 @@ def test_a_tier_that_does_not_say_what_it_keeps_is_left_out(
     )
 
 
-def test_at_the_start_it_is_refused_on_every_rank_by_name(hanging: Hanging) -> None:
+def test_a_tier_that_hangs_at_the_start_is_refused_on_every_rank_by_name(hanging: Hanging) -> None:
     """A job that begins with a tier that hangs would wait for it at its first save, too."""
     hanging.kept_hangs = True
     tiers: list[list[Tier]] = [[DictTier(name=hanging.name)], [hanging]]
@@ -202,7 +202,7 @@ def test_the_newest_attempt_of_a_store_that_hangs(tmp_path: Path, hanging: Hangi
     assert Ranks(2).run(lambda peers: ask(peers, without_store=True)) == [4, 4]
 
 
-def test_what_hangs_is_not_what_is_slow(store: CountingStore) -> None:
+def test_a_slow_tier_is_not_taken_for_a_hung_one(store: CountingStore) -> None:
     """A tier that answers in time is read, however long all of it takes."""
     made = saved(5)
     results, targets = bring_back(store, [[DictTier().put(made, 0, 1)]], seconds_max=SECONDS_MAX)

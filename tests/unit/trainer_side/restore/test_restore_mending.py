@@ -108,7 +108,7 @@ def test_a_tier_that_breaks_is_made_good_by_the_next_source(
     assert {result.whole_in for result in results} == {frozenset({store.url} if keeper == "store" else ())}
 
 
-def test_which_tiers_have_all_of_it_is_known_to_every_rank(store: CountingStore) -> None:
+def test_every_rank_learns_which_tiers_have_the_whole_checkpoint(store: CountingStore) -> None:
     """Of the one a frame is damaged, of another a slice is missing, the third has all."""
     made = saved(5)
     memory = [DictTier().put(made, rank) for rank in range(2)]
@@ -149,7 +149,7 @@ def test_sizes_in_a_layout_are_not_believed(store: CountingStore, where: str) ->
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_whatever_is_damaged_or_lost_the_newest_that_can_be_had_comes_back(data: st.DataObject) -> None:
+def test_the_newest_restorable_checkpoint_comes_back_whatever_is_damaged(data: st.DataObject) -> None:
     """Against an oracle that looks for each frame in all places."""
     ranks = data.draw(st.integers(1, 3), "ranks")
     tiers = [[DictTier(near, f"{near}:{rank}") for near in _SOME] for rank in range(ranks)]
@@ -251,7 +251,7 @@ def test_a_lost_tier_without_any_other_source_leads_to_the_step_before(store: Co
     assert "CRC-32" in results[0].skipped[0]
 
 
-def test_all_damaged_and_nothing_else_is_an_error(store: CountingStore) -> None:
+def test_a_restore_with_only_damaged_checkpoints_is_an_error(store: CountingStore) -> None:
     made = saved(5)
     tier = DictTier().put(made, 0, 1)
     tier.areas[tier.slot(5, 0)] = bytearray(area_bytes(made.layout, 0) // 2)

@@ -141,7 +141,7 @@ def _check(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenes())
-def test_any_part_of_any_tensor_from_the_store(scene: Any) -> None:
+def test_a_rank_restores_any_part_of_any_tensor_from_the_store(scene: Any) -> None:
     whole, ranks, boxes, chunk_bytes = scene
     with tempfile.TemporaryDirectory() as root:
         publish(Path(root), 5, {"split": whole, "y": torch.arange(5.0)}, chunk_bytes=chunk_bytes)
@@ -152,7 +152,7 @@ def test_any_part_of_any_tensor_from_the_store(scene: Any) -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenes(), st.integers(1, 3))
-def test_any_part_of_any_tensor_from_tiers(scene: Any, saved_ranks: int) -> None:
+def test_a_rank_restores_any_part_of_any_tensor_from_tiers(scene: Any, saved_ranks: int) -> None:
     whole, ranks, boxes, chunk_bytes = scene
     made = checkpoint(
         lambda _rank: {"split": Weights(whole), "y": torch.arange(5.0)},
@@ -207,7 +207,7 @@ def test_each_chunk_is_read_once_and_each_rank_gets_what_it_holds_and_no_more(
     assert sent_bytes == pytest.approx(held_bytes - read_by_holder, abs=4 * manifest.chunk_bytes)
 
 
-def test_what_is_small_between_parts_is_not_read_a_second_time(tmp_path: Path) -> None:
+def test_small_tensors_between_parts_are_not_read_a_second_time(tmp_path: Path) -> None:
     whole, steps = (
         [numbers((8, 1024), seed=seed) for seed in range(8)],
         [torch.tensor(float(n)) for n in range(8)],
@@ -260,7 +260,9 @@ def test_a_chunk_that_is_damaged_in_the_store_is_damage_on_the_ranks_that_did_no
         assert torch.equal(state["w"].tensor, box.of(whole + 1))
 
 
-def test_few_chunks_are_packed_for_others_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_packed_for_other_ranks_are_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[scatter.Scatter] = []
 
     class Spied(scatter.Scatter):
@@ -305,7 +307,7 @@ def test_bytes_of_live_parts_are_read_in_place(tmp_path: Path) -> None:
         pytest.param(numbers((4, 6, 8))[2], id="view of a larger storage"),
     ],
 )
-def test_what_lies_otherwise_in_the_file_is_copied(tmp_path: Path, saved: torch.Tensor) -> None:
+def test_a_tensor_that_lies_otherwise_in_the_file_is_copied(tmp_path: Path, saved: torch.Tensor) -> None:
     publish(tmp_path, 5, {"w": saved, "other": {"x": 1}})
     states = [
         {"w": rows((6, 8), 2, rank, 1).empty((6, 8), torch.float32), "other": {"x": 0}} for rank in range(2)
@@ -401,9 +403,7 @@ def test_a_damaged_frame_of_a_split_tensor_is_taken_from_the_store(tmp_path: Pat
         assert torch.equal(state["w"]["x"].tensor, box.of(whole))
 
 
-def test_what_is_passed_on_is_in_few_windows_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_passed_on_use_few_windows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     genuine = targets.ReadWindow.of_size
 

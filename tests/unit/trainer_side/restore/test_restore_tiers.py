@@ -88,7 +88,7 @@ def test_without_any_store(caplog: pytest.LogCaptureFixture) -> None:
     assert f"rank 1 {sizes[1]} bytes from nvme:test in " in said
 
 
-def test_what_every_rank_finds_is_divided_among_them_and_read_once(store: CountingStore) -> None:
+def test_frames_that_every_rank_finds_are_divided_and_read_once(store: CountingStore) -> None:
     made = saved(5)
     shared = [DictTier(name=f"nvme:{rank}").put(made, 0, 1) for rank in range(2)]
     results = assert_step(*bring_back(store, [[tier] for tier in shared]), 5)
@@ -180,7 +180,7 @@ def test_only_an_unfinished_step_anywhere_is_a_new_run(
     assert "the run starts at step 0" in caplog.text
 
 
-def test_nothing_anywhere_is_a_new_run(store: CountingStore) -> None:
+def test_a_restore_without_any_checkpoint_is_a_new_run(store: CountingStore) -> None:
     assert bring_back(store, [[DictTier()], []])[0] == [None, None]
     assert bring_back(None, [[], []])[0] == [None, None]
 

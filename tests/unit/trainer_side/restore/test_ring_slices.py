@@ -57,7 +57,7 @@ def _bring_back(
 
 @pytest.mark.parametrize("state", ["staged", "durable"])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_the_ring_has_costs_no_byte_of_the_store(
+def test_a_checkpoint_in_the_ring_costs_no_byte_of_the_store(
     ring: Ring, store: CountingStore, ranks: int, state: str
 ) -> None:
     _published(store, *((3, 5) if state == "durable" else (3,)))
@@ -71,7 +71,7 @@ def test_what_the_ring_has_costs_no_byte_of_the_store(
     assert sum(one.bytes_read for one in results) == image_bytes * _times(ring, results)
 
 
-def test_what_was_never_staged_is_nobodys(ring: Ring, store: CountingStore) -> None:
+def test_a_step_that_was_never_staged_is_not_restored(ring: Ring, store: CountingStore) -> None:
     _published(store, 3)
     put_in_ring(
         ring, saved(5), range(CHUNKS), state="durable"
@@ -85,7 +85,7 @@ def test_a_staged_one_that_is_not_whole_is_not_taken(ring: Ring, store: Counting
     _bring_back(store, LiveFetch(ring), 3)
 
 
-def test_what_the_ring_lacks_comes_from_the_store_without_a_word_of_damage(
+def test_chunks_missing_in_the_ring_come_from_the_store_without_a_damage_message(
     ring: Ring, store: CountingStore
 ) -> None:
     (made,) = _published(store, 5)
@@ -180,7 +180,7 @@ def test_a_slot_that_is_filled_under_the_second_reader_is_made_good_for_both(
     assert sum(one.sources[store.url].nbytes for one in results if store.url in one.sources) == 4096
 
 
-def test_one_rank_that_cannot_see_the_ring_gets_its_bytes_from_the_others(
+def test_a_rank_that_cannot_see_the_ring_gets_its_bytes_from_the_others(
     store: CountingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (made,) = _published(store, 5)

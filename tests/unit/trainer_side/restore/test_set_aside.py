@@ -54,7 +54,7 @@ def test_the_one_before_is_taken_on_every_rank_and_that_is_said_once(
     assert [result.before for result in results] == [None] * 3
 
 
-def test_neither_tiers_nor_ring_bring_it_back(ring: Ring, store: CountingStore) -> None:
+def test_tiers_and_ring_do_not_bring_a_set_aside_step_back(ring: Ring, store: CountingStore) -> None:
     published(store, CheckpointId(1, 3), CheckpointId(1, 5))
     poisoned, good = saved(5), saved(3)
     put_in_ring(ring, poisoned, range(CHUNKS), state="staged")
@@ -76,7 +76,7 @@ def test_the_ring_has_the_one_before_as_well(ring: Ring, store: CountingStore) -
 
 
 @pytest.mark.parametrize("newest", [CheckpointId(4, 4), CheckpointId(4, 5)])
-def test_who_made_progress_after_going_back_goes_on_from_there(
+def test_a_run_that_went_back_goes_on_from_its_newer_progress(
     store: CountingStore, newest: CheckpointId
 ) -> None:
     """On the next preemption, and even if nobody said any more what was set aside: a later attempt is newer."""

@@ -220,7 +220,7 @@ REFUSING: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSING)
-def test_nothing_of_an_object_that_refuses_has_changed(tmp_path: Path, kind: str) -> None:
+def test_an_object_that_refuses_stays_unchanged(tmp_path: Path, kind: str) -> None:
     value = REFUSING[kind]()
     before = copy.deepcopy([*tensor_paths(value.state_dict())])
     tree = value.state_dict()
@@ -244,7 +244,7 @@ def test_extra_state_may_refuse(tmp_path: Path) -> None:
     assert model.weight.eq(1).all()
 
 
-def test_nothing_of_a_value_of_each_rank_has_changed(tmp_path: Path) -> None:
+def test_a_per_rank_value_that_refuses_stays_unchanged(tmp_path: Path) -> None:
     saved = filled(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 7.0)
     publish(tmp_path, 1, {"x": blobs_of([saved.state_dict()])})
     model = filled(nn.Sequential(nn.Linear(3, 3), RefusesVersion(3, 3)), 1.0)
@@ -253,7 +253,7 @@ def test_nothing_of_a_value_of_each_rank_has_changed(tmp_path: Path) -> None:
     assert all(tensor.eq(1).all() for tensor in model.state_dict().values())
 
 
-def test_nothing_has_changed_on_any_rank(tmp_path: Path) -> None:
+def test_a_refusal_leaves_every_rank_unchanged(tmp_path: Path) -> None:
     saved = filled(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 7.0)
     publish(tmp_path, 1, {"x": saved.state_dict()})
     models = [filled(nn.Sequential(nn.Linear(3, 3), RefusesVersion(3, 3)), 1.0) for _ in range(2)]
@@ -287,7 +287,7 @@ class KeepsMoments(torch.optim.Adam):
 
 
 @pytest.mark.parametrize("how", ["hook before", "hook after", "override"])
-def test_nothing_of_an_optimizer_that_refuses_has_changed(tmp_path: Path, how: str) -> None:
+def test_an_optimizer_that_refuses_stays_unchanged(tmp_path: Path, how: str) -> None:
     publish(tmp_path, 1, {"x": stepped(torch.optim.Adam, nn.Linear(3, 2)).state_dict()})
     kind = RefusesAtTheEnd if how == "override" else torch.optim.Adam
     optimizer = stepped(kind, nn.Linear(3, 2))
@@ -345,7 +345,7 @@ def test_moments_of_another_dtype_come_back_through_an_override(tmp_path: Path) 
     assert_same(optimizer.state_dict()["state"], saved.state_dict()["state"])
 
 
-def test_what_a_hook_puts_in_another_order_is_not_undone(tmp_path: Path) -> None:
+def test_an_order_changed_by_a_hook_is_not_undone(tmp_path: Path) -> None:
     """Moments of another dtype than their parameter are put back as they were, but not over what the hook decided."""
     weights = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(2)]
     saved = torch.optim.Adam(weights)

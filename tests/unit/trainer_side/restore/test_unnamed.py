@@ -70,7 +70,7 @@ def test_models_of_one_kind_that_changed_places_are_told_by_their_optimizers(tmp
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 3), (2, 3, 4)])
-def test_what_has_no_name_and_no_shape_of_its_own_is_said(
+def test_parameters_without_a_name_or_a_shape_of_their_own_are_warned_of(
     tmp_path: Path, sizes: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     def made() -> torch.optim.Optimizer:

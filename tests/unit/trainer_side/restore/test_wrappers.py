@@ -62,7 +62,7 @@ FORMS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("here", ["plain", "compiled DDP", "DDP, one layer compiled", "checkpointing"])
 @pytest.mark.parametrize("there", FORMS)
-def test_only_the_wrapper_differs(tmp_path: Path, there: str, here: str) -> None:
+def test_a_model_is_restored_where_only_the_wrapper_differs(tmp_path: Path, there: str, here: str) -> None:
     saved, model = FORMS[there](), FORMS[here]()
     publish(tmp_path, 1, {"model": saved.state_dict()})
     places = [tensor.data_ptr() for tensor in model.parameters()]
@@ -238,7 +238,7 @@ def test_names_in_the_groups_of_an_optimizer_follow(tmp_path: Path) -> None:
         ("module.a.w module.a.old", "a.w a.new", {"module.a.w": "a.w", "module.a.old": "a.old"}),
     ],
 )
-def test_names(saved: str, here: str, expected: dict[str, str]) -> None:
+def test_names_are_mapped_across_wrappers(saved: str, here: str, expected: dict[str, str]) -> None:
     assert new_names(saved.split(), here.split()) == expected
 
 

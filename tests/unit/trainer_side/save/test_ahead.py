@@ -69,7 +69,7 @@ def test_a_piece_that_is_not_begun_is_made_at_once_whatever_the_thread_is_at() -
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_what_is_under_way_when_nobody_wants_it_any_more_is_given_back(waits: bool) -> None:
+def test_memory_made_for_a_caller_that_left_is_given_back(waits: bool) -> None:
     bench = Bench(3)
     ahead = MemoryAhead(bench.makes())
     until(lambda: bench.begun)

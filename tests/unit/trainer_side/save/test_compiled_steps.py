@@ -118,7 +118,7 @@ def test_a_whole_graph_is_refused_by_torch_in_words_that_name_holdfast(
     checkpointer.close()
 
 
-def test_what_is_only_traced_is_neither_noted_nor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_only_traced_is_neither_noted_nor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     saving = SavingTraining(monkeypatch, "step", by_backend("eager"))
     saving.begin()
     saving.run(range(1))

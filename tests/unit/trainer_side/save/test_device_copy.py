@@ -255,7 +255,7 @@ def test_a_mirror_is_made_again_in_the_same_memory() -> None:
             tensor.add_(1)
 
 
-def test_what_a_cancelled_copy_has_left_of_a_mirror_goes_back() -> None:
+def test_a_cancelled_copys_mirror_goes_back() -> None:
     state, lane = State([1 << 20] * 8), FakeStream()
     engine = _engine(lane, PLENTY)
     mirror = engine.mirror((), state.batches, state.slice)
@@ -349,7 +349,7 @@ def test_after_an_error_nothing_writes_to_the_host_any_more(
     assert not between.any(), "what lies between the tensors was lost"
 
 
-def test_what_is_captured_is_of_that_moment_in_the_stream() -> None:
+def test_a_capture_is_of_its_moment_in_the_stream() -> None:
     state, lane = _state(), FakeStream()
     engine = _engine(lane, 0)
     captured = batches(state.plan.gated, state.sources)
@@ -365,7 +365,7 @@ def test_what_is_captured_is_of_that_moment_in_the_stream() -> None:
         state.check(expected)
 
 
-def test_what_is_captured_on_a_full_device_crosses_one_by_one() -> None:
+def test_a_capture_on_a_full_device_crosses_tensor_by_tensor() -> None:
     state = _state()
     captured = batches(state.plan.gated, state.sources)
     _engine(FakeStream(0), 0).capture(captured, state.slice, state.area)()

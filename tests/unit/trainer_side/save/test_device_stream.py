@@ -62,6 +62,6 @@ def test_a_runtime_that_refuses_a_stream_gives_none() -> None:
     assert library.last_error == 0
 
 
-def test_what_a_runtime_lacks_is_refused() -> None:
+def test_a_missing_runtime_call_is_refused() -> None:
     runtime = DeviceRuntime(Library(missing="hipHostRegister"), "hip")
     assert runtime.lock(4096, 8192) != 0

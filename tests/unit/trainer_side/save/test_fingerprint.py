@@ -53,7 +53,7 @@ def test_gated_or_not_is_the_same_fingerprint() -> None:
     assert _taken(_tensors(), 5, gated=True) == _taken(_tensors(), 5, gated=False)
 
 
-def test_what_is_not_gated_is_sampled_at_once() -> None:
+def test_ungated_tensors_are_sampled_at_once() -> None:
     tensors = _tensors()
     want = _taken(tensors, 3)
     fingerprints = Fingerprints(range(len(tensors)), [False] * len(tensors), 3)

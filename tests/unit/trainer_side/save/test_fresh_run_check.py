@@ -40,7 +40,7 @@ def test_a_run_with_checkpoints_is_refused_by_name(tmp_path: Path) -> None:
         assert words in str(error)
 
 
-def test_whoever_has_restored_goes_on(tmp_path: Path) -> None:
+def test_a_restored_run_goes_on(tmp_path: Path) -> None:
     assert refusal(store(tmp_path, "step-000000001.json"), restored=True) is None
 
 

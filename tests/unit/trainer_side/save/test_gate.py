@@ -72,7 +72,7 @@ def test_every_optimizer_is_held_back() -> None:
         assert not thread.is_alive()
 
 
-def test_nobody_waited_is_no_stall() -> None:
+def test_a_gate_without_waiters_has_no_stall() -> None:
     ticks = iter(range(100))
     gate = Gate([], clock=lambda: float(next(ticks)))
     gate.close()
@@ -154,7 +154,7 @@ def test_a_layer_is_updated_as_soon_as_it_is_copied_and_not_before() -> None:
     assert gate.open() > 0
 
 
-def test_what_is_not_copied_here_is_not_waited_for() -> None:
+def test_tensors_copied_by_another_rank_are_not_waited_for() -> None:
     """Another rank copies the rest: its slice is no business of this one."""
     parameters, optimizer = _layers(2)
     gate = Gate([optimizer])
@@ -389,7 +389,7 @@ def test_a_compiled_step_waits_as_well() -> None:
     assert parameter.tolist() == [-1.0] * 4
 
 
-def test_what_was_passed_between_the_look_and_the_wait_is_not_waited_for(
+def test_tensors_copied_between_the_look_and_the_wait_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (parameter,), optimizer = _layers(1)

@@ -222,7 +222,7 @@ def test_without_the_gate_the_copies_are_torn(loop: Loop) -> None:
     ("options", "kernel"), [({"foreach": True}, "_multi_tensor_adam"), ({"fused": True}, "_fused_adam")]
 )
 @pytest.mark.parametrize("state", ["open", "nothing held", "one held"])
-def test_one_call_takes_all_parameters_unless_some_are_held(
+def test_a_single_optimizer_call_takes_all_parameters_unless_some_are_held(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], kernel: str, state: str
 ) -> None:
     """What makes foreach and fused fast is that one call has all tensors: the gate must not cut them up for nothing."""

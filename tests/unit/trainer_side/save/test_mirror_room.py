@@ -22,13 +22,13 @@ def _after_one_save(memory: DeviceMemory) -> MirrorRoom:
     return room
 
 
-def test_there_is_room_where_training_leaves_it() -> None:
+def test_a_mirror_has_room_where_training_leaves_it() -> None:
     memory = _memory(reserved=30, peak=50)
     assert _after_one_save(memory).has(40, memory)
     assert not _after_one_save(memory).has(41, memory), "a tenth of the device is left alone"
 
 
-def test_what_training_takes_again_in_its_next_step_is_left_to_it() -> None:
+def test_memory_that_training_takes_again_is_left_to_it() -> None:
     before, trained = _memory(reserved=30, peak=30), _memory(reserved=30, peak=80)
     assert not _after_one_save(before).has(30, trained)
 
@@ -39,7 +39,7 @@ def test_memory_of_others_is_not_there() -> None:
     assert not _after_one_save(memory).has(21, memory)
 
 
-def test_what_torch_keeps_for_training_is_no_room() -> None:
+def test_memory_that_torch_keeps_for_training_is_no_room() -> None:
     memory = _memory(reserved=80, peak=80)
     assert _after_one_save(memory).has(10, memory)
     assert not _after_one_save(memory).has(11, memory)
@@ -69,7 +69,7 @@ def test_memory_that_torch_gives_back_between_two_copies_is_no_reason_to_make_no
     assert room.has(20, _memory(reserved=30, peak=70, retries=1, returned=20))
 
 
-def test_what_is_kept_for_copies_is_not_taken_for_trainings() -> None:
+def test_memory_kept_for_copies_is_not_taken_for_trainings() -> None:
     """Training holds 30 throughout; the mirror of 50 stays with torch, and is found there again."""
     room = _after_one_save(_memory(reserved=30, peak=30))
     assert room.has(50, _memory(reserved=30, peak=30))
@@ -102,7 +102,7 @@ def test_a_limit_is_no_reason_to_ask_torch_for_what_the_device_has_not() -> None
 
 
 @pytest.mark.parametrize("limit", [None, 0])
-def test_what_a_copy_without_a_mirror_takes_has_to_fit_into_the_same_room(limit: int | None) -> None:
+def test_a_copy_without_a_mirror_has_to_fit_into_the_same_room(limit: int | None) -> None:
     memory = _memory(reserved=30, peak=50)
     room = MirrorRoom(limit)
     room.has(100, memory)

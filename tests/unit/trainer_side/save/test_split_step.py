@@ -245,7 +245,7 @@ def test_the_gradient_scaler_and_hooks_see_a_whole_step() -> None:
     assert set(seen) == {5}, "a hook saw a part of the parameters"
 
 
-def test_one_failure_leaves_the_optimizer_as_it_was() -> None:
+def test_a_failure_leaves_the_optimizer_as_it_was() -> None:
     parameters, optimizer = make("SGD", {"lr": 0.1})
 
     def hook(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
@@ -262,7 +262,7 @@ def test_one_failure_leaves_the_optimizer_as_it_was() -> None:
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
 
 
-def test_what_is_free_is_stepped_at_once_and_not_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_parameters_are_stepped_at_once_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of pieces is that of the waits, not of the parameters: foreach keeps its speed."""
     parameters, optimizer = make("AdamW", {"foreach": True})
     waits = 0

@@ -106,7 +106,7 @@ def _expected(layout: Layout, rank: int, taken: Capture, entry: int) -> bytes:
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_it_holds_what_this_rank_sends_and_no_more(rank: int) -> None:
+def test_an_area_holds_what_this_rank_sends_and_no_more(rank: int) -> None:
     skeleton, taken = _plan(_state(), rank)
     layout = skeleton.layout
     staging = _staging(skeleton)
@@ -226,7 +226,7 @@ def _fill_in_place(model: Any, chance: random.Random) -> None:
 
 
 @each_seed(4)
-def test_what_is_taken_at_once_is_taken_from_where_it_lies_now(seed: int) -> None:
+def test_a_copy_made_at_once_is_taken_from_where_the_state_lies_now(seed: int) -> None:
     """One area, many checkpoints, buffers that move, or not, between them: always the bytes of this one."""
     torch.manual_seed(seed)
     chance = random.Random(seed)
@@ -256,7 +256,7 @@ _PAGE_BYTES = 2 << 20
 
 
 @pytest.mark.parametrize("nbytes", [1, 4097, 3 * _PAGE_BYTES])
-def test_it_is_zero_and_holds_what_is_written(nbytes: int) -> None:
+def test_a_huge_buffer_is_zero_and_holds_what_is_written(nbytes: int) -> None:
     buffer = huge_buffer(nbytes)
     assert (buffer.dtype, tuple(buffer.shape)) == (torch.uint8, (nbytes,))
     assert not buffer.any()
@@ -264,7 +264,7 @@ def test_it_is_zero_and_holds_what_is_written(nbytes: int) -> None:
     assert bytes(buffer.numpy().data) == b"\x07" * nbytes
 
 
-def test_all_of_it_has_been_touched() -> None:
+def test_a_huge_buffer_is_touched_throughout() -> None:
     buffer = huge_buffer(8 * _PAGE_BYTES)
     mapping = _mapping(buffer.data_ptr())
     assert int(mapping["Rss"]) * 1024 >= buffer.numel()

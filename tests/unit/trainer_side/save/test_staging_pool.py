@@ -101,7 +101,7 @@ def test_in_flight_is_what_the_ring_does_not_have_yet() -> None:
     assert areas.in_flight() == []
 
 
-def test_what_is_sent_and_not_staged_is_bounded() -> None:
+def test_steps_sent_and_not_staged_are_bounded() -> None:
     """Areas are free as soon as MPI has read them; without this a slow store would have many steps share the ring."""
     areas, _ = _pool(2)
     transfers = [_send(areas, step) for step in (1, 2)]

@@ -131,14 +131,16 @@ def runs(link: FakeLink) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("kind", WAITING + SHARDED_WAITING)
-def test_what_waits_is_saved_each_time(runs: Any, link: FakeLink, kind: type[Training]) -> None:
+def test_a_state_that_waits_is_saved_each_time(runs: Any, link: FakeLink, kind: type[Training]) -> None:
     run = runs(kind)
     assert not run.torn
     assert not link.declined
 
 
 @pytest.mark.parametrize("kind", WAITING[:5] + SHARDED_WAITING)
-def test_what_waits_at_the_gate_is_proven_and_copied_behind_it(runs: Any, kind: type[Training]) -> None:
+def test_a_state_that_waits_at_the_gate_is_proven_and_copied_behind_it(
+    runs: Any, kind: type[Training]
+) -> None:
     """The first save finishes its copy, since nothing is shown yet; later ones leave it behind the gate."""
     waited = runs(kind).waited
     assert waited[0]
@@ -146,7 +148,7 @@ def test_what_waits_at_the_gate_is_proven_and_copied_behind_it(runs: Any, kind: 
 
 
 @pytest.mark.parametrize("kind", TEARING + SHARDED_TEARING)
-def test_what_tears_is_withdrawn_by_name_or_waited_for(
+def test_a_tearing_state_is_withdrawn_by_name_or_waited_for(
     runs: Any, link: FakeLink, kind: type[Training], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = runs(kind)
@@ -193,7 +195,7 @@ def test_without_the_comparison_a_few_bytes_tear_copies(
     assert runs(kind, 8).torn
 
 
-def test_what_was_copied_behind_the_gate_before_a_comparison_fails_is_doubtful(
+def test_copies_behind_the_gate_before_a_failed_comparison_are_doubtful(
     runs: Any, link: FakeLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A training that begins to change a few bytes later: the next comparison sees it, and names what may be torn."""
@@ -210,7 +212,7 @@ def test_what_was_copied_behind_the_gate_before_a_comparison_fails_is_doubtful(
     assert stats.compare_seconds > 0
 
 
-def test_what_another_rank_has_seen_ends_the_trust_here(
+def test_a_doubt_of_another_rank_ends_the_trust_here(
     runs: Any, link: FakeLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Quietness, "is_drawn", frozenset[int]().__contains__)
@@ -239,7 +241,7 @@ def test_a_copy_inside_needs_no_gate_and_no_proof(
 
 
 @pytest.mark.parametrize("kind", [Training, *FEW_BYTES])
-def test_what_is_copied_quickly_is_copied_inside(
+def test_a_quick_copy_is_made_inside_save(
     runs: Any, link: FakeLink, kind: type[Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it is measured: here a copy takes some tens of milliseconds."""
@@ -274,7 +276,7 @@ def test_bytes_between_tensors_are_nobodys(link: FakeLink) -> None:
 
 
 @pytest.mark.parametrize("kind", TEARING + SHARDED_TEARING)
-def test_what_tears_after_it_was_proven_is_detected(
+def test_a_copy_torn_after_it_was_proven_is_detected(
     runs: Any, link: FakeLink, kind: type[Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every copy is left behind the gate: detection alone stands between a torn copy and the store."""

@@ -25,17 +25,17 @@ def crc(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-def test_it_is_the_crc_of_all_bytes(dtype: torch.dtype) -> None:
+def test_a_checksum_is_the_crc_of_all_bytes(dtype: torch.dtype) -> None:
     tensor = torch.randint(0, 2, (7, 5)).to(dtype)
     assert of({"t": tensor}) == {"t": crc(tensor)}
 
 
-def test_of_strides_it_is_the_memory_where_that_has_no_gaps() -> None:
+def test_a_strided_tensors_checksum_is_of_its_memory_where_that_has_no_gaps() -> None:
     tensor = torch.arange(60.0).view(3, 4, 5)
     assert of({"t": tensor.permute(2, 0, 1)}) == {"t": crc(tensor)}
 
 
-def test_what_lies_between_does_not_count() -> None:
+def test_bytes_between_strides_do_not_count() -> None:
     storage = torch.arange(40.0)
     view = storage[4:40:3]
     before = of({"t": view})
@@ -60,14 +60,14 @@ def test_odd_shapes() -> None:
     assert of(tree) == {"empty": 0, "scalar": crc(tree["scalar"]), "repeated": crc(torch.tensor([2.0]))}
 
 
-def test_what_is_left_out_is_not_read() -> None:
+def test_a_tensor_that_is_left_out_is_not_read() -> None:
     tree = {"a": torch.ones(3), "b": torch.ones(3)}
     assert of(tree, "a") == {"a": 0, "b": crc(tree["b"])}
 
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12))
-def test_of_a_device_it_is_the_same(sizes: list[int]) -> None:
+def test_a_checksum_of_device_memory_is_the_same(sizes: list[int]) -> None:
     """Here with host memory in the device's place: the same pieces and buffers."""
     memories = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
     with pytest.MonkeyPatch.context() as patch:

@@ -139,7 +139,7 @@ VALUES: dict[str, Callable[[State], Any]] = {
 
 
 @pytest.mark.parametrize("what", VALUES)
-def test_it_says_what_was_there_whatever_becomes_of_the_state(what: str) -> None:
+def test_a_deferred_pickle_says_what_was_there_at_save(what: str) -> None:
     state = _state()
     skeleton = _ready(state)
     VALUES[what](state)
@@ -271,7 +271,7 @@ def test_numbers_that_take_more_than_all_of_the_room_are_refused_late_once_and_t
     assert _captured(state, skeleton).deferred is not None
 
 
-def test_it_keeps_no_tensor_alive() -> None:
+def test_a_deferred_pickle_keeps_no_tensor_alive() -> None:
     state = _state()
     skeleton = _ready(state)
     watched = [
@@ -285,7 +285,7 @@ def test_it_keeps_no_tensor_alive() -> None:
     late.contents()
 
 
-def test_it_leaves_little_python_per_tensor_to_the_save() -> None:
+def test_a_deferred_pickle_leaves_little_python_per_tensor_to_save() -> None:
     calls = []
     for layers in (10, 60):
         model = torch.nn.ParameterList([torch.ones(2) for _ in range(layers)])

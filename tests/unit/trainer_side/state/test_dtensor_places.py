@@ -71,7 +71,7 @@ def _flat(expanded: Expanded) -> list[tuple[str, Any]]:
     return found
 
 
-def test_what_is_found_at_once_is_what_is_found_one_by_one(mesh: DeviceMesh) -> None:
+def test_places_found_at_once_are_those_found_one_by_one(mesh: DeviceMesh) -> None:
     shards, later = _planned(mesh), _tree(mesh)
     assert shards._places is not None
     assert shards._places.look(later) is not None

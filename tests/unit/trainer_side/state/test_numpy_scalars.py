@@ -53,7 +53,7 @@ def loaded(path: Path, state: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("scalar", SCALARS, ids=repr)
-def test_it_comes_back_as_the_python_value_that_it_equals(tmp_path: Path, scalar: Any) -> None:
+def test_a_numpy_scalar_comes_back_as_the_python_value_that_it_equals(tmp_path: Path, scalar: Any) -> None:
     python = type(scalar.item())
     state = {"w": torch.ones(2), "best": scalar, "log": [{"best": (1, scalar)}]}
     whole = loaded(tmp_path / "file.pt", state)
@@ -65,7 +65,7 @@ def test_it_comes_back_as_the_python_value_that_it_equals(tmp_path: Path, scalar
             assert struct.pack("d", value) == struct.pack("d", float(scalar))
 
 
-def test_not_a_number_stays_one(tmp_path: Path) -> None:
+def test_a_numpy_nan_stays_nan(tmp_path: Path) -> None:
     value = loaded(tmp_path / "file.pt", {"w": torch.ones(2), "best": np.float32("nan")})["best"]
     assert type(value) is float
     assert value != value
@@ -100,7 +100,7 @@ def test_each_later_save_writes_the_value_of_that_moment() -> None:
         assert type(state["log"]["loss"]) is np.float64, "the script's own state is as it was"
 
 
-def test_what_is_shared_stays_shared_and_the_rest_is_not_copied() -> None:
+def test_shared_containers_stay_shared_and_the_rest_is_not_copied() -> None:
     class Pair(NamedTuple):
         first: Any
         second: Any
@@ -118,6 +118,6 @@ def test_what_is_shared_stays_shared_and_the_rest_is_not_copied() -> None:
 
 
 @pytest.mark.parametrize("value", NOT_SCALARS, ids=repr)
-def test_nothing_else_is_taken_for_one(value: Any) -> None:
+def test_other_values_are_not_taken_for_scalars(value: Any) -> None:
     assert not is_scalar(value)
     assert with_python_scalars(value) is value

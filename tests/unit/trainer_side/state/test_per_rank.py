@@ -118,6 +118,6 @@ def test_code_in_a_blob_is_never_run() -> None:
     assert not _TRACE.exists()
 
 
-def test_what_cannot_be_pickled_is_refused_by_name() -> None:
+def test_a_value_that_cannot_be_pickled_is_refused_by_name() -> None:
     with pytest.raises(StateError, match=r"^rng: this PerRank value cannot be saved"):
         encode(lambda: None, name="rng")

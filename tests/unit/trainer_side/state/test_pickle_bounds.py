@@ -47,11 +47,11 @@ _values = st.recursive(
 
 
 @given(value=_values)
-def test_it_is_what_python_finds(value: Any) -> None:
+def test_a_pickles_depth_is_what_python_finds(value: Any) -> None:
     assert check_pickle(pickle.dumps(value, protocol=2)) == depth_of(value)
 
 
-def test_what_torch_writes_is_shallow_however_much_there_is() -> None:
+def test_a_torch_file_is_shallow_however_much_it_holds() -> None:
     tree = {
         "model": OrderedDict((f"layer.{n}", torch.nn.Parameter(torch.zeros(2, 3))) for n in range(400)),
         "lists": [[[(1, (2, torch.ones(1).t()))]]],
@@ -122,7 +122,7 @@ def test_the_limit_itself() -> None:
         b"R",
     ],
 )
-def test_what_torch_does_not_read_either_is_left_to_torch(pickled: bytes) -> None:
+def test_a_pickle_that_torch_does_not_read_is_left_to_torch(pickled: bytes) -> None:
     assert check_pickle(pickled) == 0
     with pytest.raises((EOFError, LookupError, RuntimeError, pickle.UnpicklingError, struct.error)):
         torch.load(_zipped(pickled), weights_only=True)

@@ -53,7 +53,7 @@ def test_plain_torch_reads_the_tree_that_the_objects_gave(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("defer", [False, True])
-def test_they_are_in_each_capture_made_at_once_or_later(defer: bool) -> None:
+def test_names_are_in_each_capture_made_at_once_or_later(defer: bool) -> None:
     state = job()
     trailer = named(state)
     skeleton = make_plan(state, trailer=trailer)
@@ -73,7 +73,7 @@ def test_they_are_in_each_capture_made_at_once_or_later(defer: bool) -> None:
         assert loaded["optimizer"]["param_groups"][0]["lr"] == lr
 
 
-def test_what_has_no_room_beside_the_pickle_asks_for_more() -> None:
+def test_names_without_room_beside_the_pickle_ask_for_more() -> None:
     state = job()
     skeleton = make_plan(state)
     trailer = bytes(skeleton.pickle_reserve_bytes)
@@ -84,7 +84,7 @@ def test_what_has_no_room_beside_the_pickle_asks_for_more() -> None:
     assert taken(state, skeleton) is not None
 
 
-def test_they_follow_the_optimizer_and_are_kept_meanwhile() -> None:
+def test_names_follow_the_optimizer_and_are_kept_meanwhile() -> None:
     state = job()
     names = SavedNames(state, is_writer=True)
 

@@ -346,7 +346,7 @@ def test_other_tensors_need_another_plan(what: str, reference: _Reference) -> No
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_saved_is_refused_as_ever(what: str, reference: _Reference) -> None:
+def test_a_state_that_cannot_be_saved_is_refused_as_ever(what: str, reference: _Reference) -> None:
     state = _state()
     skeleton = _ready(state)
     REFUSED[what](state)
@@ -461,7 +461,7 @@ def test_a_recalled_capture_runs_little_python_per_tensor(rank: int, calls_per_t
 
 
 @pytest.mark.parametrize("recalled", [True, False])
-def test_nothing_is_kept_alive(recalled: bool) -> None:
+def test_a_recall_keeps_no_tensor_alive(recalled: bool) -> None:
     state = {"w": torch.ones(3), "p": torch.nn.Parameter(torch.ones(3)), "note": 1}
     skeleton = _ready(state)
     watched = [weakref.ref(state["w"]), weakref.ref(state["p"])]
@@ -480,7 +480,7 @@ def test_nothing_is_kept_alive(recalled: bool) -> None:
 # -- the proof ---------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_prove_itself_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recall_that_does_not_prove_itself_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should torch come to pickle tensors in another way, saves get slower, and not wrong."""
     state = _many(2)
     skeleton = make_plan(state)

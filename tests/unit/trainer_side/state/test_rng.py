@@ -56,7 +56,7 @@ def test_other_devices_than_before_are_told(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("missing", ["torch", "numpy", "python"])
-def test_what_is_no_rng_state_is_refused(missing: str) -> None:
+def test_an_invalid_rng_state_is_refused(missing: str) -> None:
     saved = RngState().state_dict()
     del saved[missing]
     with pytest.raises(StateError, match=r"^rng: expected what RngState\.state_dict"):

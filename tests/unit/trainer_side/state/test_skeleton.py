@@ -419,7 +419,7 @@ class _Subclass(torch.Tensor):
         (PerRank(1), "^outer/inner/1 is a PerRank below the top level"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_with_its_path(value: Any, message: str) -> None:
+def test_a_value_that_cannot_be_saved_is_refused_with_its_path(value: Any, message: str) -> None:
     state = {"fine": torch.zeros(2), "outer": {"inner": [1, value]}}
     with pytest.raises(StateError, match=message):
         make_plan(state)
@@ -431,7 +431,7 @@ def test_quantised_tensors_are_refused_with_their_path() -> None:
         make_plan(state)
 
 
-def test_one_memory_as_two_dtypes_is_refused_with_both_paths() -> None:
+def test_two_dtypes_over_one_memory_are_refused_with_both_paths() -> None:
     tensor = torch.arange(4.0)
     with pytest.raises(StateError, match=r"^a and b view the same memory"):
         make_plan({"a": tensor, "b": tensor.view(torch.int32)})

@@ -67,7 +67,7 @@ def test_a_flat_parameter_is_known_without_its_module() -> None:
     assert "model.0.weight is a flat parameter of FSDP1" in split_objects({"model": model})
 
 
-def test_what_is_each_ranks_own_may_be_of_any_kind() -> None:
+def test_a_ranks_own_value_may_be_of_any_kind() -> None:
     kind = of_module("torch.distributed.pipelining._IR.Pipe", nn.Module)
     assert not split_objects({"stage": PerRank(kind(), same_ranks=True)})
 
@@ -100,7 +100,7 @@ def test_no_message_advises_what_loses_a_part() -> None:
         ("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer", ("Split(tensor, shape, start)",)),
     ],
 )
-def test_what_is_advised_needs_no_gather(name: str, advice: tuple[str, ...]) -> None:
+def test_the_advice_for_a_split_optimizer_needs_no_gather(name: str, advice: tuple[str, ...]) -> None:
     said = split_objects({"opt": optimizer(of_module(name, torch.optim.SGD))})
     assert all(words in said for words in advice), said
     assert "full_state_dict" not in said

@@ -62,7 +62,7 @@ class Mute(Rows):
         raise NotImplementedError("no shard")
 
 
-def test_its_part_is_the_one_that_it_says() -> None:
+def test_an_objects_part_is_the_one_that_it_says() -> None:
     rows = Rows(2, WHOLE[2:4].clone())
     assert is_split(rows)
     found = held(rows)
@@ -72,7 +72,7 @@ def test_its_part_is_the_one_that_it_says() -> None:
 
 
 @pytest.mark.parametrize("top", [True, False])
-def test_it_is_restored_in_place(tmp_path: Path, top: bool) -> None:
+def test_a_split_object_is_restored_in_place(tmp_path: Path, top: bool) -> None:
     publish(tmp_path, 5, {"w": WHOLE} if top else {"more": {"w": WHOLE}})
     rows = Rows(1, torch.zeros(3, 4))
     address = rows.parts[0].data_ptr()
@@ -95,7 +95,7 @@ def test_it_is_restored_in_place(tmp_path: Path, top: bool) -> None:
         (Rows(0, WHOLE.t().contiguous().t()[:3]), "does not lie in one piece"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_with_its_path(rows: Rows, said: str) -> None:
+def test_a_split_object_that_cannot_be_saved_is_refused_with_its_path(rows: Rows, said: str) -> None:
     with pytest.raises(StateError, match=rf"^experts/up is .*{re.escape(said)}"):
         SplitStandIns().expand({"experts": {"up": rows}})
 

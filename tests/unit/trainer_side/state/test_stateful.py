@@ -57,7 +57,7 @@ class AppState(Stateful):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_it_is_saved_restored_and_goes_on_the_same(tmp_path: Path, ranks: int) -> None:
+def test_a_stateful_is_saved_restored_and_goes_on_the_same(tmp_path: Path, ranks: int) -> None:
     before = AppState(1)
     before.train(3)
     state = {"app": before}
@@ -77,7 +77,7 @@ def test_it_is_saved_restored_and_goes_on_the_same(tmp_path: Path, ranks: int) -
     assert [app.train(2) for app in fresh] == [expected] * ranks
 
 
-def test_nothing_in_it_waits_behind_the_gate() -> None:
+def test_a_stateful_does_not_wait_behind_the_gate() -> None:
     """Its optimizer is not known, so nobody would hold it back: all of it is copied before save() returns."""
     app = AppState(1)
     app.train(1)

@@ -63,7 +63,7 @@ def test_a_tree_that_contains_itself_is_walked_once() -> None:
     assert [path for path, _ in tensor_paths(tree)] == ["t"]
 
 
-def test_what_only_the_optimizer_changes_is_gated() -> None:
+def test_tensors_that_only_the_optimizer_changes_are_gated() -> None:
     model, optimizer = _trained()
     roles = _roles({"model": model, "optimizer": optimizer, "ema": torch.zeros(3)})
     assert roles["model/0.weight"] == roles["model/1.bias"] == GATED

@@ -104,7 +104,7 @@ def test_a_file_that_is_cut_short_is_not_mapped(directory: Path, caplog: pytest.
     tier.close()
 
 
-def test_one_damaged_seal_costs_one_slice(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_seal_costs_one_slice(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     tier = opened(directory)
     tier.prepare(image().layout, 0)
     for step in (1, 2):
@@ -123,7 +123,7 @@ def test_one_damaged_seal_costs_one_slice(directory: Path, caplog: pytest.LogCap
     tier.close()
 
 
-def test_one_torn_sector_costs_one_commit(directory: Path) -> None:
+def test_a_torn_sector_costs_one_commit(directory: Path) -> None:
     path = filled(directory)
     tier = opened(directory)
     both = [path.read_bytes()[at : at + 4096] for at in SECTOR_OFFSETS]
@@ -202,7 +202,7 @@ def test_a_directory_that_is_a_link_is_refused(directory: Path, tmp_path: Path) 
         opened(directory).kept()
 
 
-def test_others_may_not_look_into_it(directory: Path) -> None:
+def test_a_slot_file_is_private(directory: Path) -> None:
     path = filled(directory)
     assert path.parent.stat().st_mode & 0o077 == 0
     assert path.stat().st_mode & 0o077 == 0
@@ -271,7 +271,7 @@ def test_slots_in_memory_beyond_the_limit_of_this_process_are_refused(
         tier.close()
 
 
-def test_what_was_not_finished_making_is_removed(directory: Path) -> None:
+def test_a_half_made_slot_file_is_removed(directory: Path) -> None:
     place = TierDirectory(directory, RUN)
     place.make()
     left = place.directory / "rank-00000-01234567.slots.new"

@@ -55,7 +55,7 @@ def _proposal(dtype: str = "float32", pickle_bytes: int = 100) -> Proposal:
     return Proposal(dtype, [["model/w", dtype, [4], -1]], pickle_bytes, {"rng": 50})
 
 
-def test_all_hear_that_a_step_is_complete_when_the_last_has_sealed_it(ranks: Ranks) -> None:
+def test_ranks_hear_that_a_step_is_complete_when_the_last_has_sealed_it(ranks: Ranks) -> None:
     for rank in (2, 0):
         ranks.councils[rank].sealed(1, (1, 7), "a")
     time.sleep(0.05)
@@ -65,14 +65,14 @@ def test_all_hear_that_a_step_is_complete_when_the_last_has_sealed_it(ranks: Ran
     assert all(heard == [StepVerdict(1, (1, 7), complete=True)] for heard in ranks.heard)
 
 
-def test_all_hear_that_a_rank_skips_a_step_and_why(ranks: Ranks) -> None:
+def test_ranks_hear_that_a_rank_skips_a_step_and_why(ranks: Ranks) -> None:
     ranks.councils[0].sealed(0, (1, 7), "a")
     ranks.councils[2].skipped(0, (1, 7), DeclineCause.BUSY.because("no slot is free"))
     until(lambda: all(ranks.heard))
     assert {heard[0].why for heard in ranks.heard} == {Reason("busy", "rank 2: busy: no slot is free")}
 
 
-def test_who_does_not_seal_makes_it_void_at_the_deadline_of_rank_0() -> None:
+def test_a_rank_that_does_not_seal_voids_the_step_at_rank_0s_deadline() -> None:
     now = [0.0]
     ranks = Ranks(seal_seconds_max=20.0, clock=lambda: now[0])
     ranks.councils[0].sealed(0, (1, 7), "a")
@@ -178,7 +178,7 @@ def _concur(ranks: Ranks, errors: dict[int, HoldfastError]) -> list[HoldfastErro
     return heard
 
 
-def test_what_one_rank_cannot_do_all_hear_of(ranks: Ranks) -> None:
+def test_a_ranks_error_is_heard_by_all(ranks: Ranks) -> None:
     assert _concur(ranks, {}) == [None] * RANKS
     mine = ConfigError("tier file:/x: no room")
     heard = _concur(ranks, {1: mine})
@@ -206,7 +206,7 @@ def test_a_rank_that_does_not_come_to_agree_is_named() -> None:
     ranks.close()
 
 
-def test_all_hear_how_much_room_the_pickle_gets(ranks: Ranks) -> None:
+def test_ranks_hear_how_much_room_the_pickle_gets(ranks: Ranks) -> None:
     ranks.councils[0].make_room(10_000)
     until(lambda: all(council.new_pickle_reserve_bytes >= 10_000 for council in ranks.councils))
     assert len({council.new_pickle_reserve_bytes for council in ranks.councils}) == 1

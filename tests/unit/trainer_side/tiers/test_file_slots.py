@@ -25,7 +25,7 @@ def test_two_slots_take_turns() -> None:
     assert [_save(slots, (1, step)) for step in range(1, 7)] == [0, 1, 0, 1, 0, 1]
 
 
-def test_one_slot_more_than_are_in_flight() -> None:
+def test_slots_are_one_more_than_steps_in_flight() -> None:
     slots = FileSlots(3)
     _save(slots, (1, 1))
     assert slots.begin((1, 2)) == 1
@@ -70,7 +70,7 @@ def test_the_same_step_is_not_begun_twice_but_again() -> None:
     assert slots.begin((1, 1)) == number
 
 
-def test_what_is_void_goes_first_and_is_not_listed() -> None:
+def test_a_void_step_goes_first_and_is_not_listed() -> None:
     slots = FileSlots(3)
     _save(slots, (1, 1))
     _save(slots, (1, 2), complete=False)
@@ -80,7 +80,7 @@ def test_what_is_void_goes_first_and_is_not_listed() -> None:
     assert slots.begin((1, 4)) == 2
 
 
-def test_what_is_being_written_and_void_is_not_wanted() -> None:
+def test_a_void_step_that_is_being_written_is_not_wanted() -> None:
     slots = FileSlots(2)
     number = slots.begin((1, 1))
     assert number is not None
@@ -95,7 +95,7 @@ def test_a_complete_step_of_this_life_is_never_void() -> None:
     assert slots.table() == [SlotEntry((1, 1), complete=True), None]
 
 
-def test_of_what_was_found_the_newest_complete_stays() -> None:
+def test_the_newest_complete_step_that_was_found_stays() -> None:
     slots = FileSlots(3, {0: SlotEntry((1, 7)), 1: SlotEntry((1, 5), complete=True), 2: SlotEntry((1, 6))})
     assert slots.begin((2, 6)) == 2
     assert slots.begin((2, 7)) == 0

@@ -78,7 +78,7 @@ def test_several_threads_are_at_it_at_once_and_each_byte_is_touched_once(
     assert sum(length for _, length in spans) == nbytes
 
 
-def test_what_the_kernel_interrupts_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_populate_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = answering(monkeypatch, lambda number, _: errno.EINTR if number == 1 else 0)
     assert populate(0, PAGE_BYTES)
     assert len(calls) == 2

@@ -158,7 +158,7 @@ def test_frames_are_written_before_the_last_is_there(rank: Rank) -> None:
     assert keeping.released.wait(60)
 
 
-def test_what_is_cancelled_is_kept_nowhere_and_its_slots_are_free_again(rank: Rank) -> None:
+def test_a_cancelled_step_is_kept_nowhere_and_frees_its_slots(rank: Rank) -> None:
     keeping, _ = rank.save(3, frames=2)
     keeping.cancel(DeclineCause.COPY_STUCK.because("of the test"))
     assert keeping.released.wait(60)
@@ -550,7 +550,7 @@ def test_persistent_memory_that_hangs_gives_no_slot_and_holds_up_no_step(
     rank.local.close(60)
 
 
-def test_what_was_found_complete_stays_until_there_is_a_newer_one(specs: list[str]) -> None:
+def test_a_complete_step_found_at_start_stays_until_there_is_a_newer_one(specs: list[str]) -> None:
     """A relaunch finds 3 on both ranks and 5 on one: the first slot to be used is not that of step 3."""
     net = Net(2)
     ranks = [Rank(specs, rank=number, ranks=2, net=net) for number in range(2)]

@@ -44,7 +44,7 @@ def check(medium: Medium, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [CachedFile, DirectFile, MappedFile, PmFile])
-def test_what_is_written_is_read(kind: type[CachedFile | MappedFile], path: Path) -> None:
+def test_a_medium_reads_what_it_wrote(kind: type[CachedFile | MappedFile], path: Path) -> None:
     check(kind(path), path)
 
 

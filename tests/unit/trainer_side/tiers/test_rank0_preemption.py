@@ -111,9 +111,7 @@ def test_a_step_is_safe_when_it_is_complete_in_the_farthest_tier(
     assert "is kept in the store, 58.0 s before the deadline" in caplog.text
 
 
-def test_it_plans_with_how_long_the_farthest_tier_has_taken(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_plan_uses_the_time_of_the_farthest_tier(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.keep(5)
     bench.coordinator.began(NEAR, (3, 6), 1000)
     bench.now += 100.0  # a near tier that is slow changes nothing
@@ -128,7 +126,9 @@ def test_it_plans_with_how_long_the_farthest_tier_has_taken(
 
 
 @pytest.mark.parametrize(("fraction", "choice"), [(0.05, "finish"), (1.0, "take")])
-def test_what_this_rank_has_yet_to_write_is_in_flight(bench: Bench, fraction: float, choice: str) -> None:
+def test_frames_that_this_rank_has_yet_to_write_are_in_flight(
+    bench: Bench, fraction: float, choice: str
+) -> None:
     bench.keep(5)
     bench.coordinator.began(FAR, (3, 7), 1000)
     bench.now += 0.1
@@ -171,7 +171,7 @@ def test_a_rank_that_does_not_answer_ends_it_by_name(bench: Bench) -> None:
         Frame(Kind.AT, arg=1, step=10, body=b"[]"),
     ],
 )
-def test_what_makes_no_sense_is_left_out_and_what_follows_is_heard(
+def test_a_senseless_frame_is_left_out_and_the_next_one_is_heard(
     bench: Bench, caplog: pytest.LogCaptureFixture, frame: Frame
 ) -> None:
     assert bench.coordinator.hear(1, frame) == []

@@ -73,7 +73,7 @@ def test_a_rank_that_ended_without_a_save_ends_the_open_round(votes: Rank0Votes)
     assert "rank 1 has ended. Every rank must call step() or save()" in wire.json_body(refused)["message"]
 
 
-def test_who_is_waited_for_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_waited_for_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     patient = Rank0Votes(RANKS, VoteLimits(agree_seconds_max=300.0, seal_seconds_max=20.0))
     patient.hear(0, decode(Proposal("digest", [], 100, {}).to_frame(0)), 0.0)
     assert patient.tick(11.0) == []

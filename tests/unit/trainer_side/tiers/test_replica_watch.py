@@ -76,7 +76,7 @@ def test_ranks_of_several_layouts_are_the_business_of_the_vote_count(tmp_path: P
         assert not found.hear(rank, said(1, rank, digest))
 
 
-def test_what_is_not_fingerprints_is_named(tmp_path: Path) -> None:
+def test_malformed_fingerprints_are_named(tmp_path: Path) -> None:
     found = watch(tmp_path, refuses=True)
     with pytest.raises(ProtocolError):
         found.hear(0, Frame(Kind.DONE, attempt=1, step=1, body=b"{}"))
@@ -100,7 +100,7 @@ def test_all_ranks_hear_of_a_refused_step_by_its_cause_in_every_tier(tmp_path: P
     assert {verdict.why.cause for verdict in verdicts} == {STATES_DIFFER}
 
 
-def test_nobody_may_say_fingerprints_where_none_are_compared() -> None:
+def test_fingerprints_are_refused_where_none_are_compared() -> None:
     limits = VoteLimits(agree_seconds_max=10.0, seal_seconds_max=20.0)
     with pytest.raises(ProtocolError, match="rank 1 sent DONE"):
         Rank0Votes(RANKS, limits).hear(1, said(7, 5), 0.0)

@@ -37,7 +37,7 @@ def test_a_superblock_is_read_as_it_was_written() -> None:
     assert Superblock.from_bytes(page, source="here") == made
 
 
-def test_nothing_overlaps_and_all_is_aligned() -> None:
+def test_parts_of_a_slot_file_do_not_overlap_and_are_aligned() -> None:
     layout = image().layout
     made = _plan()
     packed = layout.to_bytes()

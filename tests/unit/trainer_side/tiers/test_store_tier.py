@@ -90,7 +90,7 @@ def test_the_newest_complete_step_of_a_dead_job_is_no_slot_to_take() -> None:
     assert steps(store) == [5]
 
 
-def test_what_cannot_be_sealed_leaves_nothing_but_the_layout() -> None:
+def test_a_failed_seal_leaves_nothing_but_the_layout() -> None:
     store = MemoryStore()
 
     def before(act: str, name: str) -> None:
@@ -125,7 +125,7 @@ def test_a_store_that_is_away_for_now_does_not_cost_the_tier(retriable: bool) ->
     assert steps(store) == [3]
 
 
-def test_one_slot_is_refused() -> None:
+def test_a_single_slot_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 2"):
         StoreTier(MemoryStore(), run="run", rank=0, slots=1)
 

@@ -52,7 +52,7 @@ def test_parts_are_the_slice_cut_up_whatever_the_order(sizes: list[int], pages: 
     assert not cutter._joined, "memory is kept"
 
 
-def test_many_threads_may_share_one_part() -> None:
+def test_threads_may_share_one_part() -> None:
     frames, whole = slice_of([PAGE] * 64)
     sent = []
     cutter = PartCutter(frames, 64 * PAGE, lambda part, view, crc: sent.append(bytes(view)))
@@ -61,7 +61,7 @@ def test_many_threads_may_share_one_part() -> None:
     assert sent == [whole]
 
 
-def test_what_the_store_says_is_heard() -> None:
+def test_an_error_of_the_store_is_raised() -> None:
     frames, whole = slice_of([PAGE])
 
     def send(part: int, view: memoryview, crc: int) -> None:

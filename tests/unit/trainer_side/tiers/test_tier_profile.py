@@ -52,14 +52,14 @@ def test_the_least_time_for_a_slice_wins() -> None:
     )
 
 
-def test_of_what_is_nearly_as_good_the_fewest_win() -> None:
+def test_the_fewest_writers_of_nearly_equal_profiles_win() -> None:
     assert choose({TierProfile(1, 1): 2.0, TierProfile(1, 2): 1.95, TierProfile(1, 4): 1.92}) == TierProfile(
         1, 1
     )
     assert choose({TierProfile(1, 4): 2.0, TierProfile(2, 1): 3.9}) == TierProfile(1, 4)
 
 
-def test_it_writes_within_its_file_and_within_its_bounds() -> None:
+def test_measuring_writes_within_its_file_and_within_its_bounds() -> None:
     medium = _Counting()
     candidates = [TierProfile(count, writers) for count in (1, 2, 3) for writers in (1, 2)]
     assert measure(medium, candidates, clock=iter(range(100)).__next__, seconds_max=100) in candidates
@@ -68,7 +68,7 @@ def test_it_writes_within_its_file_and_within_its_bounds() -> None:
     assert medium.flushes == 1 + sum(profile.in_flight for profile in candidates)
 
 
-def test_it_ends_when_its_time_is_over_but_tries_the_first() -> None:
+def test_measuring_ends_when_its_time_is_over_but_tries_the_first() -> None:
     medium = _Counting()
     candidates = [TierProfile(1, 1), TierProfile(1, 2), TierProfile(1, 4)]
     assert measure(medium, candidates, clock=iter(range(0, 1000, 50)).__next__, seconds_max=1) == TierProfile(
@@ -89,7 +89,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[list[TierProfile]]:
     return calls
 
 
-def test_what_is_set_by_hand_is_not_measured(tmp_path: Path, tried: list[list[TierProfile]]) -> None:
+def test_writers_set_by_hand_are_not_measured(tmp_path: Path, tried: list[list[TierProfile]]) -> None:
     tier = open_tier(f"file:{tmp_path}", RUN, slots=2, writers=3)
     tier.prepare(laid_out([SCRATCH_BYTES]), 0)
     assert (tier.writers, tried) == (3, [])

@@ -160,7 +160,7 @@ def test_a_rank_that_seals_a_void_step_hears_so_in_every_order_of_three_ranks() 
         assert (votes.undecided, votes.remembered) == (0, 0)
 
 
-def test_what_is_late_or_of_another_layout_stays_void() -> None:
+def test_a_seal_that_is_late_or_of_another_layout_leaves_the_step_void() -> None:
     votes = VoteCount(2, seconds_max=1.0)
     votes.sealed(0, 0, (1, 7), "a", NOW)
     assert votes.overdue(NOW + 2.0)

@@ -90,7 +90,7 @@ def test_a_step_that_is_refused_is_void_in_every_tier_though_all_seal_it() -> No
     assert _of(votes.sealed(1, 0, (1, 8), "a", 0.0)) == [(8, True)]
 
 
-def test_its_memory_is_bounded() -> None:
+def test_the_vote_counts_memory_is_bounded() -> None:
     votes = VoteCount(2, seconds_max=1e9, open_max=8)
     voided = [v.order[1] for step in range(1000) for v in votes.sealed(0, step % 2, (1, step), "a", 0.0)]
     assert votes.undecided == 16
