@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from holdfast.errors import ProtocolError
-from holdfast.image.entries import REPLICATED, SPLIT, Segment, SentPart
+from holdfast.image.entries import REPLICATED, SPLIT, Extent, Segment, SentPart
 from holdfast.image.layout_fields import ALIGNMENT_BYTES, LayoutFields
-from holdfast.image.regions import Extent, Pattern, Share, joined
+from holdfast.image.regions import Pattern, Share, joined
 
 # Ranks that may send into one chunk: each costs the stager a receive, and a line of the journal.
 SOURCES_MAX = 16384
