@@ -35,9 +35,9 @@ PRODUCT = tuple(Path(str(package.__file__)).parent for package in (holdfast, tra
 SAVE_ROOM = PRODUCT[1] / "save"
 PLAYED = (memory_store.__file__, test_checkpointer.__file__)
 LOG_HANDLERS = logging.__file__  # which a test before may have installed in this process
-FIRST_SAVE_MAX = 44
-LATER_SAVE_MAX = 22
-RESTORE_MAX = 25
+FIRST_SAVE_MAX = 35
+LATER_SAVE_MAX = 20
+RESTORE_MAX = 24
 FLOORS_MAX = 6
 
 
@@ -58,7 +58,7 @@ def files_entered(function: Callable[[], object]) -> list[str]:
 
 
 def _is_beside(frame: FrameType | None) -> bool:
-    """Whether it is not on the way: it runs in the body of an imported module, in a log handler, or the test plays it."""
+    """Whether it is not on the way: the body of an imported module, a log handler, or what the test plays."""
     while frame is not None and frame.f_code.co_filename != __file__:
         if frame.f_code.co_name == "<module>" or frame.f_code.co_filename in (*PLAYED, LOG_HANDLERS):
             return True
