@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.tier_writing import layout_of
 from holdfast.image.layout import CHUNK_BYTES
-from trainer_side.save.host_memory import huge_buffer
+from trainer_side.tiers.first_touch import huge_buffer
 from trainer_side.tiers.medium import address_of, load_libpmem
 
 __all__ = ["Layouts"]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.image.regions import Extent
+from holdfast.image.entries import Extent
 from holdfast.net.address import Address
 from holdfast.process import wait_readable
 from holdfast.wire import frames as wire

@@ -19,9 +19,9 @@ from holdfast.crc import crc32
 from holdfast.image.layout import Layout
 from holdfast.image.slices import frames_of
 from holdfast.wire.state_messages import Agreement
-from trainer_side.save.host_memory import huge_buffer
 from trainer_side.state.skeleton import plan
 from trainer_side.state.tree import classify, collect
+from trainer_side.tiers.first_touch import huge_buffer
 from trainer_side.tiers.medium import Copy, Medium, address_of
 from trainer_side.tiers.tier import SliceWriter, Tier
 

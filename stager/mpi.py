@@ -21,7 +21,7 @@ import mpi4py
 import numpy as np
 
 from holdfast.errors import ConfigError, PeerLost
-from holdfast.image.regions import Extent
+from holdfast.image.entries import Extent
 from holdfast.process import FINALIZE_SECONDS_MAX, end_within
 from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Role, data_tag, payload_messages
 from stager.trainers_port import PollResult

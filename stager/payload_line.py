@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.errors import ProtocolError
-from holdfast.image.regions import Extent
+from holdfast.image.entries import Extent
 from holdfast.net.payload_frame import HEADER, RECEIPT, PayloadHeader
 from holdfast.net.tls import AnySocket
 

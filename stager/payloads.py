@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from holdfast.image.entries import Extent
 from holdfast.image.layout import Layout
-from holdfast.image.regions import Extent
 from holdfast.ring.ring import Ring
 from stager.trainers_port import TrainersPort
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.errors import ProtocolError
-from holdfast.image.regions import Extent
+from holdfast.image.entries import Extent
 from holdfast.net.handshake import MESSAGES_CHANNEL, Hello, Status, admission
 from holdfast.net.message_line import SCRATCH_BYTES, MessageLine
 from holdfast.net.payload_frame import PayloadHeader, TakenNumbers

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from holdfast.image.regions import Extent
+from holdfast.image.entries import Extent
 
 
 @dataclass

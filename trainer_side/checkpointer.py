@@ -14,6 +14,7 @@ After start-up and restore the training thread takes part in no collective opera
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -41,7 +42,7 @@ from trainer_side.seat import Seat
 from trainer_side.state.drill_notes import PlainCounters, SeenBatches
 from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.state.tree import GivenState
-from trainer_side.whole_number import shown, step_number
+from trainer_side.whole_number import STEP_MAX, shown, step_number
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -183,7 +184,7 @@ class Checkpointer:
             StateError: The checkpoint holds other names or shapes than this state.
             StoreMissing: There is no checkpoint of `step`.
         """
-        self._seat.require("restore()")
+        self._check_call("restore()")
         step = None if step is None else step_number(step, "restore()")
         lacking = self._names_in_state(may_lack)
         self._parts.fresh_run.restored()
@@ -241,8 +242,7 @@ class Checkpointer:
             ConfigError: `step` is no whole number from 0 on; and as `save()`.
             PeerLost: The stager is lost, and `on_stager_lost` is `end`; and as `save()`.
         """
-        self._seat.require("step()")
-        step = step_number(step, "step()")
+        step = self._checked_step(step, "step()")
         self._end_without_stager()
         self._saver.decline_late()
         if not self._stepped:
@@ -293,8 +293,7 @@ class Checkpointer:
             PeerLost: A rank did not answer while the ranks agreed on a new layout; or the stager is lost, and
                 `on_stager_lost` is `end`.
         """
-        self._seat.require("save()")
-        step = step_number(step, "save()")
+        step = self._checked_step(step, "save()")
         self._end_without_stager()
         self._asked = True
         if self._finished is not None and step != self._finished.step:
@@ -313,7 +312,7 @@ class Checkpointer:
         `optimizer.step()` makes: swapping in averaged weights, `load_state_dict`, clipping of weights, or
         `optimizer.eval()` of a schedule-free optimizer.
         """
-        self._seat.require("wait_copied()")
+        self._check_call("wait_copied()")
         self._copier.wait_copied()
 
     def changing(self) -> AbstractContextManager[None]:
@@ -322,7 +321,7 @@ class Checkpointer:
         Entering it calls `wait_copied()`. A `save()` inside it takes the state as it is at that moment, and returns
         only when the state is copied.
         """
-        self._seat.require("changing()")
+        self._check_call("changing()")
         return OpaqueContext(self._copier.changing())
 
     def close(self) -> None:
@@ -341,7 +340,7 @@ class Checkpointer:
 
     def _leave(self, error: BaseException | None) -> None:
         """Leave the job, once. `error`: what has ended the training."""
-        if self._closed or self._seat.is_inherited:
+        if self._closed or os.getpid() != self._seat.process:
             return
         if isinstance(error, SystemExit) and not error.code:
             error = None  # sys.exit() and sys.exit(0) are how scripts end that have done their work
@@ -389,6 +388,16 @@ class Checkpointer:
             return error
         self._leaving.newest_step = max(self._leaving.newest_step, saved)
         return None
+
+    def _checked_step(self, step: int, call: str) -> int:
+        """The step that a script passes to `call`. Raises `ConfigError` as `step_number` and `_check_call` do."""
+        self._check_call(call)
+        return step if type(step) is int and 0 <= step <= STEP_MAX else step_number(step, call)
+
+    def _check_call(self, call: str) -> None:
+        """Raises `ConfigError` in a forked child."""
+        if os.getpid() != self._seat.process:
+            raise self._seat.refusal(call)
 
     def _end_without_stager(self) -> None:
         """End the training where the stager is lost and `on_stager_lost` is `end`."""

@@ -14,7 +14,8 @@ from trainer_side.notice.aws import Aws
 from trainer_side.notice.azure import Azure
 from trainer_side.notice.gcp import Gcp
 from trainer_side.notice.source import NoticeSource, SourceError
-from trainer_side.save.host_memory import huge_buffer, lock
+from trainer_side.save.host_memory import lock
+from trainer_side.tiers.first_touch import huge_buffer
 from trainer_side.tiers.open_tiers import memory_directory
 from trainer_side.tiers.tier_directory import why_not_memory
 

@@ -27,16 +27,19 @@ class Seat:
     Args:
         names: Names in the state, for messages.
 
+    Attributes:
+        process: Number of the process that made the Checkpointer; another one is a forked child of it.
+
     Raises:
         ConfigError: Another Checkpointer of this process is open; or the process is a forked child of one that has one.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._names, self._process, self._place = list(names), os.getpid(), _line_of_the_script()
+        self._names, self.process, self._place = list(names), os.getpid(), _line_of_the_script()
         for seat in _seats:
-            if seat._process != self._process:
+            if seat.process != self.process:
                 raise ConfigError(
-                    f"Checkpointer(...) in process {self._process}, a forked child of process {seat._process}, which "
+                    f"Checkpointer(...) in process {self.process}, a forked child of process {seat.process}, which "
                     f"has {seat}; make it in the process that the launcher has started, or start the child with "
                     "multiprocessing's method 'spawn'"
                 )
@@ -66,22 +69,12 @@ class Seat:
         if self in _seats:
             _seats.remove(self)
 
-    @property
-    def is_inherited(self) -> bool:
-        """Whether this is a forked child of the process that made the Checkpointer."""
-        return os.getpid() != self._process
-
-    def require(self, call: str) -> None:
-        """Refuse `call` in a forked child, where no thread of the Checkpointer lives.
-
-        Raises:
-            ConfigError: This is one.
-        """
-        if self.is_inherited:
-            raise ConfigError(
-                f"{call} in process {os.getpid()}, a forked child of training process {self._process}: {self} works in "
-                "that process alone; call it there, and not in a loader's worker or another child"
-            )
+    def refusal(self, call: str) -> ConfigError:
+        """The error of `call` in a forked child, where no thread of the Checkpointer lives."""
+        return ConfigError(
+            f"{call} in process {os.getpid()}, a forked child of training process {self.process}: {self} works in "
+            "that process alone; call it there, and not in a loader's worker or another child"
+        )
 
 
 _seats: list[Seat] = []  # that are open

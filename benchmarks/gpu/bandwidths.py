@@ -19,11 +19,12 @@ from benchmarks.gpu.shared import Shared, gb_per_second
 from holdfast.wire.state_messages import Agreement
 from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.device_stream import empty, stream_of
-from trainer_side.save.host_memory import huge_buffer, locked_buffer
+from trainer_side.save.host_memory import locked_buffer
 from trainer_side.save.staging import CopyEngine, Staging
 from trainer_side.state.skeleton import capture, plan
 from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import classify, collect
+from trainer_side.tiers.first_touch import huge_buffer
 
 __all__ = ["measure"]
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config import StagerConfig
-from holdfast.image.entries import REPLICATED, Entry
+from holdfast.image.entries import REPLICATED, Entry, Extent
 from holdfast.image.layout import Layout
-from holdfast.image.regions import Extent
 from holdfast.ring.doorbell import Channel
 from holdfast.ring.ring import Ring
 from holdfast.telemetry.events import EventLog

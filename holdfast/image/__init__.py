@@ -1,7 +1,7 @@
 """The place of every byte of a checkpoint.
 
-layout, layout_fields, index    each byte's place and its sender; the fields on the wire and on disk; lookups per chunk
-entries, chunks                 the entries of the image; work on one chunk
+layout, index                   each byte's place and its sender, checked and as bytes; lookups per chunk
+entries, chunks                 runs of bytes, entries and tensors of the image; work on one chunk
 regions, split_record           the parts of a split tensor; how it was split, for the manifest
 replicas                        whether replicas are the same on all ranks
 slices                          one rank's slice, as a tier keeps it

@@ -1,15 +1,25 @@
-"""The parts of an image: its entries, the tensors in them, and the parts of entries that lie in one chunk."""
+"""The parts of an image: runs of bytes, the entries, their tensors, and the parts of entries that lie in one chunk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.image.regions import Extent
-
 REPLICATED = -1  # owner of an entry that every rank holds with the same bytes
 SPLIT = -2  # owner of an entry with the first pattern; -3 with the second one, and so on
 TEXT_MAX = 4096  # of a name or a path: what a manifest takes
+
+
+class Extent(NamedTuple):
+    """A run of bytes of the image."""
+
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """Image offset of the byte after the last one."""
+        return self.offset + self.nbytes
 
 
 class Segment(NamedTuple):

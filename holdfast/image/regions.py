@@ -25,23 +25,12 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from holdfast.errors import ProtocolError
+from holdfast.image.entries import Extent
 
 # A region that several ranks hold is dealt among them in parts of at least this many bytes.
 DEAL_BYTES_MIN = 64 * 1024
 _DIMENSIONS_MAX = 64  # torch's own limit
 _SIZE_MAX = 2**62
-
-
-class Extent(NamedTuple):
-    """A run of bytes of the image."""
-
-    offset: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        """Image offset of the byte after the last one."""
-        return self.offset + self.nbytes
 
 
 class Region(NamedTuple):

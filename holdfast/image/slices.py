@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import DamageError
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.entries import Extent
 from holdfast.image.layout import Layout
-from holdfast.image.regions import Extent
 from holdfast.image.save_record import SaveRecord
 from holdfast.sealed import seal, unseal
 

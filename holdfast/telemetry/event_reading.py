@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from holdfast.errors import ConfigError
 from holdfast.telemetry.event_files import numbered, open_all
-from holdfast.telemetry.event_record import TOP
+from holdfast.telemetry.events import TOP
 
 LINE_BYTES_MAX = 1 << 24  # a line with the times of ten thousand ranks
 TIME_MAX = 1e11  # three thousand years

@@ -3,12 +3,14 @@
 Every line has `time` (Unix seconds), `event`, `role`, and `rank` and `step` where there is one; the rest is the event's
 own (docs/format.md lists them). Lines are appended whole, by one write each, so several processes may share a file.
 Only a disk that fills up in the middle of one leaves a piece of a line; the next one then begins on a line of its own.
-No line is longer than a limit (event_record.py), and a file that is full is followed by the next (event_files.py).
+No line is longer than a limit: a list of what each of ten thousand ranks did is cut, and the line says so. A file that
+is full is followed by the next (event_files.py).
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import threading
@@ -19,9 +21,14 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.telemetry.event_files import FILE_BYTES_MAX, appending, is_current, rotate
-from holdfast.telemetry.event_record import record
 
 _Listener = Callable[[str, Mapping[str, Any], int | None], None]
+
+RECORD_BYTES_MAX = 1 << 16
+TOP = ("time", "event", "role", "rank", "step")
+_CUTS_MAX = 1000  # each takes away a part of what is largest
+_CUTS_NAMED_MAX = 20
+_NAME_CHARACTERS_MAX = 200
 
 _log = logging.getLogger("holdfast.events")
 _RENAMED_MAX = 10
@@ -126,3 +133,50 @@ class EventLog:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def record(said: Mapping[str, Any], bytes_max: int = RECORD_BYTES_MAX) -> bytes:
+    """The line of one event, with its end. A line that is too long loses the second half of its largest list, mapping
+    or text, as often as it takes; the field `cut` names them. Time, event, role, rank and step stay.
+    """
+    text = _json(said)
+    if len(text) < bytes_max:
+        return text + b"\n"
+    # Through JSON: a copy of plain values, so that the caller's own stay whole.
+    own: dict[str, Any] = json.loads(text)
+    top = {name: own.pop(name) for name in TOP if name in own}
+    cut: list[str] = []
+    for _ in range(_CUTS_MAX):
+        name = ".".join(_halve(own))[:_NAME_CHARACTERS_MAX]
+        if name not in cut and len(cut) < _CUTS_NAMED_MAX:
+            cut.append(name)
+        text = _json(top | own | {"cut": cut})
+        if len(text) < bytes_max:
+            break
+    return text + b"\n"
+
+
+def _halve(owner: Any) -> list[str]:
+    """Remove the second half of the largest item in a mapping or list; returns its path, `*` for the whole of it."""
+    path: list[str] = []
+    while True:
+        keys = list(owner) if isinstance(owner, dict) else list(range(len(owner)))
+        sizes = {key: len(_json(key)) + len(_json(owner[key])) for key in keys}
+        largest = max(keys, key=lambda key: sizes[key])
+        if len(keys) > 1 and 2 * sizes[largest] < sum(sizes.values()):  # many, and each is small
+            for key in reversed(keys[len(keys) // 2 :]):
+                del owner[key]
+            return path or ["*"]
+        path.append(str(largest))
+        inner = owner[largest]
+        if isinstance(inner, str) and len(inner) > 1:
+            owner[largest] = inner[: len(inner) // 2]
+            return path
+        if not isinstance(inner, dict | list) or not inner:
+            del owner[largest]
+            return path
+        owner = inner
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), default=str).encode()

@@ -77,17 +77,13 @@ class Proposal:
     table: list[list[Any]]
     pickle_bytes: int
     per_rank_bytes: dict[str, int]
-    sums: Sequence[int] = ()
+    # The reader gives an array, four bytes each: as numbers of Python those of 512 ranks would take a gigabyte.
+    sums: Sequence[int] = field(default_factory=lambda: array("I"))
     refusal: tuple[str, str] | None = None
     held: HeldRegions = field(default_factory=HeldRegions)
     stage: Stage | None = None
     step: int = -1
     change: str = ""
-
-    def __post_init__(self) -> None:
-        # Four bytes each: as numbers of Python those of 512 ranks would take a gigabyte.
-        if not isinstance(self.sums, array):
-            object.__setattr__(self, "sums", array("I", self.sums))
 
     @classmethod
     def refused(cls, error: HoldfastError, step: int = -1) -> Proposal:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError, PeerLost
-from holdfast.image.regions import Extent
+from holdfast.image.entries import Extent
 from holdfast.net.handshake import Hello, challenge
 from holdfast.net.tls import RankTls, StagerTls
 from tests.support.certificates import SignedPair, TestAuthority

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigError, ProtocolError
-from holdfast.image.regions import Extent
+from holdfast.image.entries import Extent
 from holdfast.net.handshake import (
     ADMISSION_BYTES,
     CHALLENGE_BYTES,

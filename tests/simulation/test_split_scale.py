@@ -12,7 +12,8 @@ import tracemalloc
 import pytest
 
 from benchmarks.large_model import RANKS, agreed, layout_of, tensors
-from holdfast.image.regions import Comb, Extent
+from holdfast.image.entries import Extent
+from holdfast.image.regions import Comb
 from holdfast.image.slices import frames_of
 from holdfast.wire.frames import decode
 from holdfast.wire.state_messages import Agreement, Proposal

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from holdfast.errors import PeerLost
-from holdfast.image.regions import Extent
+from holdfast.image.entries import Extent
 from tests.simulation.scheduler import Process, Scheduler
 
 if TYPE_CHECKING:

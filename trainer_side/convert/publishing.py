@@ -16,8 +16,8 @@ from holdfast.checkpoints.image_writing import Finished, Read
 from holdfast.crc import crc32
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source
+from holdfast.image.entries import Extent
 from holdfast.image.layout import CHUNK_BYTES, Layout
-from holdfast.image.regions import Extent
 from holdfast.wire.state_messages import Agreement
 from trainer_side.convert.contents import bytes_of
 from trainer_side.convert.dcp_parts import StoredTensor

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import DamageError, HoldfastError, StoreError
+from holdfast.image.entries import Extent
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
-from holdfast.image.regions import Extent
 from holdfast.image.slices import frames_of
 from holdfast.store.base import Store
 from trainer_side.ranks.deadlines import HANGING_SHARE

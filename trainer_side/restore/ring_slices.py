@@ -21,9 +21,9 @@ from typing import NamedTuple, Protocol
 
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.entries import Extent
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.regions import Extent
 from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import SliceFrame, SliceSeal, frames_of
 from holdfast.ring.near_ring import NearRing, near_ring

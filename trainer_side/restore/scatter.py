@@ -21,7 +21,8 @@ import numpy as np
 
 from holdfast.crc import combine_all
 from holdfast.errors import DamageError
-from holdfast.image.regions import Comb, Extent, Region
+from holdfast.image.entries import Extent
+from holdfast.image.regions import Comb, Region
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import STORE
 from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from holdfast.errors import DamageError
+from holdfast.image.entries import Extent
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
-from holdfast.image.regions import Extent
 from trainer_side.ranks.peers import LonePeers, Peers, agree, gather
 from trainer_side.restore.choice import NEARNESS_OF_RING, STORE, Candidate, Holder
 from trainer_side.restore.device_sections import DeviceSections

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from holdfast.crc import crc32
-from holdfast.image.regions import Extent
+from holdfast.image.entries import Extent
 from holdfast.ring.pages import direct_window
 from trainer_side.restore.device_sections import SectionPart
 from trainer_side.restore.structure import ImageMap

@@ -1,15 +1,13 @@
-"""Host memory of staging areas: touched once, and locked where a device copies into it.
+"""Host memory that a device copies into: staging areas and slots of tiers, locked in place.
 
-It is mapped and then locked in place. torch's own pinned memory is rounded up to a power of two, up to twice of what is
-asked for, and is never given back to the system.
+An area is mapped and touched (tiers/first_touch.py), and then locked. torch's own pinned memory is rounded up to a
+power of two, up to twice of what is asked for, and is never given back to the system.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import mmap
 import os
 import threading
 import weakref
@@ -22,7 +20,7 @@ import torch
 from holdfast.store.file_system import file_system_of
 from trainer_side.save.device_stream import DeviceRuntime, device_runtime, enter_thread
 from trainer_side.state.accelerator import module_of, own_device
-from trainer_side.tiers.first_touch import populate
+from trainer_side.tiers.first_touch import huge_buffer
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -38,49 +36,14 @@ _CAUSES = {
 }
 
 
-def huge_buffer(nbytes: int) -> torch.Tensor:
-    """`nbytes` (above 0) of zeroed memory as a one-dimensional uint8 tensor; all of it has been touched.
-
-    Raises:
-        MemoryError: There is not so much.
-    """
-    return _mapped(nbytes)
-
-
 def locked_buffer(nbytes: int) -> torch.Tensor:
     """As `huge_buffer`, locked for the device of this rank; given back when the last tensor over it is gone.
 
     A forked child does not have it: the kernel would copy all of it there, as it does with pages that a device uses.
     """
-    memory = _mapped(nbytes, beside_children=True)
+    memory = huge_buffer(nbytes, beside_children=True)
     _lock(memory, "host memory for checkpoints")
     return memory
-
-
-def _mapped(nbytes: int, *, beside_children: bool = False) -> torch.Tensor:
-    try:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them: pages are small, and all else is the same
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        if beside_children:
-            memory.madvise(mmap.MADV_DONTFORK)
-            _beside_children.add(memory)
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        return buffer if populate(buffer.data_ptr(), nbytes) else buffer.zero_()
-    except OSError as error:
-        raise MemoryError(f"no {nbytes} bytes of host memory: {error.strerror}") from error
-
-
-_beside_children: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-
-
-def _keep_in_child() -> None:
-    # The child may map something else at these addresses: it must never give them back in the name of these objects.
-    for memory in list(_beside_children):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-
-
-os.register_at_fork(after_in_child=_keep_in_child)
 
 
 def in_slot(slot: memoryview, *, pinned: bool) -> torch.Tensor:

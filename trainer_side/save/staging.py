@@ -25,10 +25,11 @@ from trainer_side.save.copy_plan import Batch, CopyPiece, Route, SlicePlan, Slic
 from trainer_side.save.device_copy import DeviceCopy, Mirror, MirrorRoom
 from trainer_side.save.device_dedup import DeviceDedup, Steadiness
 from trainer_side.save.device_stream import stream_of
-from trainer_side.save.host_memory import huge_buffer, in_slot, locked_buffer
+from trainer_side.save.host_memory import in_slot, locked_buffer
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Skeleton
 from trainer_side.state.survey import StorageSource
+from trainer_side.tiers.first_touch import huge_buffer
 
 _SPARED_SETS_MAX = 8  # each area may leave out other tensors
 Move = Callable[

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import StateError
+from holdfast.image.entries import Extent
 from holdfast.image.layout import Layout
-from holdfast.image.regions import Extent
 from holdfast.wire.state_messages import Agreement
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.per_rank_blob import encode

@@ -1,6 +1,6 @@
 """First touch of large host memory by several threads: one thread has the kernel clear some 1.5 GB of pages a second.
 
-    anonymous memory   populate: pages of an area; huge ones where the kernel has them
+    anonymous memory   huge_buffer: pages of an area; huge ones where the kernel has them
     a file in memory   fill_file: pages of a new slot file, through a mapping: fallocate works in one thread, and gives
                        small pages
     a mapping          populate: no access faults later, and pages are locked sooner
@@ -16,8 +16,11 @@ import errno
 import functools
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from holdfast.store.file_system import IN_MEMORY, file_system_of
 from trainer_side.ranks.deadlines import start
@@ -26,6 +29,36 @@ _RANKS_BESIDE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")  # by mpirun,
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; Python has no names for them
 _SECTION_BYTES = 64 << 20
 _THREADS_MAX = 16
+
+
+def huge_buffer(nbytes: int, *, beside_children: bool = False) -> torch.Tensor:
+    """`nbytes` (above 0) of zeroed memory as a one-dimensional uint8 tensor; all of it has been touched.
+
+    With `beside_children` a forked child does not have it. Raises `MemoryError` if there is less.
+    """
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them: pages are small, and all else is the same
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        if beside_children:
+            memory.madvise(mmap.MADV_DONTFORK)
+            _beside_children.add(memory)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        return buffer if populate(buffer.data_ptr(), nbytes) else buffer.zero_()
+    except OSError as error:
+        raise MemoryError(f"no {nbytes} bytes of host memory: {error.strerror}") from error
+
+
+_beside_children: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def _keep_in_child() -> None:
+    # The child may map something else at these addresses: it must never give them back in the name of these objects.
+    for memory in list(_beside_children):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
 
 
 def can_populate() -> bool:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from holdfast.image.regions import Extent
+from holdfast.image.entries import Extent
 from holdfast.net.address import Address
 from holdfast.net.handshake import Hello
 from holdfast.wire import frames as wire

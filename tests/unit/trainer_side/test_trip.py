@@ -35,9 +35,9 @@ PRODUCT = tuple(Path(str(package.__file__)).parent for package in (holdfast, tra
 SAVE_ROOM = PRODUCT[1] / "save"
 PLAYED = (memory_store.__file__, test_checkpointer.__file__)
 LOG_HANDLERS = logging.__file__  # which a test before may have installed in this process
-FIRST_SAVE_MAX = 44
-LATER_SAVE_MAX = 22
-RESTORE_MAX = 25
+FIRST_SAVE_MAX = 35
+LATER_SAVE_MAX = 20
+RESTORE_MAX = 24
 FLOORS_MAX = 6
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError
 from holdfast.image import regions
-from holdfast.image.regions import Comb, Extent, Pattern, Region, joined, unite
+from holdfast.image.entries import Extent
+from holdfast.image.regions import Comb, Pattern, Region, joined, unite
 
 ITEM_BYTES = 2
 

@@ -16,8 +16,7 @@ import pytest
 
 from holdfast.telemetry.event_files import NUMBERED_MAX, appending, numbered, rotate
 from holdfast.telemetry.event_reading import read_logs
-from holdfast.telemetry.event_record import RECORD_BYTES_MAX, record
-from holdfast.telemetry.events import EventLog
+from holdfast.telemetry.events import RECORD_BYTES_MAX, EventLog, record
 from operator_side.supervise.job_output import Follower
 from tests.support.events import read_events
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from typing import Any
 
 import pytest
@@ -212,7 +213,7 @@ SPLIT_ROWS: list[list[Any]] = [
 def holding(*regions: Region, sums: tuple[int, ...] = ()) -> Proposal:
     """The proposal of a rank that holds these regions of `w` and `m`."""
     held = HeldRegions.of((row, 4, region) for row, region in zip((0, 2), regions, strict=True))
-    return Proposal("digest", SPLIT_ROWS, 100, {}, sums, held=held)
+    return Proposal("digest", SPLIT_ROWS, 100, {}, array("I", sums), held=held)
 
 
 def rows(first: int, end: int) -> Region:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from array import array
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_equal_proposals_of_many_ranks_are_unpacked_and_kept_once(
         held = HeldRegions(
             ((4, Region((rank, 0), (1, 4))),), tuple((number, 0) for number in range(len(rows)))
         )
-        sent = Proposal("d", rows, 1000, {"rng": rank}, [rank] * len(rows), held=held)
+        sent = Proposal("d", rows, 1000, {"rng": rank}, array("I", [rank] * len(rows)), held=held)
         read.append(reader.read(wire.decode(sent.to_frame(1))))
         assert read[-1] == sent
     assert len({id(one.table) for one in read}) == len({id(one.held.rows) for one in read}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ def staged(
     )
     found = [sums + number for number in range(len(rows))] if sums else []
     stage = Stage(places, groups or {})
-    proposal = Proposal(str(rows), rows, 30_000, per_rank, tuple(found), held=held, stage=stage)
+    proposal = Proposal(str(rows), rows, 30_000, per_rank, array("I", found), held=held, stage=stage)
     assert Proposal.from_frame(decode(proposal.to_frame(1))) == proposal
     return proposal
 

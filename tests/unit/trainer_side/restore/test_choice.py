@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.image.entries import REPLICATED, Entry
+from holdfast.image.entries import REPLICATED, Entry, Extent
 from holdfast.image.layout import Layout
-from holdfast.image.regions import Extent
 from holdfast.image.slices import frames_of
 from tests.unit.trainer_side.restore.test_windows import manifest
 from trainer_side.restore.choice import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.image.entries import Extent
 from holdfast.image.manifest import EntryRecord, Manifest
-from holdfast.image.regions import Extent
 from tests.support.checkpoints import manifest_of, zip_image
 from trainer_side.restore.targets import ChunkWindows, ReadRun
 

@@ -10,7 +10,8 @@ import torch
 
 from holdfast.store.file_system import file_system_of
 from trainer_side.save import host_memory
-from trainer_side.save.host_memory import huge_buffer, in_slot
+from trainer_side.save.host_memory import in_slot
+from trainer_side.tiers.first_touch import huge_buffer
 
 _PAGE_BYTES = mmap.PAGESIZE
 

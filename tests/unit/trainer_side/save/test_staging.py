@@ -18,11 +18,11 @@ from holdfast.image.slices import FRAME_ALIGNMENT_BYTES, area_bytes, frames_of
 from holdfast.wire.state_messages import Agreement
 from tests.support.seeds import each_seed
 from trainer_side.save.copy_plan import Route, Router, SlicePlan
-from trainer_side.save.host_memory import huge_buffer
 from trainer_side.save.staging import CopyEngine, Staging
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
 from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import classify, collect
+from trainer_side.tiers.first_touch import huge_buffer
 
 CHUNK_BYTES = 4096
 RANKS = 3
@@ -277,7 +277,7 @@ def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.Monkey
         def madvise(self, *_: int) -> None:
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr("trainer_side.save.host_memory.mmap.mmap", Plain)
+    monkeypatch.setattr("trainer_side.tiers.first_touch.mmap.mmap", Plain)
     assert not huge_buffer(_PAGE_BYTES).any()
 
 

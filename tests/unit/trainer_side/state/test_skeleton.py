@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from holdfast.crc import crc32
 from holdfast.errors import StateError
-from holdfast.image.entries import REPLICATED
+from holdfast.image.entries import REPLICATED, Extent
 from holdfast.image.layout import Layout
-from holdfast.image.regions import Extent
 from holdfast.wire.state_messages import Agreement
 from tests.unit.trainer_side.assemble import CHUNK_BYTES, assembled, make_plan, save, sent, taken
 from trainer_side.state.per_rank import PerRank
