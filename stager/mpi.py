@@ -209,7 +209,7 @@ class MpiTrainersPort:
                 return None
         except MPI.Exception as error:
             self.cancel(rank, slot)
-            self._lose(rank, error)
+            self._lose(rank, error, statuses)
             return None
         del self._receives[rank, slot]
         return sum(int(status.Get_elements(MPI.BYTE)) for status in statuses)
@@ -238,8 +238,11 @@ class MpiTrainersPort:
             self._lost.add(rank)
             self._newly_lost.append((rank, f"rank {rank} {reason}"))
 
-    def _lose(self, rank: int, error: MPI.Exception) -> None:
-        if error.Get_error_class() in _LOST:
+    def _lose(self, rank: int, error: MPI.Exception, statuses: Sequence[MPI.Status] = ()) -> None:
+        classes = {error.Get_error_class()}
+        if MPI.ERR_IN_STATUS in classes:  # of several requests: each status has its own error
+            classes |= {MPI.Get_error_class(status.Get_error()) for status in statuses}
+        if classes & _LOST:
             self.drop(rank, "is dead")
         else:
             self.drop(rank, f"cannot be reached (MPI: {error.Get_error_string()})")

@@ -89,7 +89,7 @@ BUDGETS = {
     "operator_side/supervise": 2950,
     "stager": 4550,
     "stager/session": 1400,
-    "trainer_side": 2000,
+    "trainer_side": 2050,
     "trainer_side/convert": 1800,
     "trainer_side/data": 600,
     "trainer_side/frameworks": 1000,
@@ -97,12 +97,12 @@ BUDGETS = {
     "trainer_side/notice": 1100,
     "trainer_side/pace": 550,
     "trainer_side/ranks": 2800,
-    "trainer_side/restore": 7300,
-    "trainer_side/save": 6350,
+    "trainer_side/restore": 7350,
+    "trainer_side/save": 6300,
     "trainer_side/state": 4900,
-    "trainer_side/tiers": 5250,
+    "trainer_side/tiers": 5300,
 }
-PRODUCT_LINES_MAX = 80_820
+PRODUCT_LINES_MAX = 80_800
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

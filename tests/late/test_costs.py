@@ -13,7 +13,6 @@ import torch
 from tests.late.control import LateMachine
 from tests.late.whole_saves import DeviceRank
 from tests.support.calls import calls_here
-from tests.unit.trainer_side.test_checkpointer import FakeLink
 from tests.unit.trainer_side.tiers.ranks import until
 
 pytestmark = pytest.mark.late("lazy")
@@ -175,13 +174,12 @@ def test_launches_and_transfers_do_not_grow_with_the_number_of_tensors(
 def test_a_save_runs_next_to_nothing_for_each_tensor_where_replicas_are_compared(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakeLink, "ranks", 2)
     limit, _ = STRATEGIES[strategy]
     calls: list[int] = []
     for count in (50, 550):
         tensors, optimizer = many(count, 61)
         beside = {"many": tensors, "many_optimizer": optimizer}
-        rank = DeviceRank(monkeypatch, beside=beside, device_bytes_max=limit, in_flight_max=1)
+        rank = DeviceRank(monkeypatch, ranks=2, beside=beside, device_bytes_max=limit, in_flight_max=1)
         for step in range(WARM_UP + 2):
             made = calls_here(lambda: rank.checkpointer.save(step))  # noqa: B023
             optimizer.step()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigError
+from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import DeclineCause
 from tests.late.control import LateMachine
@@ -327,7 +328,7 @@ def test_memory_of_a_mirror_of_a_step_that_is_refused_serves_others_only_behind_
     """Else they would get memory that the device is still going to write."""
     rank = DeviceRank(monkeypatch, device_bytes_max="1GiB")
 
-    def refused(step: int, _area: Staging, record: SaveRecord) -> Transfer:
+    def refused(step: int, _area: Staging, record: SaveRecord, _layout: Layout) -> Transfer:
         return Transfer.none(step, record, DeclineCause.BUSY.because("it is a test"))
 
     torch.cuda.synchronize()

@@ -33,17 +33,23 @@ class DeviceRank:
     """Many small layers, a large one, a frozen one and a buffer, all on the device; an optimizer with moments.
 
     Args:
+        ranks: How many the job has; the others are not there.
         beside: More of the state.
         settings: Of the checkpointer.
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, beside: Mapping[str, Any] | None = None, **settings: Any
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        ranks: int = 1,
+        beside: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         self.link = FakeLink()
-        self.link.job.chunk_bytes = (
-            1 << 20
-        )  # a large tensor goes straight into the area, small ones are gathered
+        self.link.job.ranks = ranks
+        # A large tensor goes straight into the area, small ones are gathered.
+        self.link.job.chunk_bytes = 1 << 20
         monkeypatch.setattr(joining, "meet_stager", self.link.meet)
         torch.manual_seed(0)
         small = [torch.nn.Linear(8, 8) for _ in range(40)]
