@@ -73,13 +73,24 @@ class Rig:
         self.ring = Ring.create(
             directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=32, attempt=1, room_chunks=512
         )
-        self.inbox, self.heard = Inbox(), Heard()
+        self.heard, self._verify = Heard(), verify
         self.lease = WriterLease(self.store, 5.0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")
+        self._start()
+
+    def _start(self) -> None:
+        self.inbox = Inbox()
         guard = guarded(self.store, self.lease.check_once)
         self.context = FlusherContext(guard, self.lease, self.inbox, self.events)
-        self.maintenance = Maintenance(self.context, MaintenanceRules(verify=verify, keep=Keep(0)))
+        self.maintenance = Maintenance(self.context, MaintenanceRules(verify=self._verify, keep=Keep(0)))
         self.engine = self.new_engine()
+
+    def crash(self) -> None:
+        """The process dies with its threads and the messages between them; another one starts. Ring and store stay."""
+        self.engine.stop()
+        self.maintenance.stop()
+        self.inbox.close()
+        self._start()
 
     def new_engine(self, want_room: Callable[[int], bool] = lambda _: False) -> Engine:
         return Engine(
@@ -377,9 +388,8 @@ def test_a_part_that_the_store_lost_is_named_and_the_checkpoint_given_up(rig: Ri
         assert time.monotonic() < until
     (parts,) = rig.store.uploads.values()
     del parts[2]
-    rig.engine.stop()
+    rig.crash()
     rig.store.before = lambda act, name: None
-    rig.engine = rig.new_engine()
     take_up(rig.engine, rig.ring)
     rig.drain()
     assert "part 2" in str(rig.heard.failures[KEY])

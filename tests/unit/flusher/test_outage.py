@@ -187,8 +187,7 @@ def test_a_flusher_that_dies_as_one_makes_room_leaves_the_newest_whole(
         rig.engine.begin(CheckpointId(1, 7), IMAGE.layout)
         with pytest.raises(Killed):
             turn_for(rig, 1.0)
-    rig.engine.stop()
-    rig.engine = rig.new_engine()
+    rig.crash()
     assert take_up(rig.engine, rig.ring) == [CheckpointId(1, 6)]
     assert free_slots(rig) == 32 - IMAGE.layout.chunks, "slots of the older one belong to nobody"
     mend(rig)
