@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "infra/grafana/dashboards/holdfast.json"
 PROMETHEUS = ROOT / "infra/prometheus"
 FROM_PROMETHEUS = {"job", "instance"}  # labels that it gives to all that it scrapes
+VARIABLE = "$run"  # the dashboard's choice of runs
 
 Query = tuple[str, str]  # where it stands, and what it asks
 
@@ -50,9 +51,18 @@ def panels() -> list[dict[str, Any]]:
     return found
 
 
-def queries() -> list[Query]:
+def annotations() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["annotations"]["list"]
+    return found
+
+
+def dashboard_queries() -> list[Query]:
     asked = [(panel["title"], target["expr"]) for panel in panels() for target in panel["targets"]]
-    return [*asked, *((rule["alert"], rule["expr"]) for rule in rules())]
+    return [*asked, *((note["name"], note["expr"]) for note in annotations())]
+
+
+def queries() -> list[Query]:
+    return [*dashboard_queries(), *((rule["alert"], rule["expr"]) for rule in rules())]
 
 
 def selectors(expression: Any) -> Iterator[Selected]:
@@ -102,6 +112,8 @@ def missing(query: str, exposed: dict[str, list[dict[str, str]]]) -> list[str]:
             continue
         for matcher in selected.matchers:
             values = {labels[matcher.name] for labels in exposed[selected.name] if matcher.name in labels}
+            if matcher.value == VARIABLE:
+                values.add(VARIABLE)
             if matcher.name in FROM_PROMETHEUS:
                 values |= {"stager", "flusher"}
             wanted = matcher.value.split("|") if matcher.op == promql.MatchOp.Re else [matcher.value]
@@ -115,6 +127,29 @@ def test_dashboard_and_alarms_ask_for_metrics_that_exist(exposed: dict[str, list
         wrong += [f"{where}: {what}" for what in missing(query, exposed)]
         wrong += [] if list(selectors(promql.parse(query))) else [f"{where}: asks for nothing"]
     assert not wrong, "\n".join(wrong)
+
+
+def test_dashboard_asks_only_about_the_chosen_run_and_source() -> None:
+    document = json.loads(DASHBOARD.read_text())
+    run, source = (
+        next(one for one in document["templating"]["list"] if one["name"] == name)
+        for name in ("run", "source")
+    )
+    assert run["query"]["query"] == "label_values(holdfast_info, run)"
+    assert (source["type"], source["query"]) == ("datasource", "prometheus")
+    for where, query in dashboard_queries():
+        metrics = list(selectors(promql.parse(query)))
+        chosen = [one for one in metrics if any(matcher.value == VARIABLE for matcher in one.matchers)]
+        assert {one.name for one in chosen} == {"holdfast_info"}, where
+        assert len(chosen) * 2 == len(metrics), f"{where}: each metric is joined with the run"
+    asked = [*panels(), *(target for panel in panels() for target in panel["targets"]), *annotations()]
+    assert {one["datasource"]["uid"] for one in asked} == {"${source}"}
+
+
+def test_dashboard_marks_kills_and_shows_their_loss_first() -> None:
+    assert any("holdfast_ranks_lost_total" in note["expr"] for note in annotations())
+    first = min(panels(), key=lambda panel: (panel["gridPos"]["y"], panel["gridPos"]["x"]))
+    assert "holdfast_newest_saved_timestamp_seconds" in first["targets"][0]["expr"]
 
 
 def test_names_are_as_prometheus_wants_them(exposed: dict[str, list[dict[str, str]]]) -> None:
