@@ -19,7 +19,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")  # those that the navigation names
+_PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "infra/kubernetes/README.md",
+    "infra/skypilot/README.md",
+)  # those that the navigation names
 _ELSEWHERE = "repository"  # the folder of the site for what lies outside docs/
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 

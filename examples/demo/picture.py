@@ -1,6 +1,6 @@
 """The demo's run as one picture: the loss of the uninterrupted run, of the killed one, and of the one that resumed.
 
-loss │ ▒▒▒ uninterrupted     the three lines lie on top of each other, because every loss is the same to the bit
+loss │ ▒▒▒ uninterrupted     the three lines lie on top of each other, because every loss has the same bits
      │ ─── until SIGKILL ┊
      │        ├ ─── resumed from the newest checkpoint
      └──────────────────────────────── step
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from examples.demo.story import Outcome, Played
 
 _WIDTH_INCHES, _HEIGHT_INCHES = 7.2, 2.9
-_UNINTERRUPTED, _KILLED, _RESUMED = "#c9ced6", "#0b6e4f", "#d1495b"
+# Colours with enough contrast on white and on the dark background of code hosts; the picture itself has none.
+_TEXT, _UNINTERRUPTED, _KILLED, _RESUMED = "#768390", "#8c959f66", "#1f883d", "#e5534b"
 
 
 def draw(outcome: Outcome, path: Path) -> bool:
@@ -40,7 +41,7 @@ def draw(outcome: Outcome, path: Path) -> bool:
         lw=1.8,
         ls=(0, (3, 1.5)),
     )
-    axes.axvline(killed_after, color="#30343f", lw=1, ls=":")
+    axes.axvline(killed_after, color=_TEXT, lw=1, ls=":")
     axes.annotate(
         f"SIGKILL to all {outcome.plan.ranks} training ranks\nafter step {killed_after}",
         (killed_after, axes.get_ylim()[1]),
@@ -48,13 +49,16 @@ def draw(outcome: Outcome, path: Path) -> bool:
         textcoords="offset points",
         va="top",
         fontsize=8,
+        color=_TEXT,
     )
-    axes.set_xlabel("training step")
-    axes.set_ylabel("loss")
+    axes.set_xlabel("training step", color=_TEXT)
+    axes.set_ylabel("loss", color=_TEXT)
+    axes.tick_params(color=_TEXT, labelcolor=_TEXT)
     axes.set_xlim(0, outcome.plan.steps - 1)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.78))
-    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": "make demo"})
+    axes.spines[["bottom", "left"]].set_color(_TEXT)
+    axes.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.78), labelcolor=_TEXT)
+    figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Creator": "make demo"})
     return True
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,6 +191,38 @@ def test_figures_of_the_readme_are_those_of_the_performance_page() -> None:
     assert len(named) > 4
     measured = set(re.findall(r"(?<![\d.])\d+\.\d+", text("docs/performance.md")))
     assert [figure for figure in named if figure not in measured] == [], "copy them after `make figures`"
+
+
+CODE_COLUMNS_MAX = 120  # fit beside the site's navigation (docs/stylesheets/holdfast.css)
+
+
+def test_code_blocks_of_the_site_are_not_cut() -> None:
+    on_site = [page for page in pages() if page.startswith("docs/") and page != "docs/cli.md"]
+    assert len(on_site) > 30
+    wide = [
+        f"{page}: {len(line)} columns: {line}"
+        for page in [*on_site, *GUIDES]
+        for content in re.findall(r"^```\w*\n(.*?)^```$", text(page), re.DOTALL | re.MULTILINE)
+        for line in content.splitlines()
+        if len(line) > CODE_COLUMNS_MAX
+    ]
+    assert not wide, "\n".join(wide)
+
+
+GUIDES = (
+    "docs/torchrun.md",
+    *(f"docs/guides/{name}.md" for name in ("mpirun", "slurm", "moving")),
+    *(f"docs/guides/{name}.md" for name in ("lightning", "transformers", "accelerate", "torchtitan")),
+    "infra/kubernetes/README.md",
+    "infra/skypilot/README.md",
+)
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_guide_ends_in_its_boundaries(page: str) -> None:
+    headings = re.findall(r"^## (.*)$", text(page), re.MULTILINE)
+    assert headings[-1] == "Boundaries"
+    assert page.replace("infra/", "repository/infra/").removeprefix("docs/") in text("mkdocs.yml")
 
 
 def test_the_readme_takes_ten_minutes() -> None:

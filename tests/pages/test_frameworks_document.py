@@ -1,4 +1,4 @@
-"""The snippets of docs/frameworks.md do what the examples do, which tests/integration/test_frameworks.py runs."""
+"""The snippets of the frameworks' guides do what the examples do, which tests/integration/test_frameworks.py runs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,10 @@ ELSEWHERE = {"DataLoader": {"num_workers"}, "Trainer": {"max_epochs"}}
 BY_THE_READER = {"loss_of", "build"}
 
 
-@pytest.mark.parametrize(
-    ("number", "example"),
-    list(enumerate(["train_lightning", "train_transformers", "train_accelerate", "train_torchtitan"])),
-)
-def test_a_snippet_does_what_its_example_does(number: int, example: str) -> None:
-    snippet = ast.parse(blocks("docs/frameworks.md", "python")[number])
-    shown, done = calls(snippet), calls(ast.parse(text(f"examples/{example}.py")))
+@pytest.mark.parametrize("framework", ["lightning", "transformers", "accelerate", "torchtitan"])
+def test_a_snippet_does_what_its_example_does(framework: str) -> None:
+    (block,) = blocks(f"docs/guides/{framework}.md", "python")
+    shown, done = calls(ast.parse(block)), calls(ast.parse(text(f"examples/train_{framework}.py")))
     assert set(shown) - BY_THE_READER <= set(done)
     wrong = {
         name: words - done[name] - ELSEWHERE.get(name, set()) for name, words in shown.items() if name in done

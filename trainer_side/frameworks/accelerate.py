@@ -6,7 +6,7 @@
 
 `accelerator.prepare` returns wrappers. Holdfast takes the objects inside them, because it can hold back the step of a
 plain optimizer and not that of a wrapper. Objects are numbered in the order in which they were prepared.
-docs/frameworks.md says more.
+docs/guides/accelerate.md says more.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
 
 After a restore Lightning goes on with the batch after the saved one. It does not repeat what it does between two
 batches (validation, the end of an epoch). The callback therefore saves nothing before such work, but
-after the next batch that another batch follows directly. docs/frameworks.md says what is restored exactly.
+after the next batch that another batch follows directly. docs/guides/lightning.md says what is restored exactly.
 """
 
 from __future__ import annotations

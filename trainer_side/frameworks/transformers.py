@@ -10,7 +10,7 @@
                      the random numbers again
     on_train_end     calls step() for the last step, and closes the Checkpointer
 
-docs/frameworks.md says what is restored exactly.
+docs/guides/transformers.md says what is restored exactly.
 """
 
 from __future__ import annotations
