@@ -49,6 +49,7 @@ from holdfast.image.layout import Layout
 from holdfast.image.save_record import StepRecord
 from holdfast.ring.doubts import read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
+from holdfast.ring.proofs import read_proofs
 from holdfast.ring.ring import Ring
 from holdfast.store.concurrency import ConcurrencyLimit
 
@@ -168,6 +169,10 @@ class Engine:
     def doubt(self) -> None:
         """The file beside the ring says which steps may be torn."""
         self._maintenance.doubt(read_doubts(self._ring.directory))
+
+    def prove(self) -> None:
+        """The file beside the ring says what the steps after the newest checkpoints used."""
+        self._maintenance.prove(read_proofs(self._ring.directory))
 
     def give_up(self, key: CheckpointId, error: HoldfastError) -> None:
         """Give up a checkpoint in the ring, whether or not it was begun here: its upload is taken back."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from flusher.doubt_marks import DoubtMarks
 from flusher.flusher_context import FlusherContext
+from flusher.proof_writing import ProofWriter
 from flusher.read_pace import ReadPace
 from flusher.retention import Keep, StoredStep, to_remove
 from flusher.stored_slices import Slices
@@ -27,6 +28,7 @@ from holdfast.errors import DamageError, FencedError, HoldfastError, StoreError,
 from holdfast.faultpoint import Point, reach
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import READ_BACK, Manifest, State, is_manifest_name, manifest_name
+from holdfast.image.proof_record import ProofRecord
 from holdfast.ring.doubts import DoubtedSteps
 from holdfast.store.wrapper import PatientStore
 
@@ -119,6 +121,7 @@ class Maintenance:
         self._waiting: set[str] = set()  # write-ids whose turn comes, or has come; each is looked after once
         self._removed: set[str] = set()  # those that retention removed before they were read back
         self.marks = DoubtMarks(context, self._replace)
+        self._proofs = ProofWriter(context)
         self._slices = Slices(store, PatientStore(store, self._wait), context.lease, context.events)
         self._workers = Workers("maintenance", 1)
 
@@ -167,6 +170,16 @@ class Maintenance:
         """
         if self.marks.learn(found):
             self._mark_again()
+
+    def prove(self, found: Sequence[ProofRecord]) -> None:
+        """Write down beside published checkpoints what the steps after them used."""
+        if self._proofs.learn(found):
+            self._submit(self._write_proofs)
+
+    def _write_proofs(self) -> None:
+        with self._lock:
+            under_way = frozenset(self._under_way)
+        self._guarded(lambda: self._proofs.write_all(under_way), "a proof of a resume is not written")
 
     def _mark_again(self) -> None:
         """A mark may be missing in the store: it is tried until all are there."""
@@ -266,6 +279,9 @@ class Maintenance:
             if self._is_removed(known):
                 return
             self._known[name] = known
+            self._guarded(
+                lambda: self._proofs.published(key, known.file), f"the proof of {key} is not written"
+            )
             if self._is_behind():
                 self._guarded(self._prune, "old checkpoints not removed")
                 if self._is_removed(known):
@@ -406,6 +422,7 @@ class Maintenance:
         if manifest.write_id != one.write_id:
             _log.warning("%s: is of another write than the one that is not kept any more; not removed", name)
             return False
+        self._proofs.removed(one.order, one.file)
         Intent.to_remove(manifest).write(self._store)
         # The manifest first: a file without one is no checkpoint, a manifest without its file would be a lie.
         try:

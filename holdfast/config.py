@@ -191,6 +191,9 @@ class TrainerConfig(RoleConfig):
         on_stager_lost: Behaviour of a rank that has lost its stager. `train`: it trains on, and tries to reach a
             stager at the same address again (not under mpirun, where the stager is a process of the job). `end`: the
             next `step()` or `save()` raises `PeerLost`, so that the launcher starts the job again.
+        on_unproven: Behaviour of the first `step()` after a resume if it has used something else than the run before
+            did (data, random numbers, learning rate, loss). `warn`: a log line names it. `stop`: `ResumeDiffers` is
+            raised on every rank. A resume of which nothing was recorded never ends the training.
         tiers: Where this rank keeps its slices besides the stager, or without one, nearest first: `memory`,
             `nvme:/mnt/nvme0`, `store`. Separated by commas in the environment. Must be the same on every rank. Empty:
             nowhere.
@@ -254,6 +257,7 @@ class TrainerConfig(RoleConfig):
     on_divergence: _OnDivergence = "warn"
     on_not_durable: Literal["fail", "warn"] = "fail"
     on_stager_lost: Literal["train", "end"] = "train"
+    on_unproven: Literal["warn", "stop"] = "warn"
     tiers: Annotated[tuple[_TierSpec, ...], BeforeValidator(_listed), NoDecode] = ()
     tier_slots: Annotated[int, Field(ge=2, le=64)] | None = None
     tier_writers: Annotated[int, Field(ge=1, le=64)] | None = None

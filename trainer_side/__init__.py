@@ -30,6 +30,7 @@ restore/       from the nearest good checkpoint into live tensors
 tiers/         local tiers in memory, persistent memory, files and the store
 ranks/         the other ranks: MPI, torch.distributed, TCP to the stager, deadlines
 notice/        preemption notices of this machine, and the step at which all ranks save after one
+proof/         whether the first step after a resume is as it was in the run before
 pace/          `every="auto"`: measures the cost of checkpoints, and asks for another interval
 convert/        the parts of `holdfast export` and `holdfast import` that need torch
 frameworks/    Lightning, Trainer, Accelerate, torchtitan

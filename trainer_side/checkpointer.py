@@ -8,7 +8,8 @@
     restore() ─► restore/restore.py
     step(step) ─► the interval, and AgreedSteps after a preemption notice: whether a checkpoint is due
 
-After start-up and restore the training thread takes part in no collective operation. Every wait has a deadline.
+After start-up, restore and the first step after it the training thread takes part in no collective operation. Every
+wait has a deadline.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from holdfast import supervised as diary
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
 from holdfast.supervised import report, report_end, tell
@@ -31,6 +34,7 @@ from trainer_side.builder import build
 from trainer_side.ledger import Stats
 from trainer_side.opaque import OpaqueContext, opaque_methods
 from trainer_side.pace.schedule import chosen_interval
+from trainer_side.proof.digest_taker import StepInput
 from trainer_side.ranks.peers import agree
 from trainer_side.ranks.uncaught import end_by_exit_codes
 from trainer_side.restore.restore import RestoreOptions, restore
@@ -114,6 +118,7 @@ class Checkpointer:
         self._link, self._tiers, self._copier = parts.link, parts.tiers, parts.copier
         self._saver, self._leaving, self._pacer = parts.saver, parts.leaving, parts.pacer
         self._agreed_steps, self._events = parts.agreed_steps, parts.events
+        self._resume_check = parts.resume_check
         self._counters = PlainCounters(self._state, rank=self.rank)
         self._batches = SeenBatches(self._state)
         self.restored: Restored | None = None
@@ -212,6 +217,7 @@ class Checkpointer:
             self._tiers.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)
             self._agreed_steps.restored(self.restored.step)
             self._parts.left_out.restored()
+            self._resume_check.restored(CheckpointId(self.restored.attempt, self.restored.step))
         if self.restored is None:
             tell("restored", step=-1)
             return 0
@@ -229,17 +235,28 @@ class Checkpointer:
             may_lack = given
         raise ConfigError(f"may_lack: expected names of the state ({', '.join(names)}), got {may_lack!r}")
 
-    def step(self, step: int) -> bool:
+    def step(self, step: int, *, batch: Any = None, loss: Any = None, grad_norm: Any = None) -> bool:
         """Tell holdfast that training step `step` (from 0) is done; a save begins if one is due.
 
         A save is due after `every` steps. After a preemption notice another save is due at the step that the stager
         has named for all ranks; in a job without a stager rank 0 names it (docs/spot.md).
+
+        The first step after a resume is compared with the one that the run before had made, on all ranks: every rank
+        calls it then, and waits for the others (docs/trainer.md). `Restored.proof` has the result.
+
+        Args:
+            step: The step.
+            batch: What this rank has trained on in the step: tensors, or lists and dictionaries of them. It is read
+                only in the first step after a checkpoint and after a resume.
+            loss: This rank's loss of the step: a number, or a tensor of one element.
+            grad_norm: The same of the norm of the gradient.
 
         Returns:
             Whether a save was begun.
 
         Raises:
             ConfigError: `step` is no whole number from 0 on; and as `save()`.
+            ResumeDiffers: It is the first step after a resume and differs, and `on_unproven` is `stop`; on every rank.
             PeerLost: The stager is lost, and `on_stager_lost` is `end`; and as `save()`.
         """
         step = self._checked_step(step, "step()")
@@ -263,9 +280,14 @@ class Checkpointer:
             self._events.emit("appointed", {"save": due.save, "reason": due.reason}, step=step)
             if due.notice.kind is NoticeKind.TERMINATE:
                 report("noticed")  # by now all ranks may leave their loops, wherever the notice came from
+        proof = self._resume_check.step(step, StepInput(batch, loss, grad_norm), self._leaving.newest_step)
+        if proof is not None and self.restored is not None:
+            self.restored = replace(self.restored, proof=proof)
         self._report_progress()
         wanted = timely or (due is not None and due.save)
         saved = wanted and self.save(step)
+        if self._leaving.newest_step == step:
+            self._resume_check.saved(step)
         if self._pacer is not None:
             self._pacer.stepped(step, due=wanted, saved=saved)
         return saved
@@ -361,6 +383,7 @@ class Checkpointer:
                 if self._every
                 else "every=0",
             )
+        self._resume_check.close()
         self._parts.notices.close()
         if self._pacer is not None:
             self._pacer.close()

@@ -48,6 +48,7 @@ class Asked(IntEnum):
     LAYOUT = 1
     BYTES = 2
     PLACE = 3
+    PROOF = 4
 
 
 class HeldCheckpoint(NamedTuple):

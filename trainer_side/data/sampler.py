@@ -22,6 +22,7 @@ from holdfast import supervised as diary
 from holdfast.errors import StateError
 from trainer_side.data.permutation import Permutation
 from trainer_side.opaque import OpaqueIterator, opaque_methods
+from trainer_side.state.data_place import DataPlace
 from trainer_side.state.rng import apart
 from trainer_side.whole_number import shown, whole_number
 
@@ -39,7 +40,7 @@ class _Position(NamedTuple):
 
 
 @opaque_methods
-class ResumableSampler:
+class ResumableSampler(DataPlace):
     """Gives each rank its samples: each sample exactly once per epoch, however often the run is interrupted.
 
     Put it into the state of the `Checkpointer`, and take samples in the training loop through one of
@@ -91,7 +92,7 @@ class ResumableSampler:
             raise StateError(f"sampler: on_change: expected 'refuse' or 'next-epoch', got {on_change!r}")
         self._length, self._seed, self._rank, self._ranks = length, seed, rank, ranks
         self._shuffle, self._drop_last, self._on_change = shuffle, drop_last, on_change
-        self._position = _Position(0, 0)
+        self._position = self._mark = _Position(0, 0)
         self._loads = 0
         self._read_ahead = self._followed = False
 
@@ -172,9 +173,17 @@ class ResumableSampler:
         Raises:
             StateError: `saved` was made with another length, seed or order, or is not the state of a sampler.
         """
-        self._position = self._found(saved)
+        self._position = self._mark = self._found(saved)
         self._loads += 1
         self._read_ahead = self._followed = False
+
+    def mark_place(self) -> None:
+        """Remember the place, for the proof of a resume."""
+        self._mark = self._position
+
+    def place(self) -> dict[str, Any]:
+        """The place of the next sample, and where it was at the mark: epoch and sample."""
+        return {"from": list(self._mark), "to": list(self._position)}
 
     def _following(self, loader: Iterable[_Batch], batch_size: int) -> Iterator[_Batch]:
         self._followed = True

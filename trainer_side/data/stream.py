@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 from holdfast.errors import StateError
 from trainer_side.opaque import OpaqueIterator, opaque_methods
+from trainer_side.state.data_place import DataPlace
 from trainer_side.state.rng import apart
+from trainer_side.state.value_crc import ValueCrc
 from trainer_side.whole_number import whole_number
 
 
@@ -22,7 +24,7 @@ class _Source(Protocol):
 
 
 @opaque_methods
-class ResumableStream:
+class ResumableStream(DataPlace):
     """Gives each rank its part of an iterable that every rank reads whole: each sample once per pass, on any ranks.
 
     Put it into the state of the `Checkpointer`. Every rank reads all samples and keeps its own, which costs reading
@@ -90,6 +92,13 @@ class ResumableStream:
             )
         self._source.load_state_dict(saved["source"])
         self._passes, self._iterator = int(saved["passes"]), None
+
+    def mark_place(self) -> None:
+        """Nothing is remembered: the source alone can read its places."""
+
+    def place(self) -> dict[str, Any]:
+        """CRC-32 of the place of the next sample."""
+        return {"passes": self._passes, "crc": ValueCrc(self._source.state_dict()).value()}
 
     @property
     def _workers(self) -> int:

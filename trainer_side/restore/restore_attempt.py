@@ -27,6 +27,7 @@ from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
+from holdfast.wire.step_proof import ResumeProof
 from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.restore.choice import STORE, Candidate
 from trainer_side.restore.device_memory import take_to_device
@@ -71,6 +72,7 @@ class Restored:
             tuples cannot be, so the script takes them from here.
         whole_in: Places known to have all of it: tiers by name, the store by its URL. The same on every rank.
         before: The checkpoint that restore would take if this one were set aside; None if no other exists.
+        proof: How the first step compares with that of the run before; None until that step.
     """
 
     step: int
@@ -84,6 +86,7 @@ class Restored:
     values: dict[str, Any] = field(default_factory=dict)
     whole_in: frozenset[str] = frozenset()
     before: CheckpointId | None = None
+    proof: ResumeProof | None = None
 
 
 @dataclass(frozen=True)
