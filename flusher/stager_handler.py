@@ -1,6 +1,6 @@
 """The flusher's side of the connection to one stager.
 
-    hello ─► welcome | refused      begin, chunk, staged, abort, doubt, proof ─► engine      finish ─► (drain) ─► drained
+    hello ─► welcome | refused      begin, chunk, staged, abort, doubt, proof ─► engine    finish ─► (drain) ─► drained
 
 A stager whose flusher died says all that it knows to the next one; what this one knows already has no effect, and what
 ended in between is told again.

@@ -5,6 +5,7 @@
                                                                              kernel has killed a process for it
     <01>holdfast {"restored": {"rank": 3, "step": 1200, "attempt": 2, "before": "800-a2"}}    the rank, trainer_side
     <01>holdfast {"stepped": {"rank": 3, "step": 1201}}                      the same, after its first step
+    <01>holdfast {"proof": {"rank": 0, "step": 1200, "verdict": "…", "text": "…"}}    rank 0: how that step compares
 
 and, for people as well, the error that ends a training script (`last_words`).
 

@@ -23,6 +23,7 @@ from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets, 
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import MANIFEST_BYTES_MAX, Manifest, State, manifest_name
+from holdfast.image.proof_record import proof_name
 from holdfast.ring.doubts import doubt_about
 from holdfast.store.base import ObjectInfo, Store
 
@@ -43,6 +44,7 @@ class CatalogItem:
         manifest: The manifest; None when it cannot be read.
         fault: Why restore does not use it, for people; empty when it may.
         file_bytes: Size of the portable file in the store; None without the file.
+        has_proof: What its ranks used in the step after it is recorded, so that a resume from it can be proven.
         unopened: The store lists the manifest and does not give it, which is the fault: nobody knows what it says.
     """
 
@@ -53,6 +55,7 @@ class CatalogItem:
     fault: str
     file_bytes: int | None
     unopened: bool = False
+    has_proof: bool = False
 
     @property
     def order(self) -> CheckpointId:
@@ -194,7 +197,9 @@ class CatalogLook:
             )
             return CatalogItem(name, attempt, step, None, fault, None)
         file_bytes = self._sizes.get(manifest.file)
-        return CatalogItem(name, manifest.attempt, step, manifest, _fault(manifest, file_bytes), file_bytes)
+        has_proof = proof_name(manifest.file) in self._sizes
+        fault = _fault(manifest, file_bytes)
+        return CatalogItem(name, manifest.attempt, step, manifest, fault, file_bytes, has_proof=has_proof)
 
     def _unopened(self, listed: ListedManifest, error: StoreError) -> CatalogItem:
         name, (attempt, step) = listed.name, listed.order

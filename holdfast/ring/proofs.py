@@ -29,7 +29,7 @@ _log = logging.getLogger("holdfast.ring")
 
 
 def write_proofs(directory: Path, found: Sequence[ProofRecord]) -> None:
-    """Replace the file by the last of these. Stager only. Raises `StoreError`: the machine lacks room or descriptors."""
+    """Replace the file by the last of these. Stager only. Raises `StoreError`: there is no room, or no descriptor."""
     rows = [one.to_json() for one in found[-PROOFS_MAX:]]
     write_side_file(directory / PROOFS_NAME, seal(to_json({"proofs": rows}), _CRC_FIELD))
 

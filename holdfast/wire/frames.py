@@ -108,8 +108,8 @@ class Frame:
         flags: SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.StepWord`. FETCH and
             FETCHED: what is asked for (`holdfast.ring.remains.Asked`). PROOF: `holdfast.wire.step_proof.ProofPart`.
         arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of
-            the proposal. FETCH, PROOF: attempt of the checkpoint. FETCHED: 1 if it is there. SEALED, SKIPPED, COMPLETE, VOID:
-            number of the tier. ROOM: bytes.
+            the proposal. FETCH, PROOF: attempt of the checkpoint. FETCHED: 1 if it is there. SEALED, SKIPPED, COMPLETE,
+            VOID: number of the tier. ROOM: bytes.
     """
 
     kind: Kind

@@ -6,6 +6,7 @@ flags 1   step, arg: the same, of the restored one           {verdict, text}: ra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple, Self
 
@@ -49,7 +50,7 @@ class ResumeProof(NamedTuple):
         return {"verdict": self.verdict.value, "text": self.text[:TEXT_CHARACTERS_MAX]}
 
     @classmethod
-    def from_json(cls, body: dict[str, Any]) -> Self:
+    def from_json(cls, body: Mapping[str, Any]) -> Self:
         """Read what `to_json` wrote. Raises `ValueError`."""
         text = body.get("text")
         if not isinstance(text, str):

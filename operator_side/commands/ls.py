@@ -27,7 +27,7 @@ from holdfast.errors import StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.commands.target import URL, Target
 
-_COLUMNS = ("STEP", "SIZE", "STATE", "AGE", "RANKS", "DURABLE IN", "FILE")
+_COLUMNS = ("STEP", "SIZE", "STATE", "AGE", "RANKS", "DURABLE IN", "PROOF", "FILE")
 _NUMBERS = ("STEP", "SIZE", "AGE", "RANKS", "DURABLE IN")
 _ROWS_FIRST = 40  # so short runs are one table
 _ROWS_NEXT = 200
@@ -55,8 +55,10 @@ def ls(as_json: bool, target: Target) -> None:
            slices    complete, as slices that ranks wrote: `holdfast assemble` makes a file of them
            partial   slices, of which some are missing
 
+    Proof: whether it is recorded what the step after the checkpoint used, so that a resume from it can be proven.
+
     JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks", "created",
-    "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "nonfinite"}], "slices": [{"step", "attempt", "state":
+    "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "proof", "nonfinite"}], "slices": [{"step", "attempt", "state":
     "slices|partial", "fault", "ranks", "sealed", "nbytes", "doubt"}]}. Values that a damaged manifest does not have
     are null. pgt1_seconds is the time from save() until the checkpoint was staged, pgt2_seconds until it was durable.
     drift says which replicas differed; it is empty where none did. doubt says why a checkpoint may be torn, and is
@@ -147,7 +149,7 @@ def _broken(item: CatalogItem) -> str:
 def _cells(item: CatalogItem) -> tuple[str, ...]:
     manifest = item.manifest
     if manifest is None:
-        return (str(item.step), size(item.file_bytes), item.state, "-", "-", "-", item.name)
+        return (str(item.step), size(item.file_bytes), item.state, "-", "-", "-", "-", item.name)
     return (
         str(item.step),
         size(item.file_bytes),
@@ -155,6 +157,7 @@ def _cells(item: CatalogItem) -> tuple[str, ...]:
         age(manifest),
         str(manifest.ranks),
         seconds(manifest.pgt2_seconds),
+        "yes" if item.has_proof else "no",
         manifest.file,
     )
 
@@ -166,7 +169,7 @@ def _slice_row(found: SliceSet, doubts: Mapping[CheckpointId, str]) -> _ListedRo
 
 def _slice_cells(found: SliceSet) -> tuple[str, ...]:
     where = f"{len(found.seals)} of {found.ranks} slices, attempt {found.attempt}"
-    return (str(found.step), size(found.nbytes), _state(found), "-", str(found.ranks), "-", where)
+    return (str(found.step), size(found.nbytes), _state(found), "-", str(found.ranks), "-", "-", where)
 
 
 def _state(found: SliceSet) -> str:
@@ -201,5 +204,6 @@ def _document(item: CatalogItem) -> dict[str, Any]:
         "pgt2_seconds": manifest.pgt2_seconds if manifest else None,
         "drift": item.drift,
         "doubt": item.doubt,
+        "proof": item.has_proof,
         "nonfinite": manifest.nonfinite.values if manifest and manifest.nonfinite else None,
     }

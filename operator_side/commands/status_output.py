@@ -27,6 +27,7 @@ _HOST_CHARACTERS_MAX = 20
 _OVER = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
 # Dropped first where the window is too small.
 _DROPPED = ("timings", "notices", "declined", "ring", "flights", "ranks", "notes", "troubles")
+_RESUME_STYLE = {"verified resume": "", "differs": "red", "not proven": "yellow"}
 _RANK_STYLE = {"lost": "red", "silent": "yellow", "coming": "dim", "left": "dim"}
 
 
@@ -93,6 +94,11 @@ def _head(status: RunStatus) -> list[RenderableType]:
         Text(
             f"{_peer('stager', status.stager, status)}{_OVER.get(status.transport or '', '')}; "
             f"{_peer('flusher', status.flusher, status)}"
+        ),
+        *(
+            [Text(plain(status.resume_text), style=_RESUME_STYLE[status.resume])]
+            if status.resume_text
+            else []
         ),
     ]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from holdfast.telemetry.event_text import cut
+from holdfast.wire.step_proof import ProofVerdict
 from operator_side.report.facts import RunFacts
 from operator_side.report.goodput import Interruption
 from operator_side.report.words import brief, dollars, moment, plural, share
@@ -38,7 +40,7 @@ def what_happened(facts: RunFacts) -> list[str]:
         return [
             "Nothing is known of this run: there is no checkpoint in the store, and no event in the logs."
         ]
-    return [*_course(facts), *_interruptions(facts), *_checkpoints(facts), *_time(facts)]
+    return [*_course(facts), *_interruptions(facts), *_resumes(facts), *_checkpoints(facts), *_time(facts)]
 
 
 def _course(facts: RunFacts) -> Iterator[str]:
@@ -91,6 +93,22 @@ def _interruptions(facts: RunFacts) -> Iterator[str]:
     known = [one.lost.seconds for one in found if one.lost is not None]
     if known:
         yield f"{brief(sum(known))} of work had to be done again."
+
+
+def _resumes(facts: RunFacts) -> Iterator[str]:
+    proofs = [one.proof for one in facts.attempts if one.proof is not None]
+    if not proofs:
+        return
+    counts = Counter(proof.verdict for proof in proofs)
+    told = {
+        ProofVerdict.VERIFIED: "went on as the attempt before, as its first step shows",
+        ProofVerdict.DIFFERS: "differed from the attempt before",
+        ProofVerdict.NOT_PROVEN: "could not be compared with the attempt before",
+    }
+    named = [f"{counts[verdict]} {words}" for verdict, words in told.items() if counts[verdict]]
+    yield f"Of {plural(len(proofs), 'resume')}, {'; '.join(named)}."
+    for proof in [one for one in proofs if one.verdict is ProofVerdict.DIFFERS][:_NAMED_MAX]:
+        yield f"{proof.text[:1].upper()}{proof.text[1:]}."
 
 
 def _times(count: int) -> str:

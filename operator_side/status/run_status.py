@@ -107,6 +107,8 @@ class RunStatus:
 
     Attributes:
         waits_at: HOST:PORT of a standing stager that has no job; else empty.
+        resume: How the first step after the last resume compares with that of the run before: `verified resume`,
+            `differs` or `not proven`; empty where nothing was resumed. `resume_text`: the same as a sentence.
     """
 
     run: str
@@ -117,6 +119,8 @@ class RunStatus:
     stager: Peer
     transport: Transport | None
     waits_at: str
+    resume: str
+    resume_text: str
     ranks: tuple[RankStatus, ...]
     ranks_total: int
     levels: Mapping[str, Level]
@@ -233,6 +237,8 @@ def compose(
         stager=stager,
         transport=stager_said.transport if stager_said is not None else None,
         waits_at=stager_said.waits_at if stager_said is not None else "",
+        resume=stager_said.resume if stager_said is not None else "",
+        resume_text=stager_said.resume_text if stager_said is not None else "",
         ranks=ranks,
         ranks_total=ranks_total,
         levels=levels,

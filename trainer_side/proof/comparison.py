@@ -19,14 +19,14 @@ _RANKS_NAMED_MAX = 4
 
 DATA, RANDOM, RATE, LOSS, NORM = "data", "random numbers", "learning rate", "loss", "gradient norm"
 _ORDER = (DATA, RANDOM, RATE, LOSS, NORM)
+_INPUTS = (DATA, RANDOM, RATE)
+_UNSAVED = "something that training uses is not in the state, or the code has changed"
 _CAUSES = {
     DATA: "the loader does not go on where the checkpoint was, or was read ahead of it: use ResumableSampler, put it "
     "into the state, and draw the batch of a step after the checkpoint before it",
     RANDOM: 'put "rng": PerRank(RngState()) into the state; if it is there, something draws numbers between restore() '
     "and the first step, or in another thread",
     RATE: "is the scheduler in the state, and made after the optimizer as before?",
-    LOSS: "if all else is equal, something that training uses is not in the state, or the code has changed",
-    NORM: "if all else is equal, something that training uses is not in the state, or the code has changed",
 }
 
 
@@ -134,7 +134,13 @@ def resume_proof(comparisons: Sequence[Comparison], *, ranks_before: int) -> Res
         what for what in _ORDER if any(one.what == what for each in comparisons for one in each.differences)
     ]
     if whats:
-        told = "; ".join(f"{_difference(what, comparisons)}: {_CAUSES[what]}" for what in whats)
+        causes = dict.fromkeys((LOSS, NORM), _UNSAVED) | _CAUSES
+        if any(what in _INPUTS for what in whats):
+            causes |= dict.fromkeys((LOSS, NORM), "")  # it follows from that
+        told = "; ".join(
+            ": ".join(part for part in (_difference(what, comparisons), causes[what]) if part)
+            for what in whats
+        )
         return ResumeProof(ProofVerdict.DIFFERS, f"resume differs from the run before: {told}{other}")
     compared = [what for what in _ORDER if all(what in one.compared for one in comparisons)]
     if not compared:
