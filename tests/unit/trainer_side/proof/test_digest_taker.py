@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from typing import Any
@@ -15,8 +16,10 @@ from holdfast.image.proof_record import DIGEST_BYTES_MAX
 from trainer_side.proof.digest_taker import DigestTaker, StepInput, generator_crcs
 from trainer_side.proof.step_digest import StepDigest
 
+NOTHING = StepInput()
 
-def taken(taker: DigestTaker, given: StepInput = StepInput(), *, is_marked: bool | None = True) -> StepDigest:
+
+def taken(taker: DigestTaker, given: StepInput = NOTHING, *, is_marked: bool | None = True) -> StepDigest:
     return taker.take(5, given, is_marked=is_marked).digest()
 
 
@@ -34,7 +37,7 @@ def test_the_place_of_a_sampler_is_that_of_the_mark_and_now() -> None:
 
 @pytest.mark.parametrize(
     ("draw", "generator"),
-    [(lambda: torch.rand(1), "torch"), (lambda: np.random.rand(), "NumPy"), (random.random, "Python")],  # noqa: NPY002
+    [(functools.partial(torch.rand, 1), "torch"), (np.random.rand, "NumPy"), (random.random, "Python")],
 )
 def test_only_generators_that_the_step_has_drawn_from_are_kept(draw: Any, generator: str) -> None:
     taker = DigestTaker({})
