@@ -1,7 +1,7 @@
 """Real jobs are killed and resumed, and the first step of each says whether it went on as before.
 
-first run, killed after step 5 ─┬─► resumed by as many ranks, killed after step 7, of whose checkpoint no step followed
-                                │       └─► resumed: not proven
+first run, killed after step 5 ─┬─► resumed by as many ranks, killed after step 7, a checkpoint
+                                │       └─► resumed: not proven, as no step had followed
                                 ├─► resumed wrongly
                                 └─► resumed by three ranks
 """
@@ -111,8 +111,9 @@ def test_all_that_differs_is_named_and_ends_the_training_if_asked_to(played: Pat
 
 
 def test_another_number_of_ranks_is_said_and_compared_by_what_all_share(played: Path) -> None:
-    assert _proof(played, "three") == (
-        "verified resume",
-        "resume verified: the place in the data and learning rate are those of the run before; 3 ranks instead of 2, so "
-        "each rank's batches, random numbers and loss cannot be compared",
+    verdict, text = _proof(played, "three")
+    assert verdict == "verified resume"
+    assert text == (
+        "resume verified: the place in the data and learning rate are those of the run before; 3 ranks instead of 2, "
+        "so each rank's batches, random numbers and loss cannot be compared"
     )
