@@ -3,7 +3,7 @@
     proofs beside the ring ─┐
     published ──────────────┴─ both are known ─► step-000000123.proof.json
 
-What is published already, perhaps by an earlier flusher, is found by its name. A proof that cannot be written is tried
+A checkpoint that an earlier flusher has published is found by its name. A proof that cannot be written is tried
 again with the next one; without it the checkpoint is as good as before, and its resume is not proven.
 """
 

@@ -246,7 +246,7 @@ class Checkpointer:
 
         Args:
             step: The step.
-            batch: What this rank has trained on in the step: tensors, or lists and dictionaries of them. It is read
+            batch: The data of this rank in the step: tensors, or lists and dictionaries of them. They are read
                 only in the first step after a checkpoint and after a resume.
             loss: This rank's loss of the step: a number, or a tensor of one element.
             grad_norm: The same of the norm of the gradient.

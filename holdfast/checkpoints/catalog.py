@@ -44,7 +44,7 @@ class CatalogItem:
         manifest: The manifest; None when it cannot be read.
         fault: Why restore does not use it, for people; empty when it may.
         file_bytes: Size of the portable file in the store; None without the file.
-        has_proof: What its ranks used in the step after it is recorded, so that a resume from it can be proven.
+        has_proof: Whether a proof lies beside it, so that a resume from it can be proven.
         unopened: The store lists the manifest and does not give it, which is the fault: nobody knows what it says.
     """
 

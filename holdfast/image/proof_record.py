@@ -3,7 +3,7 @@
     step-000000123.pt · step-000000123.json · step-000000123.proof.json
 
 A run that resumes compares its first step with it. It is no part of the checkpoint: one that is missing or damaged says
-nothing against the checkpoint, and only leaves its resume unproven. What is in a digest is the ranks' business.
+nothing against the checkpoint, and only leaves its resume unproven. The ranks alone read the digests.
 """
 
 from __future__ import annotations

@@ -101,12 +101,12 @@ def _resumes(facts: RunFacts) -> Iterator[str]:
         return
     counts = Counter(proof.verdict for proof in proofs)
     told = {
-        ProofVerdict.VERIFIED: "went on as the attempt before, as its first step shows",
-        ProofVerdict.DIFFERS: "differed from the attempt before",
-        ProofVerdict.NOT_PROVEN: "could not be compared with the attempt before",
+        ProofVerdict.VERIFIED: "went on as before, as the first step shows",
+        ProofVerdict.DIFFERS: "differed",
+        ProofVerdict.NOT_PROVEN: "not proven",
     }
     named = [f"{counts[verdict]} {words}" for verdict, words in told.items() if counts[verdict]]
-    yield f"Of {plural(len(proofs), 'resume')}, {'; '.join(named)}."
+    yield f"{plural(len(proofs), 'resume')} compared with the attempt before: {'; '.join(named)}."
     for proof in [one for one in proofs if one.verdict is ProofVerdict.DIFFERS][:_NAMED_MAX]:
         yield f"{proof.text[:1].upper()}{proof.text[1:]}."
 

@@ -44,7 +44,7 @@ class StagerMessage(NamedTuple):
 
     @classmethod
     def proof(cls, key: CheckpointId, digest: Digest) -> StagerMessage:
-        """What this rank used in the first step after checkpoint `key`."""
+        """The digest of this rank's first step after checkpoint `key`."""
         return cls(lambda attempts: step_frame(key, digest, attempt=attempts[-1]))
 
     @classmethod

@@ -42,8 +42,8 @@ class Comparison(NamedTuple):
 
     Attributes:
         compared: Which of the five could be compared.
-        differences: Those that differ.
-        notes: What is to be said although nothing differs.
+        differences: The differences among them.
+        notes: Sentences for people although nothing differs.
     """
 
     compared: tuple[str, ...]
@@ -102,7 +102,7 @@ def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Compari
 
 
 def _compare_own(before: StepDigest, now: StepDigest, compared: list[str], found: list[Difference]) -> None:
-    """What each rank has for itself."""
+    """Compare each rank's own batch and random numbers."""
     if before.batch is not None and now.batch is not None:
         compared.append(DATA)
         if before.batch != now.batch and not found:

@@ -25,7 +25,7 @@ from trainer_side.state.value_crc import LaterNumber, ValueCrc, tensor_crc
 
 
 class StepInput(NamedTuple):
-    """What a script gives to `step()`, for the proof of a resume."""
+    """The arguments of `step()` for the proof of a resume."""
 
     batch: Any = None
     loss: Any = None
@@ -85,7 +85,7 @@ class DigestTaker:
 
         Args:
             step: The step.
-            given: What the script says of it.
+            given: Arguments of `step()` for the digest.
             is_marked: To be kept: only with generators that a run that resumes must have in the same state. Whether
                 `mark` was called at the checkpoint before the step. None: of a run that resumes.
         """

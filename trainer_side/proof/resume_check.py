@@ -72,7 +72,7 @@ class ResumeCheck:
 
         Args:
             step: The step.
-            given: What the script says of it.
+            given: Arguments of `step()` for the digest.
             newest_saved: The newest step of which a checkpoint was begun.
 
         Raises:
@@ -120,7 +120,7 @@ class ResumeCheck:
             return not_proven(f"the ranks did not all come to the first step: {error}")
 
     def _now(self, step: int, given: StepInput) -> StepDigest | str:
-        """What this step has used, or why that is not known: the other ranks wait for either."""
+        """The digest of this step, or why it has failed: the other ranks wait for either."""
         try:
             return self._taker.take(step, given).digest().cut()
         except Exception as error:  # noqa: BLE001 - whatever it is
@@ -148,7 +148,7 @@ class ResumeCheck:
         return resume_proof([Comparison.from_json(one) for one in all_told], ranks_before=len(digests))
 
     def _recorded(self, key: CheckpointId) -> ProofRecord | str:
-        """What was recorded of the step after this checkpoint, or why nothing is known. Rank 0."""
+        """The record of the step after this checkpoint, or why it was not found. Rank 0."""
         places: list[Callable[[], ProofRecord | None]] = [lambda: self._in_store(key)]
         if self._link.job.has_stager:
             places.insert(0, lambda: self._in_ring(key))

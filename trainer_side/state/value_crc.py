@@ -106,7 +106,7 @@ class LaterNumber:
         return self._there is None or self._there.query()
 
     def value(self) -> float | None:
-        """The number; None if it is none. Waits for the device if it must."""
+        """The number; None: it is not a number. Waits for the device if it must."""
         if self._there is not None:
             self._there.synchronize()
             self._there = None

@@ -53,7 +53,7 @@ def main(steps: int, kill_at: int, *faults: str) -> None:
         for step in range(first, steps):
             batch = samples[next(batches)]
             loss = model(batch).square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
             optimizer.step()
