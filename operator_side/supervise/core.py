@@ -29,7 +29,7 @@ from operator_side.supervise.resumption import Resumption
 from operator_side.supervise.supervisor_messages import (
     Action,
     ClockTick,
-    Compared,
+    ResumeCompared,
     Ended,
     Event,
     Exited,
@@ -116,7 +116,7 @@ class Core:
                 return self._hosts(hosts, now)
             case Exited(status):
                 return self._exited(status, now)
-            case Compared(_, step, proof):
+            case ResumeCompared(_, step, proof):
                 is_loud = proof.verdict is ProofVerdict.DIFFERS
                 return [Note("resume_proof", proof.text, {"step": step, **proof.to_json()}, loud=is_loud)]
             case ClockTick():

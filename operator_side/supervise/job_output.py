@@ -21,7 +21,7 @@ from holdfast.supervised import LAST_WORDS, MARK
 from holdfast.telemetry.event_files import is_same, numbered
 from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise.supervisor_messages import (
-    Compared,
+    ResumeCompared,
     Ended,
     Event,
     Joined,
@@ -35,7 +35,7 @@ from operator_side.supervise.supervisor_messages import (
     StepStaged,
 )
 
-Report = ProcessBegan | Ended | RankRestored | Stepped | Compared
+Report = ProcessBegan | Ended | RankRestored | Stepped | ResumeCompared
 
 _TAG = re.compile(r"\[\d+,(\d+)\]<(stdout|stderr)>: ?")
 _LINE_BYTES_MAX = 1 << 20  # a progress bar that never ends its line
@@ -77,7 +77,7 @@ def parse_report(text: str) -> Report | None:
         if kind == "stepped" and type(fields["step"]) is int:
             return Stepped(rank, fields["step"])
         if kind == "proof" and type(fields["step"]) is int:
-            return Compared(rank, fields["step"], ResumeProof.from_json(fields))
+            return ResumeCompared(rank, fields["step"], ResumeProof.from_json(fields))
         if kind == "restored" and type(fields["step"]) is int:
             attempt, before = fields.get("attempt", 0), fields.get("before")
             if type(attempt) is int:

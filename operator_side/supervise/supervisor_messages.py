@@ -53,7 +53,7 @@ class Stepped(NamedTuple):
     step: int
 
 
-class Compared(NamedTuple):
+class ResumeCompared(NamedTuple):
     """The first step after a resume was compared with that of the run before."""
 
     rank: int
@@ -121,7 +121,7 @@ Event = (
     | Joined
     | RankRestored
     | Stepped
-    | Compared
+    | ResumeCompared
     | Ended
     | Exited
     | StepStaged

@@ -96,7 +96,7 @@ def test_a_run_that_was_killed_before_the_next_step_proves_nothing_and_is_resume
     assert not (played / "store/step-000000007-a002.proof.json").exists()
 
 
-def test_all_that_differs_is_named_and_ends_the_training_if_asked_to(played: Path) -> None:
+def test_a_resume_that_differs_is_named_and_ends_the_training_if_asked_to(played: Path) -> None:
     verdict, text = _proof(played, "wrong")
     assert verdict == "differs"
     for named in (

@@ -30,7 +30,7 @@ _CAUSES = {
 }
 
 
-class Difference(NamedTuple):
+class StepDifference(NamedTuple):
     """One thing that is not as before. `what`: one of the five; `text`: before and now."""
 
     what: str
@@ -47,7 +47,7 @@ class Comparison(NamedTuple):
     """
 
     compared: tuple[str, ...]
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[StepDifference, ...] = ()
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> list[Any]:
@@ -56,13 +56,13 @@ class Comparison(NamedTuple):
     @classmethod
     def from_json(cls, body: Any) -> Self:
         compared, differences, notes = body
-        return cls(tuple(compared), tuple(Difference(*one) for one in differences), tuple(notes))
+        return cls(tuple(compared), tuple(StepDifference(*one) for one in differences), tuple(notes))
 
 
 def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Comparison:
     """Compare the digests of one rank; with other ranks than before, that of any rank."""
     compared: list[str] = []
-    found: list[Difference] = []
+    found: list[StepDifference] = []
     for name in sorted(before.data.keys() & now.data.keys()):
         old, new = before.data[name], now.data[name]
         both = (old.keys() & new.keys()) if same_ranks else (old.keys() & new.keys() & {"from"})
@@ -70,7 +70,7 @@ def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Compari
         if both:
             compared.append(DATA)
             if old != new:
-                found.append(Difference(DATA, f"{name} {_place(old, new)}"))
+                found.append(StepDifference(DATA, f"{name} {_place(old, new)}"))
     if same_ranks:
         _compare_own(before, now, compared, found)
     for name in sorted(before.rates.keys() & now.rates.keys()):
@@ -78,7 +78,9 @@ def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Compari
         old_rates, new_rates = before.rates[name], now.rates[name]
         if len(old_rates) != len(new_rates) or not all(map(_same_rate, old_rates, new_rates)):
             found.append(
-                Difference(RATE, f"that of {name} was {_rates(old_rates)} before, and is {_rates(new_rates)}")
+                StepDifference(
+                    RATE, f"that of {name} was {_rates(old_rates)} before, and is {_rates(new_rates)}"
+                )
             )
     notes = []
     for what, old_number, new_number in (
@@ -96,24 +98,26 @@ def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Compari
                 f"the {what} differs in its last digits only ({told}): kernels are not deterministic"
             )
         else:
-            found.append(Difference(what, told))
+            found.append(StepDifference(what, told))
     found.sort(key=lambda one: _ORDER.index(one.what))
     return Comparison(tuple(sorted(set(compared), key=_ORDER.index)), tuple(found), tuple(notes))
 
 
-def _compare_own(before: StepDigest, now: StepDigest, compared: list[str], found: list[Difference]) -> None:
+def _compare_own(
+    before: StepDigest, now: StepDigest, compared: list[str], found: list[StepDifference]
+) -> None:
     """Compare each rank's own batch and random numbers."""
     if before.batch is not None and now.batch is not None:
         compared.append(DATA)
         if before.batch != now.batch and not found:
             found.append(
-                Difference(DATA, f"the batch has CRC-32 {now.batch:08x}, and had {before.batch:08x}")
+                StepDifference(DATA, f"the batch has CRC-32 {now.batch:08x}, and had {before.batch:08x}")
             )
     generators = [name for name in before.generators if name in now.generators]
     if generators:
         compared.append(RANDOM)
     if other := [name for name in generators if before.generators[name] != now.generators[name]]:
-        found.append(Difference(RANDOM, f"the generator of {' and '.join(other)} is in another state"))
+        found.append(StepDifference(RANDOM, f"the generator of {' and '.join(other)} is in another state"))
 
 
 def resume_proof(comparisons: Sequence[Comparison], *, ranks_before: int) -> ResumeProof:

@@ -102,7 +102,7 @@ def test_a_resume_without_known_data_says_so() -> None:
     )
 
 
-def test_nothing_to_compare_proves_nothing() -> None:
+def test_a_digest_without_common_fields_proves_nothing() -> None:
     proof = resume_proof([compare(StepDigest(11), BEFORE, same_ranks=True)], ranks_before=1)
     assert proof.verdict is ProofVerdict.NOT_PROVEN
 

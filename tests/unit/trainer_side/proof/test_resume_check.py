@@ -113,7 +113,7 @@ def test_a_resume_is_verified_from_the_ring_or_the_store(store: Path, where: str
     assert proof.text == "resume verified: data, learning rate and loss are those of the run before"
 
 
-def test_one_rank_that_differs_is_named_on_all(store: Path) -> None:
+def test_a_rank_that_differs_is_named_on_all(store: Path) -> None:
     proof = resumed(store, 3, ring=recorded(store, 3), wrong=lambda rank: int(rank == 2))[0]
     assert proof.verdict is ProofVerdict.DIFFERS
     assert "data differ on rank 2 (" in proof.text
@@ -163,7 +163,7 @@ def test_a_difference_ends_the_training_on_every_rank_if_asked_to(store: Path) -
     assert "learning rate differs on rank 1 (that of optimizer was 0.5 before, and is 0.1)" in str(errors[0])
 
 
-def test_what_is_not_proven_does_not_end_the_training(store: Path) -> None:
+def test_an_unproven_resume_does_not_end_the_training(store: Path) -> None:
     trained = Trained(PlayedLink(store), LonePeers(), stops=True)
     trained.check.restored(KEY)
     proof = trained.step(4)
