@@ -55,7 +55,7 @@ class ResumeProof(NamedTuple):
         text = body.get("text")
         if not isinstance(text, str):
             raise ValueError(f"expected a text, got {text!r:.80}")
-        return cls(ProofVerdict(body.get("verdict")), text[:TEXT_CHARACTERS_MAX])
+        return cls(ProofVerdict(str(body.get("verdict"))), text[:TEXT_CHARACTERS_MAX])
 
 
 def step_frame(key: CheckpointId, digest: Digest, *, attempt: int) -> bytes:

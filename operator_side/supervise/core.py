@@ -29,7 +29,6 @@ from operator_side.supervise.resumption import Resumption
 from operator_side.supervise.supervisor_messages import (
     Action,
     ClockTick,
-    ResumeCompared,
     Ended,
     Event,
     Exited,
@@ -46,6 +45,7 @@ from operator_side.supervise.supervisor_messages import (
     RankDead,
     RankRestored,
     RankSilence,
+    ResumeCompared,
     StepDurable,
     Stepped,
     StepStaged,

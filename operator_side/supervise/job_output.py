@@ -21,7 +21,6 @@ from holdfast.supervised import LAST_WORDS, MARK
 from holdfast.telemetry.event_files import is_same, numbered
 from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise.supervisor_messages import (
-    ResumeCompared,
     Ended,
     Event,
     Joined,
@@ -30,6 +29,7 @@ from operator_side.supervise.supervisor_messages import (
     RankDead,
     RankRestored,
     RankSilence,
+    ResumeCompared,
     StepDurable,
     Stepped,
     StepStaged,
