@@ -210,7 +210,7 @@ def check_a_step_not_yet_in_the_store_is_restored_from_the_ring(run: Run, refere
     flusher.kill()  # the next one has no such limit, and tries at once: this one waits longer each time
     check_resumed(run, reference, "killed")
     assert run.restored_from() == [(SAVED, {RING})] * 2
-    assert sorted(int(path.name[5:14]) for path in run.folder.glob("step-*.json")) == [3, 7, 11]
+    assert sorted(int(path.name[5:14]) for path in run.folder.glob("step-*.pt")) == [3, 7, 11]
 
 
 def test_a_bug_ends_the_run_and_shows_its_traceback(run: Run) -> None:

@@ -137,7 +137,7 @@ def test_sigterm_to_torchrun_is_a_notice_and_the_stager_brings_all_ranks_to_one_
             with contextlib.suppress(ProcessLookupError):
                 os.kill(scene.pid(rank), signal.SIGKILL)
         job.wait(120)
-    (file,) = (scene.directory / "store").glob("step-*.json")
+    (file,) = (scene.directory / "store").glob("step-*[0-9].json")
     saved = int(file.name[5:14])
     with scene.start([str(saved + 3), str(NEVER)]) as job:
         job.succeed(240)
