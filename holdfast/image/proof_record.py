@@ -16,7 +16,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.sealed import seal, unseal
 
 DIGEST_BYTES_MAX = 4096
-_FORMAT = "holdfast-proof-1"
+FORMAT = "holdfast-proof-1"
 _CRC_FIELD = "proof_crc32"
 _WHOLE_MAX = 2**62
 
@@ -51,7 +51,7 @@ class ProofRecord(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """The object in the store."""
-        document = {"format": _FORMAT, **self.to_json()}
+        document = {"format": FORMAT, **self.to_json()}
         return seal(json.dumps(document, separators=(",", ":")).encode(), _CRC_FIELD)
 
     @classmethod
@@ -64,8 +64,8 @@ class ProofRecord(NamedTuple):
             document = json.loads(body)
         except RecursionError as error:
             raise ValueError("it is nested too deep") from error
-        if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise ValueError(f"expected the format {_FORMAT}")
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise ValueError(f"expected the format {FORMAT}")
         return cls.from_json(document)
 
 
