@@ -6,6 +6,8 @@
         verified of these: others may turn out to be doubtful · rungs of the ladder: the first one of each of the newest
         `keep_hourly` hours and `keep_daily` days that have one
             · those that `holdfast run` has set aside, the last few: evidence, and no other rule counts them
+            · those that `holdfast rewind` has gone back to; and of each branch that it has left what the rule keeps of
+              the branch alone, without a ladder
     goes:   the good ones beyond that · bad ones older than the newest good one · of those that are bad for
         their numbers all but the newest `keep_last`: a training that has diverged makes them without end
 
@@ -30,6 +32,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Self
 
+from holdfast.checkpoints.branches import Branches
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest, State
 
@@ -120,7 +123,10 @@ class Keep:
 
 
 def to_remove(
-    known: Sequence[StoredStep], keep: Keep, set_aside: Sequence[CheckpointId] = ()
+    known: Sequence[StoredStep],
+    keep: Keep,
+    set_aside: Sequence[CheckpointId] = (),
+    branches: Branches | None = None,
 ) -> list[StoredStep]:
     """The checkpoints of `known` that need not be kept, oldest first.
 
@@ -129,7 +135,26 @@ def to_remove(
         keep: The rule.
         set_aside: Checkpoints that restore passes over while a supervised run goes on, oldest first. The older ones
             that it goes back to are kept as if these were not there.
+        branches: The branches of the run, if it was rewound. None of an older branch takes the place of one of the
+            current line.
     """
+    if branches is None:
+        return _to_remove(known, keep, set_aside)
+    forks = {one.fork for one in branches.rewinds}
+    current = [one for one in known if branches.is_current(one.order)]
+    removed = _to_remove(current, keep, set_aside)
+    left: dict[int, list[StoredStep]] = {}
+    for one in known:
+        if not branches.is_current(one.order):
+            left.setdefault(branches.number(one.attempt), []).append(one)
+    for of_branch in left.values():
+        removed += _to_remove(of_branch, keep.without_rungs(), set_aside)
+    return sorted((one for one in removed if one.order not in forks), key=lambda one: one.order)
+
+
+def _to_remove(
+    known: Sequence[StoredStep], keep: Keep, set_aside: Sequence[CheckpointId]
+) -> list[StoredStep]:
     if keep.last == 0:
         return []
     passed = set(set_aside[-_SET_ASIDE_MAX:])

@@ -20,6 +20,7 @@ from flusher.read_pace import ReadPace
 from flusher.retention import Keep, StoredStep, to_remove
 from flusher.stored_slices import Slices
 from flusher.workers import Workers
+from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.intents import Intent, forget_intent
 from holdfast.checkpoints.verification import verify_file
@@ -225,7 +226,8 @@ class Maintenance:
         """In the worker thread."""
         try:
             found: list[Manifest] = []
-            for item in Catalog(self._store).newest_first():
+            look = Catalog(self._store).look()
+            for item in look.items(look.current):
                 if item.manifest is None:
                     _log.warning("a checkpoint is not read back from the store: %s", item.fault)
                 elif len(found) < _UNREAD_LOOKED_AT or item.manifest.state is not State.BAD:
@@ -237,7 +239,7 @@ class Maintenance:
                 is_unread = manifest.state is State.DURABLE and manifest.note != READ_BACK
                 if self._rules.verify and is_unread:
                     self.published(manifest.order, manifest)
-        except StoreError as error:
+        except (StoreError, DamageError) as error:
             _log.warning("checkpoints that an earlier flusher did not read back stay unverified: %s", error)
 
     def _say_newest(self, found: Sequence[Manifest]) -> None:
@@ -368,7 +370,8 @@ class Maintenance:
         keep = keep or self._rules.keep
         if keep.last == 0:
             return
-        names = [info.name for info in self._store.list() if is_manifest_name(info.name)]
+        objects = self._store.list()
+        names = [info.name for info in objects if is_manifest_name(info.name)]
         for name in names:
             if name not in self._known or self._is_of_another_write(name):
                 try:
@@ -378,7 +381,10 @@ class Maintenance:
                 except (DamageError, StoreMissing) as error:
                     _log.warning("a checkpoint is left out when old ones are removed: %s", error)
         self._known = {name: self._known[name] for name in names if name in self._known}
-        old = to_remove(list(self._known.values()), keep, self._set_aside())
+        branches = Branches.read(self._store, objects)
+        old = to_remove(
+            list(self._known.values()), keep, self._set_aside(), branches if branches.rewinds else None
+        )
         if not old:
             return
         removed: list[str] = []

@@ -40,6 +40,7 @@ from trainer_side.save.host_memory import locked_buffer
 from trainer_side.save.saver import no_collections
 from trainer_side.seat import Seat
 from trainer_side.state.drill_notes import PlainCounters, SeenBatches
+from trainer_side.state.skippable import Skippable
 from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.state.tree import GivenState
 from trainer_side.whole_number import STEP_MAX, shown, step_number
@@ -116,6 +117,7 @@ class Checkpointer:
         self._agreed_steps, self._events = parts.agreed_steps, parts.events
         self._counters = PlainCounters(self._state, rank=self.rank)
         self._batches = SeenBatches(self._state)
+        self._skippable = Skippable(self._state)
         self.restored: Restored | None = None
         self._closed = self._stepped = self._asked = self._progressed = False
         self._finished = (
@@ -169,8 +171,11 @@ class Checkpointer:
     def restore(self, *, step: int | None = None, may_lack: Collection[str] = ()) -> int:
         """Bring the state back from the newest good checkpoint. Collective: every rank calls it before its first step.
 
+        After `holdfast rewind` that is the newest one of the new branch, or the one that was gone back to; then
+        `restored.rewound` says so, and samplers in the state leave out the batches that are to be left out.
+
         Args:
-            step: The step to restore. None: the newest step that is good.
+            step: The step to restore, of the current branch. None: the newest step that is good.
             may_lack: Names of the state that the checkpoint need not have, because it was imported or the script is
                 newer. Their values stay as they are, and a warning names them; the next save includes them.
 
@@ -181,7 +186,8 @@ class Checkpointer:
             ConfigError: `step` is no whole number from 0 on, `may_lack` has a name that is not in the state, or the
                 Checkpointer has `fresh=True`.
             DamageError: There are checkpoints, and none is good; the message names each with its reason.
-            StateError: The checkpoint holds other names or shapes than this state.
+            StateError: The checkpoint holds other names or shapes than this state; or batches are to be left out after
+                `holdfast rewind`, and nothing in the state can do it.
             StoreMissing: There is no checkpoint of `step`.
         """
         self._check_call("restore()")
@@ -196,6 +202,7 @@ class Checkpointer:
             without_store=self._config.restore_without_store,
             may_lack=lacking,
             set_aside=self._config.restore_set_aside,
+            can_skip=bool(self._skippable),
             locked=locked_buffer,
         )
         with no_collections():
@@ -215,6 +222,9 @@ class Checkpointer:
         if self.restored is None:
             tell("restored", step=-1)
             return 0
+        self._tell_samplers(self.restored.step)
+        if self.restored.rewound is not None:
+            self._skippable.skip(self.restored.rewound, self._events, rank=self.rank)
         report("restored", attempt=self.restored.attempt)
         before = {} if self.restored.before is None else {"before": self.restored.before.label}
         tell("restored", step=self.restored.step, attempt=self.restored.attempt, **before)
@@ -253,6 +263,7 @@ class Checkpointer:
         diary.note("step", step)
         self._counters.note(step)
         self._batches.note(step)
+        self._tell_samplers(step)
         agreed_steps = self._agreed_steps
         due = agreed_steps.reach(step)
         every = agreed_steps.every(self._every, step)
@@ -298,6 +309,7 @@ class Checkpointer:
         self._asked = True
         if self._finished is not None and step != self._finished.step:
             self._finished.note(step)  # of a script that does not call step()
+        self._tell_samplers(step)
         self._report_progress()
         saved = self._saver.save(step)
         self._leaving.wanted_step = max(self._leaving.wanted_step, step)
@@ -398,6 +410,11 @@ class Checkpointer:
         """Raises `ConfigError` in a forked child."""
         if os.getpid() != self._seat.process:
             raise self._seat.refusal(call)
+
+    def _tell_samplers(self, step: int) -> None:
+        """Tell samplers in the state that a step is done."""
+        for stepped in self._skippable.told:
+            stepped(step)
 
     def _end_without_stager(self) -> None:
         """End the training where the stager is lost and `on_stager_lost` is `end`."""

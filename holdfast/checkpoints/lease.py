@@ -32,6 +32,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from holdfast.checkpoints.branches import rewound_attempt
 from holdfast.checkpoints.identity import Identity
 from holdfast.checkpoints.manifest_order import manifests_in, newest_first
 from holdfast.checkpoints.slice_sets import find_sets
@@ -275,11 +276,12 @@ def _are_named(store: Store, older: Sequence[int]) -> bool:
     return _says_named(store, older) if older else not manifests_in(store.list())
 
 
-def may_live(store: Store, before_attempt: int) -> str:
+def may_live(store: Store, before_attempt: int, *, elsewhere: bool = True) -> str:
     """Holder of the newest attempt before this one, if it may still be at work; empty if it has ended.
 
     Never waits. In the same place its process is looked up, whatever its claim says: that of a job without a stager is
-    released from the first. Elsewhere a claim that is not released counts as alive.
+    released from the first. Elsewhere a claim that is not released counts as alive; `elsewhere`: False leaves that out,
+    for who holds the next claim already.
 
     Raises:
         StoreError: The store failed.
@@ -289,7 +291,11 @@ def may_live(store: Store, before_attempt: int) -> str:
     mine = Identity.of_this_process()
     if record is None or record.identity == mine:
         return ""
-    lives = record.identity.is_running() if mine.shares_place(record.identity) else not record.released
+    lives = (
+        record.identity.is_running()
+        if mine.shares_place(record.identity)
+        else elsewhere and not record.released
+    )
     return f"process {record.pid} on {record.host} (attempt {record.attempt})" if lives else ""
 
 
@@ -351,10 +357,11 @@ def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list
 
 
 def _highest_published(store: Store, objects: Sequence[ObjectInfo]) -> int:
-    """The highest attempt among manifests and slices: someone may have cleared `.holdfast/`, and attempts must only
-    grow. The newest whole manifest has it.
+    """The highest attempt among manifests, slices and rewinds: someone may have cleared `.holdfast/`, and attempts must
+    only grow. The newest whole manifest has it.
     """
-    highest = max((found.attempt for found in find_sets(objects)), default=0)
+    rewound = (attempt for info in objects if (attempt := rewound_attempt(info.name)) is not None)
+    highest = max((*rewound, *(found.attempt for found in find_sets(objects))), default=0)
     for listed in newest_first(store, objects, names_tell=False):
         try:
             return max(highest, Manifest.from_bytes(store.read(listed.name), source=listed.name).attempt)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
 from holdfast.checkpoints.slice_sets import SliceSet
 from holdfast.command.examples import examples
@@ -55,13 +56,16 @@ def ls(as_json: bool, target: Target) -> None:
            slices    complete, as slices that ranks wrote: `holdfast assemble` makes a file of them
            partial   slices, of which some are missing
 
+    After `holdfast rewind` the checkpoints of older branches are dim, and their file is followed by the branch.
+
     JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks", "created",
-    "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "nonfinite"}], "slices": [{"step", "attempt", "state":
-    "slices|partial", "fault", "ranks", "sealed", "nbytes", "doubt"}]}. Values that a damaged manifest does not have
+    "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "nonfinite", "branch", "current"}], "slices": [{"step", "attempt",
+    "state": "slices|partial", "fault", "ranks", "sealed", "nbytes", "doubt"}]}. Values that a damaged manifest does not have
     are null. pgt1_seconds is the time from save() until the checkpoint was staged, pgt2_seconds until it was durable.
     drift says which replicas differed; it is empty where none did. doubt says why a checkpoint may be torn, and is
     else empty. nonfinite is the number of values in floating tensors that are NaN or infinite, counted when the
-    checkpoint was read back; null: not counted.
+    checkpoint was read back; null: not counted. branch is the number of the branch that wrote it, from 1; current tells
+    whether restore may take it: it does not after `holdfast rewind` has left it.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
     look = target.catalog().look()
     if look.is_empty:
@@ -71,12 +75,13 @@ def ls(as_json: bool, target: Target) -> None:
     # Where the rows themselves go to a terminal, they show how far it is.
     hidden = sys.stdout.isatty() and not as_json
     documents = []
+    branches = look.branches or Branches()
     with progress_bar("manifests", sum(one.nbytes for one in look.names), hidden=hidden) as advance:
         items = look.items(progress=advance)
         if as_json:
-            documents = [_document(item) for item in items]
+            documents = [_document(item, branches) for item in items]
         else:
-            _print(look.url, sets, doubts, items)
+            _print(look.url, sets, doubts, items, branches)
     if as_json:  # one document, so only when all is known
         print_json({"url": look.url, "checkpoints": documents, "slices": [_slices(s, doubts) for s in sets]})
 
@@ -88,11 +93,15 @@ def _is_published(look: CatalogLook, found: SliceSet) -> bool:
 
 
 def _print(
-    url: str, sets: Sequence[SliceSet], doubts: Mapping[CheckpointId, str], items: Iterator[CatalogItem]
+    url: str,
+    sets: Sequence[SliceSet],
+    doubts: Mapping[CheckpointId, str],
+    items: Iterator[CatalogItem],
+    branches: Branches,
 ) -> None:
     """Print the rows while they are read, a few at a time, and then what is to be said of some of them."""
     out = console()
-    rows = [_slice_row(found, doubts) for found in sets] + _read_rows(items, _ROWS_FIRST)
+    rows = [_slice_row(found, doubts) for found in sets] + _read_rows(items, _ROWS_FIRST, branches)
     if not rows:
         out.print(f"{url}: the run has no checkpoint yet", markup=False)
         return
@@ -109,7 +118,9 @@ def _print(
             shown.add_row(*row.cells, style=row.style)
             notes += row.notes
         out.print(shown)
-        rows, is_first = _read_rows(items, _ROWS_NEXT), False
+        rows, is_first = _read_rows(items, _ROWS_NEXT, branches), False
+    if branches.rewinds:
+        notes.append((branches.sentence(), ""))
     for text, style in notes:
         out.print(plain(text), markup=False, style=style, soft_wrap=True)
 
@@ -122,8 +133,16 @@ class _ListedRow(NamedTuple):
     notes: tuple[tuple[str, str], ...]
 
 
-def _read_rows(items: Iterator[CatalogItem], count: int) -> list[_ListedRow]:
-    return [_row(item) for item in itertools.islice(items, count)]
+def _read_rows(items: Iterator[CatalogItem], count: int, branches: Branches) -> list[_ListedRow]:
+    rows = []
+    for item in itertools.islice(items, count):
+        row = _row(item)
+        if not branches.is_current(item.order):
+            *cells, file = row.cells
+            cells.append(f"{file} (branch {branches.number(item.attempt)})")
+            row = row._replace(cells=tuple(cells), style=row.style or "dim")
+        rows.append(row)
+    return rows
 
 
 def _row(item: CatalogItem) -> _ListedRow:
@@ -186,7 +205,7 @@ def _slices(found: SliceSet, doubts: Mapping[CheckpointId, str]) -> dict[str, An
     }
 
 
-def _document(item: CatalogItem) -> dict[str, Any]:
+def _document(item: CatalogItem, branches: Branches) -> dict[str, Any]:
     manifest = item.manifest
     return {
         "step": item.step,
@@ -202,4 +221,6 @@ def _document(item: CatalogItem) -> dict[str, Any]:
         "drift": item.drift,
         "doubt": item.doubt,
         "nonfinite": manifest.nonfinite.values if manifest and manifest.nonfinite else None,
+        "branch": branches.number(item.attempt),
+        "current": branches.is_current(item.order),
     }

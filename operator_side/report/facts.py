@@ -13,7 +13,7 @@ from holdfast.telemetry.rows import CheckpointRow, CheckpointRows, StoredCheckpo
 from operator_side.report.attempts import ReportedAttempt, gather_attempts
 from operator_side.report.goodput import Goodput, Interruption, goodput_of, interruptions_of
 
-_MORE_TROUBLES = frozenset({"stager_lost", "damaged", "skipped", "interval_loose", "set_aside"})
+_MORE_TROUBLES = frozenset({"stager_lost", "damaged", "skipped", "interval_loose", "set_aside", "rewound"})
 
 
 @dataclass(slots=True)

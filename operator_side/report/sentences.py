@@ -142,6 +142,8 @@ def _checkpoints(facts: RunFacts) -> Iterator[str]:
     for one in facts.happened:
         if one.event == "set_aside":
             yield f"{one.text[:1].upper()}{one.text[1:]}."
+        if one.event == "rewound":
+            yield f"The run was {one.text}."
     if facts.checkpoints.not_taken:
         causes = ", ".join(
             f"{count:,} {cause}" for cause, count in facts.checkpoints.causes.most_common(_NAMED_MAX)

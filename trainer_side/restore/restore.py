@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
+from holdfast.errors import DamageError, HoldfastError, StateError, StoreError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
@@ -52,6 +52,7 @@ class RestoreOptions:
         may_lack: Names of the state that the checkpoint need not have; they then stay as they are.
         threads: Requests in flight from this rank.
         set_aside: Checkpoints to skip, each with all later ones of the same attempt.
+        can_skip: Whether an object of this rank's state can leave out batches, as `holdfast rewind` may demand.
         locked: Makes page-locked host memory of a given size, through which bytes go to a device; None: loading brings
             them there, tensor by tensor.
     """
@@ -62,6 +63,7 @@ class RestoreOptions:
     may_lack: frozenset[str] = frozenset()
     threads: int = 4
     set_aside: Collection[CheckpointId] = ()
+    can_skip: bool = False
     locked: Locked | None = None
 
 
@@ -93,7 +95,8 @@ def restore(
     Raises:
         DamageError: There are checkpoints but none is whole, or a tier cannot be listed. The message names each with
             its reason, and for a step that was once whole the places where its slices are missing.
-        StateError: The checkpoint does not fit the state: names, shapes, or a refusal of an object's `load_state_dict`.
+        StateError: The checkpoint does not fit the state: names, shapes, or a refusal of an object's `load_state_dict`;
+            or batches are to be left out, and no object of any rank can do that.
         StoreMissing: There is no checkpoint of `options.step`.
         StoreError: The store failed, was too slow, or gives none of the manifests that it lists.
         PeerLost: A rank is gone.
@@ -130,10 +133,12 @@ def restore(
         newest = max([*others, *([] if shelf.newest is None else [shelf.newest])], default=None)
         _see_step([*listed], step, newest, store)
     seconds = {"catalog": time.monotonic() - begun}
-    return _first_good(job, listed, seconds)
+    return _first_good(job, listed, seconds, can_skip=options.can_skip)
 
 
-def _first_good(job: RestoreJob, listed: InTurn, seconds: dict[str, float]) -> Restored | None:
+def _first_good(
+    job: RestoreJob, listed: InTurn, seconds: dict[str, float], *, can_skip: bool
+) -> Restored | None:
     skipped: list[str] = []
     told, lost, damaged = 0, False, False
     first = listed.first()
@@ -149,7 +154,10 @@ def _first_good(job: RestoreJob, listed: InTurn, seconds: dict[str, float]) -> R
         if told < len(skipped):
             job.tell(skipped[told:], f"trying {candidate.name} instead")
             told = len(skipped)
-        trial = RestoreAttempt(job, candidate, seconds)
+        rewound = None if job.shelf.branches is None else job.shelf.branches.rewound(candidate.checkpoint)
+        if rewound is not None and rewound.skipped and job.peers.all_agree(not can_skip):
+            raise StateError(rewound.refusal())
+        trial = RestoreAttempt(job, candidate, seconds, rewound)
         problem = trial.read()
         if problem is None:
             if candidate.drift:

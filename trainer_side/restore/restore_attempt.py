@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from holdfast.checkpoints.branches import Rewound
 from holdfast.errors import DamageError, HoldfastError, StateError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
@@ -71,6 +72,8 @@ class Restored:
             tuples cannot be, so the script takes them from here.
         whole_in: Places known to have all of it: tiers by name, the store by its URL. The same on every rank.
         before: The checkpoint that restore would take if this one were set aside; None if no other exists.
+        rewound: How `holdfast rewind` has brought training back to this step; None otherwise, and as soon as the new
+            branch has checkpoints of its own.
     """
 
     step: int
@@ -84,6 +87,7 @@ class Restored:
     values: dict[str, Any] = field(default_factory=dict)
     whole_in: frozenset[str] = frozenset()
     before: CheckpointId | None = None
+    rewound: Rewound | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,14 @@ class RestoreJob:
 class RestoreAttempt:
     """One candidate. Training thread; every method is collective."""
 
-    def __init__(self, job: RestoreJob, candidate: Candidate, seconds: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        job: RestoreJob,
+        candidate: Candidate,
+        seconds: Mapping[str, float],
+        rewound: Rewound | None = None,
+    ) -> None:
+        self._rewound = rewound
         self._job, self._candidate, self._peers = job, candidate, job.peers
         self._seconds = dict(seconds)
         self._image: Manifest | Layout
@@ -312,6 +323,7 @@ class RestoreAttempt:
             values=values,
             whole_in=self._whole_in,
             before=before,
+            rewound=self._rewound,
         )
 
     @property

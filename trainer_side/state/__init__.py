@@ -19,5 +19,6 @@ stand_ins                        placeholders of full size for split tensors and
 stages                           one common tree for ranks with different tensors (pipeline stages)
 
 accelerator                      CUDA, ROCm or XPU, as torch reports it
+skippable                        values that can leave out batches after `holdfast rewind`
 drill_notes                      notes for `holdfast drill`: batches, and counters on modules
 """
