@@ -276,12 +276,11 @@ def _are_named(store: Store, older: Sequence[int]) -> bool:
     return _says_named(store, older) if older else not manifests_in(store.list())
 
 
-def may_live(store: Store, before_attempt: int, *, elsewhere: bool = True) -> str:
+def may_live(store: Store, before_attempt: int) -> str:
     """Holder of the newest attempt before this one, if it may still be at work; empty if it has ended.
 
     Never waits. In the same place its process is looked up, whatever its claim says: that of a job without a stager is
-    released from the first. Elsewhere a claim that is not released counts as alive; `elsewhere`: False leaves that out,
-    for who holds the next claim already.
+    released from the first. Elsewhere a claim that is not released counts as alive.
 
     Raises:
         StoreError: The store failed.
@@ -291,12 +290,31 @@ def may_live(store: Store, before_attempt: int, *, elsewhere: bool = True) -> st
     mine = Identity.of_this_process()
     if record is None or record.identity == mine:
         return ""
-    lives = (
-        record.identity.is_running()
-        if mine.shares_place(record.identity)
-        else elsewhere and not record.released
-    )
-    return f"process {record.pid} on {record.host} (attempt {record.attempt})" if lives else ""
+    lives = record.identity.is_running() if mine.shares_place(record.identity) else not record.released
+    return _holder(record) if lives else ""
+
+
+def runs_here(store: Store) -> str:
+    """Who has claimed the run, runs in this place, and is not this process; empty if nobody does.
+
+    Claims that are released count as well: those of jobs without a stager are, and a tool may have claimed the run
+    since.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    mine = Identity.of_this_process()
+    for attempt in reversed(_attempts(store)):
+        record = _read(store, attempt)
+        if record is None or record.identity == mine or not mine.shares_place(record.identity):
+            continue
+        if record.identity.is_running():
+            return _holder(record)
+    return ""
+
+
+def _holder(record: _LeaseRecord) -> str:
+    return f"process {record.pid} on {record.host} (attempt {record.attempt})"
 
 
 def note_attempt(store: Store, attempt: int) -> bool:

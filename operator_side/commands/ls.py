@@ -60,10 +60,10 @@ def ls(as_json: bool, target: Target) -> None:
 
     JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks", "created",
     "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "nonfinite", "branch", "current"}], "slices": [{"step", "attempt",
-    "state": "slices|partial", "fault", "ranks", "sealed", "nbytes", "doubt"}]}. Values that a damaged manifest does not have
-    are null. pgt1_seconds is the time from save() until the checkpoint was staged, pgt2_seconds until it was durable.
-    drift says which replicas differed; it is empty where none did. doubt says why a checkpoint may be torn, and is
-    else empty. nonfinite is the number of values in floating tensors that are NaN or infinite, counted when the
+    "state": "slices|partial", "fault", "ranks", "sealed", "nbytes", "doubt"}]}. Values that a damaged manifest does
+    not have are null. pgt1_seconds is the time from save() until the checkpoint was staged, pgt2_seconds until it was
+    durable. drift says which replicas differed; it is empty where none did. doubt says why a checkpoint may be torn,
+    and is else empty. nonfinite is the number of values in floating tensors that are NaN or infinite, counted when the
     checkpoint was read back; null: not counted. branch is the number of the branch that wrote it, from 1; current tells
     whether restore may take it: it does not after `holdfast rewind` has left it.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph

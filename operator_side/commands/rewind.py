@@ -20,7 +20,7 @@ from holdfast.checkpoints.branches import (
     told,
 )
 from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
-from holdfast.checkpoints.lease import may_live, newest_attempt
+from holdfast.checkpoints.lease import may_live, newest_attempt, runs_here
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json, table
 from holdfast.errors import ConfigError, DamageError, FencedError, StoreMissing
@@ -120,14 +120,12 @@ def rewind(
     if len(reason) > REASON_CHARACTERS_MAX:
         raise ConfigError(f"--reason: expected at most {REASON_CHARACTERS_MAX} characters, got {len(reason)}")
     ranges = _ranges(skips)
-    plan = _plan(look, to, ranges, reason, newest_attempt(store) + 1)  # before the claim: it costs an attempt
-    if dry_run:
-        if lives := may_live(store, _ANY_ATTEMPT):
-            raise FencedError(_alive(store, lives))
-    else:
+    # Both before the claim, which costs an attempt; and a job without a stager holds none.
+    if lives := runs_here(store) or (may_live(store, _ANY_ATTEMPT) if dry_run else ""):
+        raise FencedError(_alive(store, lives))
+    plan = _plan(look, to, ranges, reason, newest_attempt(store) + 1)
+    if not dry_run:
         with claimed(store) as ours:
-            if lives := may_live(store, ours.attempt, elsewhere=False):
-                raise FencedError(_alive(store, lives))
             look = CatalogLook(store)  # from here on nobody else writes
             plan = _plan(look, to, ranges, reason, ours.attempt)
             _write(ours.store, plan.rewind)

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flusher.retention import Keep, StoredStep, to_remove
+from holdfast.checkpoints.branches import Branches, Rewind
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import State, step_file_name
 
@@ -293,3 +294,20 @@ def test_set_aside_checkpoints_change_nothing_for_the_others(
     removed = to_remove(run, Keep(keep_last), set_aside)
     assert not {one.order for one in removed} & set(set_aside)
     assert removed == to_remove([one for one in run if one.order not in set_aside], Keep(keep_last))
+
+
+def test_an_older_branch_neither_takes_a_place_nor_loses_one() -> None:
+    """Nothing goes by a rewind alone, and the new branch has all places for itself."""
+    old = [checkpoint(step) for step in (10, 20, 30, 40)]
+    made = Rewind(attempt=2, write_id="", to=(1, 20), newest=(1, 40))
+    branches = Branches([made])
+    assert to_remove(old, Keep(2), branches=branches) == [], (
+        "10 and 20 are the line, 30 and 40 the older branch"
+    )
+    new = [checkpoint(step, attempt=3) for step in (21, 22, 23)]
+    removed = to_remove(old + new, Keep(2), branches=branches)
+    assert [(one.attempt, one.step) for one in removed] == [(1, 10), (3, 21)], "20 is where the branch began"
+    late = [*old, checkpoint(50), *new]
+    assert (1, 30) in [(one.attempt, one.step) for one in to_remove(late, Keep(2), branches=branches)]
+    back = Branches([made, Rewind(attempt=4, write_id="", to=(1, 40), newest=(3, 23))])
+    assert steps(to_remove(old + new, Keep(1), branches=back)) == [10, 30, 21, 22]
