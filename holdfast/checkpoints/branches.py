@@ -52,7 +52,7 @@ class Rewound(NamedTuple):
         from_step: The newest step that had a checkpoint when the run was rewound.
         skipped: First and last training step of each range whose batches are left out from here on, both included, in
             the order in which they are left out.
-        reason: What `--reason` said.
+        reason: The text of `--reason`.
     """
 
     to_step: int
@@ -79,7 +79,7 @@ def told(ranges: Iterable[StepRange]) -> str:
 
 
 class Rewind(BaseModel):
-    """What `holdfast rewind` has written: the begin of a branch.
+    """The record that `holdfast rewind` writes: the begin of a branch.
 
     Attributes:
         attempt: The claim under which it was made. Higher attempts write the branch.
@@ -217,13 +217,13 @@ class Branches:
         return f"branch {number}: rewound from {made.left} to {made.fork}{left_out}, {made.made_at}{reason}"
 
     def rewound(self, order: CheckpointId) -> Rewound | None:
-        """What training that goes on from a checkpoint of the current line has to know; None if the checkpoint was
-        written after the rewind.
+        """The rewind that a checkpoint of the current line does not know of, for training that goes on from it; None if
+        the checkpoint was written after the rewind.
 
         An older checkpoint than the fork, which is taken where that is damaged, may lie before several rewinds. Their
         ranges come in the order in which they are left out one after the other: `skipped[1]` counts the steps of a
-        training that leaves out `skipped[0]`. Those of one rewind come from the last to the first, because none of them
-        moves the ones before it.
+        training that leaves out `skipped[0]`. The ranges of one rewind come from the last to the first, because none of
+        them moves the ones before it.
         """
         unknown = [one for one in reversed(self._line) if order.attempt <= one.attempt]
         if not unknown:

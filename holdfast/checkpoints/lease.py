@@ -295,7 +295,7 @@ def may_live(store: Store, before_attempt: int) -> str:
 
 
 def runs_here(store: Store) -> str:
-    """Who has claimed the run, runs in this place, and is not this process; empty if nobody does.
+    """A process other than this one that has claimed the run and still runs in this place; empty without one.
 
     Claims that are released count as well: those of jobs without a stager are, and a tool may have claimed the run
     since.

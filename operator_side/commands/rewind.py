@@ -38,7 +38,7 @@ _ANY_ATTEMPT = 2**62
 
 
 class _Plan(NamedTuple):
-    """What the command does: `rewind` with the attempt that it has, or would have."""
+    """The rewind that the command makes, or would make."""
 
     rewind: Rewind
     branches: Branches
@@ -46,7 +46,7 @@ class _Plan(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Of the new branch."""
+        """The number of the new branch."""
         return 2 + len(self.branches.rewinds)
 
 
@@ -187,7 +187,7 @@ def _fork(look: CatalogLook, branches: Branches, to: str) -> CheckpointId:
 
     Raises:
         ConfigError: It names none.
-        StoreMissing: There is none, or it is on an older branch and was not named by its attempt.
+        StoreMissing: It does not exist, or it is on an older branch and was not named by its attempt.
         DamageError: Restore would not use it.
     """
     try:

@@ -73,6 +73,7 @@ NOT_TYPED = {
     "holdfast run -n 8 --cluster": "needs machines that can be reached; moto's cannot",
     "holdfast drill -n 2 --kills 3": _DRILL,
     "holdfast drill -n 2 --with notice": _DRILL,
+    "holdfast rewind s3://bucket/run --to": "changes the run of all pages; tests/integration/test_rewind.py rewinds its own",
     "python -m tests.fuzz.guided layout": "ten minutes, with a package that is not in the dev extra",
 }
 # What a name in the pages means here: pattern ─► what is typed. `{page}` is the page's folder (page_scene.py).
@@ -80,6 +81,7 @@ NOT_TYPED = {
 SCENE = {
     r"(?<![\w.])/mnt/": "{page}/mnt/",  # no root's folder
     r"@(?:123|1000)\b": "@29",  # a step that the scene's training has left
+    r"--to 10000\b": "--to 29",
     r"^ssh (?:-t )?stager ": "",  # the reader is on the stager's machine already
     r"(?<=\s)-n (?:8|16)\b|(?<=^mpirun )…": "-n 1",  # ranks; the README's two jobs have two
     r"--min-ranks \d+": "--min-ranks 1",

@@ -14,7 +14,7 @@ from holdfast.errors import StateError
 
 
 class StepSize(NamedTuple):
-    """What a training step takes, of all ranks together: `batches` times `samples` samples."""
+    """The data of a training step, of all ranks together: `batches` times `samples` samples."""
 
     samples: int
     batches: int

@@ -107,7 +107,7 @@ class ResumableStream:
         self._count.stepped(step)
 
     def skip_batches(self, after: int, steps: int) -> None:
-        """As `ResumableSampler.skip_batches`. What is left out is read all the same, and dropped."""
+        """As `ResumableSampler.skip_batches`. The source is read all the same, and the samples are dropped."""
         samples, batches = self._count.known("stream")
         begin = self._skipped.begin(self._skipped.end(self._read, after * batches * samples))
         end = self._skipped.end(begin, steps * batches * samples)
