@@ -13,6 +13,7 @@ import pytest
 import trainer_side
 from holdfast import errors
 from holdfast.checkpoints import lease
+from holdfast.checkpoints.branches import Rewind
 from holdfast.command.cli import cli
 from holdfast.image.manifest import Manifest
 from holdfast.image.slices import SliceSeal
@@ -104,6 +105,7 @@ def with_json(path: str, command: click.Command) -> Iterator[str]:
 def test_versions_are_those_of_the_source(page: str) -> None:
     assert {what: version for what, version, _ in rows(page, "Files, messages, metrics")} == {
         "portable file and manifest": Manifest.model_fields["format"].default,
+        "records of rewinds": Rewind.model_fields["format"].default,
         "slices in the store": SliceSeal.model_fields["format"].default,
         "claims": lease._LeaseRecord.model_fields["format"].default,
         "values in an exported safetensors file": safetensors_format.VALUES_FORMAT,

@@ -50,7 +50,7 @@ ELSEWHERE = {
     "sudo": "on the stager's machine on AWS",
     "journalctl": "needs systemd, on the stager's machine on AWS",
 }
-PLAIN = {"cat", "cd", "chmod", "cp", "grep", "jq", "patch", "pkill", "sleep", "tail", "test", "wait", "."}
+PLAIN = {"cd", "chmod", "cp", "grep", "jq", "patch", "pkill", "sleep", "tail", "test", "wait", "."}
 _KEYWORDS = {"until", "while", "do", "done", "if", "then", "fi"}
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _REDIRECTION = re.compile(r"\s\d?(?:>>?|<)(?:&\d|\s*[^\s&|;]+)")

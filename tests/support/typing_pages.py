@@ -73,7 +73,7 @@ NOT_TYPED = {
     "holdfast run -n 8 --cluster": "needs machines that can be reached; moto's cannot",
     "holdfast drill -n 2 --kills 3": _DRILL,
     "holdfast drill -n 2 --with notice": _DRILL,
-    "holdfast rewind s3://bucket/run --to": "changes the run of all pages; tests/integration/test_rewind.py rewinds its own",
+    "holdfast rewind s3://bucket/run --to": "changes the run of all pages; tests/integration/test_rewind.py does it",
     "python -m tests.fuzz.guided layout": "ten minutes, with a package that is not in the dev extra",
 }
 # What a name in the pages means here: pattern ─► what is typed. `{page}` is the page's folder (page_scene.py).
