@@ -174,7 +174,10 @@ def test_a_loader_that_reads_ahead_leaves_them_out() -> None:
     saved = first.state()
     used = first.train(9)
     sampler = ResumableSampler(LENGTH, seed=3, rank=0, ranks=1)
-    loader = DataLoader(range(LENGTH), batch_sampler=sampler.ahead(BATCH), num_workers=0)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(
+        range(LENGTH),  # type: ignore[arg-type]
+        batch_sampler=sampler.ahead(BATCH),
+    )
     sampler.load_state_dict(saved)
     sampler.stepped(1)
     begun = iter(sampler.ahead(BATCH))
