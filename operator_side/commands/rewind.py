@@ -37,7 +37,7 @@ _NEAR_STEPS = 5
 _ANY_ATTEMPT = 2**62
 
 
-class _Plan(NamedTuple):
+class _RewindPlan(NamedTuple):
     """The rewind that the command makes, or would make."""
 
     rewind: Rewind
@@ -161,7 +161,9 @@ def _ranges(given: Sequence[str]) -> tuple[StepRange, ...]:
     return tuple(found)
 
 
-def _plan(look: CatalogLook, to: str, ranges: tuple[StepRange, ...], reason: str, attempt: int) -> _Plan:
+def _plan(
+    look: CatalogLook, to: str, ranges: tuple[StepRange, ...], reason: str, attempt: int
+) -> _RewindPlan:
     branches = look.branches or Branches()
     fork = _fork(look, branches, to)
     if ranges and ranges[0].first <= fork.step:
@@ -179,7 +181,7 @@ def _plan(look: CatalogLook, to: str, ranges: tuple[StepRange, ...], reason: str
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         reason=reason,
     )
-    return _Plan(rewind, branches, known.skipped if known is not None else ())
+    return _RewindPlan(rewind, branches, known.skipped if known is not None else ())
 
 
 def _fork(look: CatalogLook, branches: Branches, to: str) -> CheckpointId:
@@ -236,7 +238,7 @@ def _write(store: Store, rewind: Rewind) -> None:
 # -- what it says ------------------------------------------------------------------------------------------------
 
 
-def _say(url: str, plan: _Plan, *, dry_run: bool) -> None:
+def _say(url: str, plan: _RewindPlan, *, dry_run: bool) -> None:
     out, made = console(), plan.rewind
     would = "would be" if dry_run else "was"
     lines = [
@@ -258,7 +260,7 @@ def _say(url: str, plan: _Plan, *, dry_run: bool) -> None:
         out.print(plain(line), markup=False, soft_wrap=True)
 
 
-def _say_list(look: CatalogLook, plan: _Plan | None, *, as_json: bool, dry_run: bool) -> None:
+def _say_list(look: CatalogLook, plan: _RewindPlan | None, *, as_json: bool, dry_run: bool) -> None:
     branches = look.branches or Branches()
     rows = _rows(branches, list(look.items()))
     if as_json:
@@ -311,7 +313,7 @@ def _rows(branches: Branches, items: Sequence[CatalogItem]) -> list[dict[str, An
     return rows
 
 
-def _rewound(plan: _Plan) -> dict[str, Any]:
+def _rewound(plan: _RewindPlan) -> dict[str, Any]:
     made = plan.rewind
     return {
         "branch": plan.number,
