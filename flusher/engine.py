@@ -82,7 +82,7 @@ class Engine:
         self._inbox, self._events = context.inbox, context.events
         self._listener = listener
         self._pipeline = Pipeline(ring.ring_chunks)
-        self._jobs = Jobs(ring, context.store, context.lease)
+        self._jobs = Jobs(ring, context.store, context.lease, best=context.best)
         # Apart from the writers: a chunk that waits to be checked behind parts on their way leaves the store idle.
         self._checkers = Workers("checker", _CHECKERS)
         self._writers = Workers("writer", writers.most, writers)

@@ -37,6 +37,7 @@ from pydantic_core.core_schema import ValidationInfo
 from pydantic_settings import NoDecode
 
 from holdfast.config_sources import RoleConfig
+from holdfast.image.best_rule import BestMode, BestRule, is_metric_name
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import CHUNK_BYTES
 from holdfast.net.address import parse_address
@@ -138,6 +139,12 @@ def _steps_or_auto(value: Any) -> Any:
     if text != "auto" and not text.isdecimal():
         raise ValueError('0 or more steps, or "auto"')
     return text if text == "auto" else int(text)
+
+
+def _metric_name(value: str) -> str:
+    if not is_metric_name(value):
+        raise ValueError("the name of a metric: printable text without blanks at its ends")
+    return value
 
 
 def _host_port(value: Any) -> str:
@@ -304,6 +311,11 @@ class _RingConfig(RoleConfig):
             `keep_last` is set.
         keep_daily: Also keep the first checkpoint of each day, for this many days that have one. None: 7, or 0 if
             `keep_last` is set.
+        keep_best: Also keep this many of the best checkpoints by `best_metric`; 0: none. Needs `best_metric` and
+            `best_mode`.
+        best_metric: Name of the metric that says which checkpoints are best, as the script gives it to `step()` or
+            `save()`, such as `val_loss`. None: none is best.
+        best_mode: The value of `best_metric` that is best: `min` is the lowest, `max` the highest. None: not said.
         on_nonfinite: Treatment of a checkpoint that has numbers that are not finite (NaN or infinite), which are
             counted as it is read back: `warn` says so and marks it verified; `refuse` marks it bad, and restore uses
             the one before.
@@ -330,6 +342,9 @@ class _RingConfig(RoleConfig):
     keep_every: _Count = 0
     keep_hourly: _Count | None = None
     keep_daily: _Count | None = None
+    best_metric: Annotated[str, AfterValidator(_metric_name)] | None = None
+    best_mode: BestMode | None = None
+    keep_best: _Count = 0
     verify: bool = True
     on_nonfinite: Literal["warn", "refuse"] = "warn"
     reuse: bool = True
@@ -353,6 +368,23 @@ class _RingConfig(RoleConfig):
             )
         return value
 
+    @field_validator("best_mode", mode="after")
+    @classmethod
+    def _a_metric_has_a_mode(cls, value: BestMode | None, info: ValidationInfo) -> BestMode | None:
+        metric = info.data.get("best_metric")
+        if value is None and metric is not None:
+            raise ValueError(f"min or max: whether the lowest or the highest {metric} is best")
+        return value
+
+    @field_validator("keep_best", mode="after")
+    @classmethod
+    def _keeping_needs_a_metric(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("best_metric", "") is None:
+            raise ValueError(
+                "0 where best_metric is not set: it and best_mode say which checkpoints are best"
+            )
+        return value
+
     @field_validator("on_nonfinite", mode="after")
     @classmethod
     def _refusing_needs_reading(cls, value: str, info: ValidationInfo) -> str:
@@ -369,6 +401,13 @@ class _RingConfig(RoleConfig):
     def daily_kept(self) -> int:
         """`keep_daily`, in the same way."""
         return self._rungs(self.keep_daily, _KEEP_DAILY)
+
+    @property
+    def best_rule(self) -> BestRule | None:
+        """Which checkpoints are best; None where nobody has said it."""
+        if self.best_metric is None or self.best_mode is None:
+            return None
+        return BestRule(metric=self.best_metric, mode=self.best_mode)
 
     def _rungs(self, said: int | None, default: int) -> int:
         if said is not None:

@@ -33,10 +33,12 @@ from trainer_side.opaque import OpaqueContext, opaque_methods
 from trainer_side.pace.schedule import chosen_interval
 from trainer_side.ranks.peers import agree
 from trainer_side.ranks.uncaught import end_by_exit_codes
+from trainer_side.restore.best_order import wanted_best
 from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.restore.restore_attempt import Restored
 from trainer_side.save.finished_step import FinishedStep
 from trainer_side.save.host_memory import locked_buffer
+from trainer_side.save.metric_values import MetricsGiven
 from trainer_side.save.saver import no_collections
 from trainer_side.seat import Seat
 from trainer_side.state.drill_notes import PlainCounters, SeenBatches
@@ -116,6 +118,7 @@ class Checkpointer:
         self._agreed_steps, self._events = parts.agreed_steps, parts.events
         self._counters = PlainCounters(self._state, rank=self.rank)
         self._batches = SeenBatches(self._state)
+        self._metrics = MetricsGiven(self.rank)
         self.restored: Restored | None = None
         self._closed = self._stepped = self._asked = self._progressed = False
         self._finished = (
@@ -166,11 +169,22 @@ class Checkpointer:
         stats.stager_losses, stats.stager_lost_seconds = self._link.job.times_lost
         return stats
 
-    def restore(self, *, step: int | None = None, may_lack: Collection[str] = ()) -> int:
+    def restore(
+        self,
+        *,
+        step: int | None = None,
+        best: str | None = None,
+        mode: Literal["min", "max"] | None = None,
+        may_lack: Collection[str] = (),
+    ) -> int:
         """Bring the state back from the newest good checkpoint. Collective: every rank calls it before its first step.
 
         Args:
             step: The step to restore. None: the newest step that is good.
+            best: Name of a metric: restore the best good checkpoint of the store by it, wherever its bytes are nearest.
+                Training then goes on from there, and what it saves is newer than all that the run has.
+            mode: Whether the lowest (`"min"`) or highest (`"max"`) value of that metric is best. None: as the setting
+                `best_mode` was when the checkpoints were written.
             may_lack: Names of the state that the checkpoint need not have, because it was imported or the script is
                 newer. Their values stay as they are, and a warning names them; the next save includes them.
 
@@ -178,13 +192,14 @@ class Checkpointer:
             The number of the step to run next: 0 on a new run, otherwise one more than the saved step.
 
         Raises:
-            ConfigError: `step` is no whole number from 0 on, `may_lack` has a name that is not in the state, or the
-                Checkpointer has `fresh=True`.
+            ConfigError: `step` is no whole number from 0 on, `best` or `mode` does not fit, `may_lack` has a name that
+                is not in the state, or the Checkpointer has `fresh=True`.
             DamageError: There are checkpoints, and none is good; the message names each with its reason.
             StateError: The checkpoint holds other names or shapes than this state.
-            StoreMissing: There is no checkpoint of `step`.
+            StoreMissing: There is no checkpoint of `step`, or no good one with the metric `best`.
         """
         self._check_call("restore()")
+        wanted = wanted_best(best, mode, step)
         step = None if step is None else step_number(step, "restore()")
         lacking = self._names_in_state(may_lack)
         self._parts.fresh_run.restored()
@@ -192,6 +207,7 @@ class Checkpointer:
         store = open_store(self._link.job.store_url)
         options = RestoreOptions(
             step=step,
+            best=wanted,
             seconds_max=self._config.restore_seconds_max,
             without_store=self._config.restore_without_store,
             may_lack=lacking,
@@ -229,11 +245,15 @@ class Checkpointer:
             may_lack = given
         raise ConfigError(f"may_lack: expected names of the state ({', '.join(names)}), got {may_lack!r}")
 
-    def step(self, step: int) -> bool:
+    def step(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Tell holdfast that training step `step` (from 0) is done; a save begins if one is due.
 
         A save is due after `every` steps. After a preemption notice another save is due at the step that the stager
         has named for all ranks; in a job without a stager rank 0 names it (docs/spot.md).
+
+        Args:
+            step: The step.
+            metrics: As for `save()`, if a save begins. They make no save due.
 
         Returns:
             Whether a save was begun.
@@ -243,6 +263,7 @@ class Checkpointer:
             PeerLost: The stager is lost, and `on_stager_lost` is `end`; and as `save()`.
         """
         step = self._checked_step(step, "step()")
+        self._metrics.to_step(metrics, step)
         self._end_without_stager()
         self._saver.decline_late()
         if not self._stepped:
@@ -265,17 +286,23 @@ class Checkpointer:
                 report("noticed")  # by now all ranks may leave their loops, wherever the notice came from
         self._report_progress()
         wanted = timely or (due is not None and due.save)
-        saved = wanted and self.save(step)
+        saved = wanted and self.save(step, metrics=metrics)
         if self._pacer is not None:
             self._pacer.stepped(step, due=wanted, saved=saved)
         return saved
 
-    def save(self, step: int) -> bool:
+    def save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Take a checkpoint of the state as it is now, after step `step`. Returns as soon as training may go on.
 
         With `on_full="skip"` the call never waits for room. With `"wait"` it waits until fewer than `in_flight_max`
         steps are on their way to the ring, and then until each local tier has a free slot; each wait takes at most
         `full_seconds_max`.
+
+        Args:
+            step: The step.
+            metrics: What an evaluation said of this very state: names mapped to real numbers, or to tensors of one
+                element. Rank 0's are saved with the checkpoint, and other ranks' are not read. A value that is not
+                finite is left out.
 
         Returns:
             False if this rank declines the step: all staging areas are still being sent, or the stager is lost and
@@ -286,20 +313,23 @@ class Checkpointer:
 
         Raises:
             StateError: The state cannot be saved, or the ranks' states differ; the message names the place.
-            ConfigError: `step` is no whole number from 0 on; `host_bytes_max` is less than one staging area takes; or,
-                at the first save, the run has checkpoints, and the script has neither called `restore()` nor set
-                `fresh=True`.
+            ConfigError: `step` is no whole number from 0 on; `metrics` has a wrong name or value; `host_bytes_max` is
+                less than one staging area takes; or, at the first save, the run has checkpoints, and the script has
+                neither called `restore()` nor set `fresh=True`.
             StoreError: At the first save without either, the store does not tell whether the run has checkpoints.
             PeerLost: A rank did not answer while the ranks agreed on a new layout; or the stager is lost, and
                 `on_stager_lost` is `end`.
         """
         step = self._checked_step(step, "save()")
+        values = None if metrics is None else self._metrics.to_save(metrics, step)
         self._end_without_stager()
         self._asked = True
         if self._finished is not None and step != self._finished.step:
             self._finished.note(step)  # of a script that does not call step()
         self._report_progress()
-        saved = self._saver.save(step)
+        saved = self._saver.save(step, metrics=values or None)
+        if saved and values is not None:
+            self._metrics.saved()
         self._leaving.wanted_step = max(self._leaving.wanted_step, step)
         if saved:
             self._leaving.newest_step = step

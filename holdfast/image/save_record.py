@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from holdfast.image.best_rule import METRICS_MAX, is_metric_name
+
 _RANK_DIGITS_MAX = 9
 _STALL_SECONDS_MAX = 1e9
 _TEXTS = ("host", "replicas_digest", "job", "drift")
@@ -30,6 +32,7 @@ class SaveRecord:
         save_seconds: In `save()`. `gate_seconds`: waited at the gate. `cst_seconds`: both, the stall.
         sending_seconds: From `save()` to this state of the transfer; so the other names of states.
         job: In the seal of a slice: the job that wrote it. `drift`: for a slice in the ring: why its replicas differ.
+        metrics: What the script said of this state, such as its validation loss; of rank 0 alone.
         more: Fields that this version does not know, or of another type than it expects.
     """
 
@@ -56,6 +59,7 @@ class SaveRecord:
     tier_seconds: float | None = None
     job: str | None = None
     drift: str | None = None
+    metrics: dict[str, float] | None = None
     more: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -92,6 +96,8 @@ def _fits(name: str, value: Any) -> bool:
         return isinstance(value, bool)
     if name in _COUNTS:
         return isinstance(value, int) and not isinstance(value, bool)
+    if name == "metrics":
+        return _are_metrics(value)
     return name in _NAMES and is_number(value)
 
 
@@ -99,6 +105,14 @@ def is_number(value: Any) -> bool:
     """Whether a value from outside is a finite number that a float holds."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and -sys.float_info.max <= value <= sys.float_info.max
+
+
+def _are_metrics(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= METRICS_MAX
+        and all(is_metric_name(name) and is_number(one) for name, one in value.items())
+    )
 
 
 @dataclass(slots=True)
@@ -150,6 +164,12 @@ class StepRecord:
     def saved_at_unix(self) -> float | None:
         """When the first rank called `save()`."""
         return min((at for one in self.ranks.values() if (at := one.saved_at_unix) is not None), default=None)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the script said of the state; empty where it said nothing."""
+        first = self.ranks.get(0)
+        return {} if first is None or first.metrics is None else first.metrics
 
     @property
     def stall_seconds(self) -> dict[int, float]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from holdfast.checkpoints.best_finder import BestFinder, BestFound
 from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
 from holdfast.checkpoints.slice_sets import SliceSet
 from holdfast.command.examples import examples
@@ -27,7 +28,7 @@ from holdfast.errors import StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.commands.target import URL, Target
 
-_COLUMNS = ("STEP", "SIZE", "STATE", "AGE", "RANKS", "DURABLE IN", "FILE")
+_COLUMNS = ("STEP", "SIZE", "STATE", "AGE", "RANKS", "DURABLE IN", "FILE", "METRICS")
 _NUMBERS = ("STEP", "SIZE", "AGE", "RANKS", "DURABLE IN")
 _ROWS_FIRST = 40  # so short runs are one table
 _ROWS_NEXT = 200
@@ -56,12 +57,13 @@ def ls(as_json: bool, target: Target) -> None:
            partial   slices, of which some are missing
 
     JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks", "created",
-    "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "nonfinite"}], "slices": [{"step", "attempt", "state":
-    "slices|partial", "fault", "ranks", "sealed", "nbytes", "doubt"}]}. Values that a damaged manifest does not have
+    "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "nonfinite", "metrics": {name: value}, "is_best"}], "slices":
+    [{"step", "attempt", "state": "slices|partial", "fault", "ranks", "sealed", "nbytes", "doubt"}]}. Values that a damaged manifest does not have
     are null. pgt1_seconds is the time from save() until the checkpoint was staged, pgt2_seconds until it was durable.
     drift says which replicas differed; it is empty where none did. doubt says why a checkpoint may be torn, and is
     else empty. nonfinite is the number of values in floating tensors that are NaN or infinite, counted when the
-    checkpoint was read back; null: not counted.
+    checkpoint was read back; null: not counted. is_best is true for the one that `restore(best=…)` takes by the run's
+    best_metric.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
     look = target.catalog().look()
     if look.is_empty:
@@ -70,15 +72,31 @@ def ls(as_json: bool, target: Target) -> None:
     doubts = look.doubted_slices() if sets else {}
     # Where the rows themselves go to a terminal, they show how far it is.
     hidden = sys.stdout.isatty() and not as_json
-    documents = []
+    documents, finder = [], BestFinder()
     with progress_bar("manifests", sum(one.nbytes for one in look.names), hidden=hidden) as advance:
-        items = look.items(progress=advance)
+        items = _seen(look.items(progress=advance), finder)
         if as_json:
             documents = [_document(item) for item in items]
         else:
             _print(look.url, sets, doubts, items)
+    best = finder.best()
+    if not as_json and best is not None:
+        console().print(plain(_told(best)), markup=False, style="green", soft_wrap=True)
     if as_json:  # one document, so only when all is known
+        for one in documents:
+            one["is_best"] = best is not None and best.order == (one["attempt"], one["step"])
         print_json({"url": look.url, "checkpoints": documents, "slices": [_slices(s, doubts) for s in sets]})
+
+
+def _seen(items: Iterator[CatalogItem], finder: BestFinder) -> Iterator[CatalogItem]:
+    for item in items:
+        finder.see(item)
+        yield item
+
+
+def _told(best: BestFound) -> str:
+    step, attempt = best.order.step, best.order.attempt
+    return f"best {best.rule.told()}: {best.value:.6g}, step {step} of attempt {attempt}"
 
 
 def _is_published(look: CatalogLook, found: SliceSet) -> bool:
@@ -97,16 +115,19 @@ def _print(
         out.print(f"{url}: the run has no checkpoint yet", markup=False)
         return
     notes: list[tuple[str, str]] = []
-    widths = [len(name) for name in _COLUMNS]
+    columns: tuple[str, ...] = _COLUMNS
     is_first = True
+    widths = [len(name) for name in columns]
     while rows:
+        if is_first and not any(row.cells[-1] for row in rows):  # of a run without metrics
+            columns = _COLUMNS[:-1]
         widths = [max(*at) for at in zip(widths, *(map(len, row.cells) for row in rows), strict=True)]
-        shown = table(*_COLUMNS, right=_NUMBERS)
+        shown = table(*columns, right=_NUMBERS)
         shown.show_header = is_first
-        for column, width in zip(shown.columns, widths, strict=True):
+        for column, width in zip(shown.columns, widths, strict=False):
             column.min_width = width  # so that the next rows stand below these
         for row in rows:
-            shown.add_row(*row.cells, style=row.style)
+            shown.add_row(*row.cells[: len(columns)], style=row.style)
             notes += row.notes
         out.print(shown)
         rows, is_first = _read_rows(items, _ROWS_NEXT), False
@@ -147,7 +168,7 @@ def _broken(item: CatalogItem) -> str:
 def _cells(item: CatalogItem) -> tuple[str, ...]:
     manifest = item.manifest
     if manifest is None:
-        return (str(item.step), size(item.file_bytes), item.state, "-", "-", "-", item.name)
+        return (str(item.step), size(item.file_bytes), item.state, "-", "-", "-", item.name, "")
     return (
         str(item.step),
         size(item.file_bytes),
@@ -156,6 +177,7 @@ def _cells(item: CatalogItem) -> tuple[str, ...]:
         str(manifest.ranks),
         seconds(manifest.pgt2_seconds),
         manifest.file,
+        plain("  ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items())),
     )
 
 
@@ -166,7 +188,7 @@ def _slice_row(found: SliceSet, doubts: Mapping[CheckpointId, str]) -> _ListedRo
 
 def _slice_cells(found: SliceSet) -> tuple[str, ...]:
     where = f"{len(found.seals)} of {found.ranks} slices, attempt {found.attempt}"
-    return (str(found.step), size(found.nbytes), _state(found), "-", str(found.ranks), "-", where)
+    return (str(found.step), size(found.nbytes), _state(found), "-", str(found.ranks), "-", where, "")
 
 
 def _state(found: SliceSet) -> str:
@@ -202,4 +224,5 @@ def _document(item: CatalogItem) -> dict[str, Any]:
         "drift": item.drift,
         "doubt": item.doubt,
         "nonfinite": manifest.nonfinite.values if manifest and manifest.nonfinite else None,
+        "metrics": manifest.metrics if manifest else {},
     }

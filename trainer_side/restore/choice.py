@@ -74,6 +74,7 @@ class RankPlace(NamedTuple):
 class StoreCandidate(NamedTuple):
     """A checkpoint of the store, as its manifest says; `fault` tells why it cannot be used, if so. `drift`: in what its
     replicas were not the same, or why it may be torn. `unopened`: the store lists the manifest and does not give it.
+    `metrics`: what the script said of it; `best_metric`, `best_mode`: by what its writer kept the best, if by anything.
     """
 
     number: int
@@ -84,6 +85,9 @@ class StoreCandidate(NamedTuple):
     fault: str
     drift: str = ""
     unopened: bool = False
+    metrics: Mapping[str, float] | None = None
+    best_metric: str = ""
+    best_mode: str = ""
 
 
 @dataclass(frozen=True)

@@ -301,8 +301,15 @@ class StoreListing:
 def _candidate(number: int, item: CatalogItem) -> StoreCandidate:
     if item.manifest is None:
         return StoreCandidate(number, item.attempt, item.step, 0, "", item.fault, unopened=item.unopened)
-    ranks, digest = item.manifest.ranks, item.manifest.layout_digest
-    return StoreCandidate(number, item.attempt, item.step, ranks, digest, item.fault, item.caveat)
+    said, rule = item.manifest, item.manifest.best
+    best = () if rule is None else (rule.metric, rule.mode)
+    return StoreCandidate(
+        number,
+        *(item.attempt, item.step, said.ranks, said.layout_digest, item.fault, item.caveat),
+        False,
+        said.metrics,
+        *best,
+    )
 
 
 def _in_time(ask: Callable[[Store], _T], store: Store, seconds_max: float) -> _T:

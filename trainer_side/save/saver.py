@@ -103,6 +103,7 @@ class Saver:
         self._late = FinishedStep(state, lambda: copier.updates)
         self._late_step = -1  # the step that was noted there last
         self._late_reason: Reason | None = None  # why it is not taken yet
+        self._late_metrics: dict[str, float] | None = None
         copier.on_update = self.decline_late
 
     def decline_late(self) -> None:
@@ -137,9 +138,11 @@ class Saver:
                 seconds_max,
             )
         self._late.put_back()
-        return step if self.save(step, seconds_max) else -1
+        return step if self.save(step, seconds_max, self._late_metrics) else -1
 
-    def save(self, step: int, wait_seconds_max: float | None = None) -> bool:
+    def save(
+        self, step: int, wait_seconds_max: float | None = None, metrics: dict[str, float] | None = None
+    ) -> bool:
         """See `Checkpointer.save`. `wait_seconds_max`: wait so long for room, whatever the settings say."""
         begun, saved_at_unix = time.monotonic(), time.time()
         self._come_to(step)
@@ -163,7 +166,7 @@ class Saver:
             return self._decline(step, DeclineCause.OUTGROWN.because(outgrown), needed_pickle_bytes=needed)
         except PoolFull as no_room:
             return self._decline(step, no_room.reason)
-        record = SaveRecord(saved_at_unix=saved_at_unix)
+        record = SaveRecord(saved_at_unix=saved_at_unix, metrics=metrics)
         try:
             # The training thread is here, so what was taken stays as it is meanwhile.
             wait_seconds = self._pool.wait(step, wait_seconds_max)
@@ -173,6 +176,7 @@ class Saver:
                 return self._decline(step, answer, tell=False)  # all were told the same
             place = self._reserve(step, record)
         except PoolFull as no_room:
+            self._late_metrics = metrics
             return self._no_room(step, no_room.reason, is_late=wait_seconds_max is not None)
         record.wait_seconds = wait_seconds
         try:
