@@ -58,12 +58,12 @@ def ls(as_json: bool, target: Target) -> None:
 
     JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks", "created",
     "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "nonfinite", "metrics": {name: value}, "is_best"}], "slices":
-    [{"step", "attempt", "state": "slices|partial", "fault", "ranks", "sealed", "nbytes", "doubt"}]}. Values that a damaged manifest does not have
-    are null. pgt1_seconds is the time from save() until the checkpoint was staged, pgt2_seconds until it was durable.
-    drift says which replicas differed; it is empty where none did. doubt says why a checkpoint may be torn, and is
-    else empty. nonfinite is the number of values in floating tensors that are NaN or infinite, counted when the
-    checkpoint was read back; null: not counted. is_best is true for the one that `restore(best=…)` takes by the run's
-    best_metric.
+    [{"step", "attempt", "state": "slices|partial", "fault", "ranks", "sealed", "nbytes", "doubt"}]}. Values that a
+    damaged manifest does not have are null. pgt1_seconds is the time from save() until the checkpoint was staged,
+    pgt2_seconds until it was durable. drift says which replicas differed; it is empty where none did. doubt says why a
+    checkpoint may be torn, and is else empty. nonfinite is the number of values in floating tensors that are NaN or
+    infinite, counted when the checkpoint was read back; null: not counted. is_best is true for the best good one by the
+    run's best_metric.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
     look = target.catalog().look()
     if look.is_empty:

@@ -81,7 +81,7 @@ def metric_values(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, value in metrics.items():
         try:
-            found = float(value)
+            found = float(value.item() if hasattr(value, "item") else value)
         except OverflowError:
             found = math.inf
         if math.isfinite(found):

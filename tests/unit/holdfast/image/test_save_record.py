@@ -51,6 +51,11 @@ def test_update_takes_over_known_fields_only() -> None:
         {"copied_inside": 1},
         {"host": 5},
         {"more": {"a": 1}},
+        {"metrics": [1.0]},
+        {"metrics": {"loss": float("nan")}},
+        {"metrics": {"loss": "0.5"}},
+        {"metrics": {"a\nb": 1.0}},
+        {"metrics": {str(name): 1.0 for name in range(65)}},
     ],
 )
 def test_field_of_a_wrong_type_counts_as_unknown_and_is_kept(said: dict[str, Any]) -> None:
@@ -67,3 +72,9 @@ def test_step_record_is_read_from_any_json(said: Any) -> None:
 def test_stalls_out_of_range_and_ranks_with_long_names_are_left_out() -> None:
     ranks = {"0": {"cst_seconds": -1.0}, "1": {"cst_seconds": 1e10}, "9" * 5000: {"cst_seconds": 1.0}}
     assert StepRecord.from_json({"ranks": ranks}).stall_seconds == {}
+
+
+def test_metrics_of_a_step_are_those_of_rank_0() -> None:
+    said = {"ranks": {"0": {"metrics": {"loss": 0.5}}, "1": {"metrics": {"loss": 0.25}}}}
+    assert StepRecord.from_json(said).metrics == {"loss": 0.5}
+    assert StepRecord.from_json({"ranks": {"1": {"metrics": {"loss": 0.25}}}}).metrics == {}
