@@ -20,9 +20,9 @@ apart, or doubtful gets no rung, so that a training that goes on with NaN for a 
 was.
 
 Best are those with the lowest or highest value of the metric; one without the metric is never best, and one that is
-drifted apart or doubtful only where there are too few others. What is not verified yet may turn out bad, and what was
-copied while training went on may turn out doubtful: the best verified ones, and the best one that can be neither, stay
-beside them.
+drifted apart or doubtful only where there are too few others. A checkpoint may turn out
+bad before it is verified, and doubtful if it was copied while training went on: the best verified ones, and the best
+one that can become neither, stay beside them.
 
 Hours and days tell how far checkpoints are apart, and never which is newer. The first of an hour stays the
 first whatever comes later, and rungs are counted, not compared with the time now: a clock that jumps, or a

@@ -300,7 +300,7 @@ class Checkpointer:
 
         Args:
             step: The step.
-            metrics: What an evaluation said of this very state: names mapped to real numbers, or to tensors of one
+            metrics: Results of an evaluation of this very state: names mapped to real numbers, or to tensors of one
                 element. Rank 0's are saved with the checkpoint, and other ranks' are not read. A value that is not
                 finite is left out.
 

@@ -35,7 +35,7 @@ def is_metric_name(name: Any) -> bool:
 class BestRule(BaseModel):
     """Which checkpoints are best: those with the lowest (`min`) or highest (`max`) value of a metric.
 
-    Of equal values the older checkpoint is better: the one that reached it first. Every checkpoint with a caveat comes
+    Where values are equal, the older checkpoint is better. Every checkpoint with a caveat comes
     after those without.
     """
 

@@ -32,7 +32,7 @@ class SaveRecord:
         save_seconds: In `save()`. `gate_seconds`: waited at the gate. `cst_seconds`: both, the stall.
         sending_seconds: From `save()` to this state of the transfer; so the other names of states.
         job: In the seal of a slice: the job that wrote it. `drift`: for a slice in the ring: why its replicas differ.
-        metrics: What the script said of this state, such as its validation loss; of rank 0 alone.
+        metrics: Numbers that the script gave for this state, such as its validation loss; in rank 0's record alone.
         more: Fields that this version does not know, or of another type than it expects.
     """
 
@@ -167,7 +167,7 @@ class StepRecord:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the script said of the state; empty where it said nothing."""
+        """The numbers that the script gave for the state; empty where it gave none."""
         first = self.ranks.get(0)
         return {} if first is None or first.metrics is None else first.metrics
 

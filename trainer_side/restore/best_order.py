@@ -43,11 +43,11 @@ def wanted_best(best: Any, mode: Any, step: Any) -> WantedBest | None:
 def best_first(
     listed: Sequence[Candidate | Passed], stored: Sequence[StoreCandidate], wanted: WantedBest, where: str
 ) -> Sequence[Candidate | Passed]:
-    """Those of `listed` that have the metric, the best first; of one checkpoint the nearest place first, as before.
+    """The items of `listed` that have the metric, the best first. One checkpoint's places stay in their order.
 
     Args:
         listed: All checkpoints, newest first.
-        stored: What the store says of them. Slices of which it has no manifest have no metric.
+        stored: The store's manifests, summed up. Slices of which it has no manifest have no metric.
         wanted: The metric.
         where: The run, for the message.
 
