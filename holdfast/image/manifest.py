@@ -102,8 +102,8 @@ class Manifest(_ManifestRecord):
         chunk_crc32s: CRC-32 of each window of `chunk_bytes` of the file: what restore checks as it reads.
         write_id: Random, names this one write; also on the object itself where the store keeps metadata.
         pgt1_seconds: From the first `save()` of a rank to staged. `pgt2_seconds`: to durable.
-        metrics: Numbers that the script gave for this state, such as its validation loss. `best`: the rule by which the writer
-            kept the best checkpoints of the run; None: by none.
+        metrics: Numbers that the script gave for this state, such as its validation loss. `best`: the rule by which
+            the writer kept the best checkpoints of the run; None: by none.
         nonfinite: Numbers that are not finite; None: they were not counted.
         splits: How tensors were split among the ranks that were; the file has them whole.
         record: Times, bytes and waits of each phase on each rank (docs/format.md), for people and reports.

@@ -1,7 +1,7 @@
 """The tools of the `holdfast` command, one file each. They need neither torch nor MPI.
 
 ls, inspect, verify, pull, assemble   read a store, or write to it: target (`URL[@STEP]`) ─► Catalog ─► output
-export, import_state                  files of other tools; the parts that need torch come from trainer_side.convert
+export, import_state, diff            files of other tools, and what differs; torch's part is trainer_side.convert
 run, cluster, doctor, drill           the supervised job, machines on AWS, a check of this machine, kills as a test
 rank_command                          exit codes for engines that restart jobs themselves
 status, report                        a run while it goes on, and afterwards

@@ -74,7 +74,7 @@ class RankPlace(NamedTuple):
 class StoreCandidate(NamedTuple):
     """A checkpoint of the store, as its manifest says; `fault` tells why it cannot be used, if so. `drift`: in what its
     replicas were not the same, or why it may be torn. `unopened`: the store lists the manifest and does not give it.
-    `metrics`: numbers that the script gave for it; `best_metric`, `best_mode`: by what its writer kept the best, if by anything.
+    `metrics`: given by the script for it. `best_metric`, `best_mode`: by what its writer kept the best; or empty.
     """
 
     number: int
