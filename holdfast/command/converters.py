@@ -73,9 +73,9 @@ class TensorDifference(NamedTuple):
     """Two tensors of one path that are not the same.
 
     Attributes:
-        dtypes: Of each side. `shapes`: of each side.
-        elements: How many each has; None where the shapes differ. `differing`: how many of them have other bits, or
-            where dtypes differ another value.
+        dtypes: The dtype of each side. `shapes`: the same of the shape.
+        elements: Number in each; None where the shapes differ. `differing`: number of those with other bits, or where
+            dtypes differ with another value.
         max_abs: Largest difference between two finite elements. `mean_abs`: mean difference of all finite elements.
             `max_relative`: largest difference of two elements, relative to the larger of them.
         relative: Norm of the difference, relative to the larger norm of the two tensors; finite elements only.
@@ -99,9 +99,9 @@ class StateComparison(NamedTuple):
 
     Attributes:
         only_a: Paths that only the first has, of tensors and of other values. `only_b`: only the second.
-        tensors: Those that differ; those of another dtype or shape first, then by the relative difference.
+        tensors: The tensors that differ: other dtypes and shapes first, then by the relative difference.
         values: Path, and the value of each side, of values that are no tensors.
-        equal_tensors: How many tensors are equal to the bit. `unread`: how many of them by their CRC-32 alone.
+        equal_tensors: Number of tensors that are equal to the bit. `unread`: of them, by their CRC-32 alone.
     """
 
     only_a: Sequence[str]

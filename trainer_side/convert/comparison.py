@@ -193,8 +193,8 @@ class ComparedNumbers(NamedTuple):
 def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> ComparedNumbers:
     """Compare two dense tensors of one shape in host memory, block by block.
 
-    Elements of one dtype differ if their bits do, so that 0.0 and -0.0 differ, and two NaNs may. Those of two dtypes
-    differ if their values do; NaN is NaN then.
+    Elements of one dtype differ if their bits do, so that 0.0 and -0.0 differ, and two NaNs may. Elements of two dtypes
+    differ if their values do; two NaNs are equal then.
     """
     ones, others = first.reshape(-1), second.reshape(-1)
     sums = _Sums()
@@ -217,7 +217,7 @@ def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> ComparedNumber
 
 
 class _Sums:
-    """What is summed up over the blocks."""
+    """The sums over all blocks."""
 
     def __init__(self) -> None:
         self._known = True
@@ -277,7 +277,7 @@ def _numbers(block: torch.Tensor) -> torch.Tensor | None:
 
 
 def _order(one: TensorDifference) -> tuple[float, str]:
-    """Those without numbers first, then the largest relative difference."""
+    """Sorts tensors without numbers first, then by the relative difference, the largest first."""
     return (-math.inf if one.relative is None or one.dtypes[0] != one.dtypes[1] else -one.relative), one.path
 
 
