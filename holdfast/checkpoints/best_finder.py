@@ -19,7 +19,7 @@ class BestFound(NamedTuple):
     rule: BestRule
 
 
-class _Seen(NamedTuple):
+class _Rated(NamedTuple):
     order: CheckpointId
     metrics: dict[str, float]
     has_caveat: bool
@@ -35,7 +35,7 @@ class BestFinder:
 
     def __init__(self, metric: str | None = None, mode: BestMode | None = None) -> None:
         self._metric, self._mode = metric, mode
-        self._seen: list[_Seen] = []
+        self._seen: list[_Rated] = []
         self._recorded: list[BestRule] = []
 
     def see(self, item: CatalogItem) -> None:
@@ -46,7 +46,7 @@ class BestFinder:
         if manifest.best is not None and manifest.best not in self._recorded:
             self._recorded.append(manifest.best)
         if item.is_good and manifest.metrics:
-            self._seen.append(_Seen(item.order, manifest.metrics, bool(item.caveat)))
+            self._seen.append(_Rated(item.order, manifest.metrics, bool(item.caveat)))
 
     def best(self) -> BestFound | None:
         """The best of all that were seen; None if none has the metric, or nobody says which value is best."""

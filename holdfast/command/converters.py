@@ -101,7 +101,7 @@ class StateComparison(NamedTuple):
         only_a: Paths that only the first has, of tensors and of other values. `only_b`: only the second.
         tensors: The tensors that differ: other dtypes and shapes first, then by the relative difference.
         values: Path, and the value of each side, of values that are no tensors.
-        equal_tensors: Number of tensors that are equal to the bit. `unread`: of them, by their CRC-32 alone.
+        equal_tensors: Number of tensors with equal bits. `unread`: of them, by their CRC-32 alone.
     """
 
     only_a: Sequence[str]

@@ -26,7 +26,7 @@ _DIFFER_EXIT_CODE = 1  # as diff(1)
 
 @click.command(
     short_help="Say what differs between two checkpoints, by tensor.",
-    epilog=exit_codes("0 equal to the bit", "1 different; the output says where")
+    epilog=exit_codes("0 no difference", "1 different; the output says where")
     + examples(
         "holdfast diff s3://bucket/run@1000 s3://bucket/run@2000 --only model",
         "holdfast diff /mnt/run@1000 /mnt/other-run@1000",

@@ -316,7 +316,7 @@ def test_the_best_by_a_metric_stay(mode: BestMode, removed: list[int]) -> None:
     assert steps(to_remove(run, Keep(1, rule=LOSS))) == [1, 2, 3, 4, 5], "none is asked for"
 
 
-def test_of_equal_values_the_first_stays() -> None:
+def test_the_first_of_equal_values_stays() -> None:
     assert steps(to_remove(rated({1: 0.5, 2: 0.5, 3: 0.5, 4: 0.6}), Keep(1, best=1, rule=LOSS))) == [2, 3]
 
 

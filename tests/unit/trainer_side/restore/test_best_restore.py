@@ -86,7 +86,7 @@ def test_a_doubtful_one_is_restored_for_want_of_another(root: Path) -> None:
     assert restored(root, ranks=1) == [(2, 2.0)]
 
 
-def test_nothing_is_restored_where_none_has_the_metric_or_nobody_says_the_mode(root: Path) -> None:
+def test_restore_is_refused_where_none_has_the_metric_or_nobody_says_the_mode(root: Path) -> None:
     with pytest.raises(StoreMissing, match=r"has the metric los; the metrics of this run are acc, loss\."):
         restored(root, "los", ranks=1)
     with pytest.raises(ConfigError, match="lowest or the highest acc is best"):
@@ -96,7 +96,7 @@ def test_nothing_is_restored_where_none_has_the_metric_or_nobody_says_the_mode(r
         restored(root.parent / "empty", ranks=1)
 
 
-def test_all_that_have_the_metric_being_damaged_is_an_error(tmp_path: Path) -> None:
+def test_damage_of_every_one_with_the_metric_is_an_error(tmp_path: Path) -> None:
     add(tmp_path, 1, {"loss": 0.1}, best=RULE)
     add(tmp_path, 2, {}, best=RULE)
     (tmp_path / "step-000000001.pt").write_bytes(bytes((tmp_path / "step-000000001.pt").stat().st_size))
