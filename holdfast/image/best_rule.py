@@ -13,12 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from holdfast.errors import ConfigError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 
-METRICS_MAX = 64
-NAME_CHARACTERS_MAX = 128
+# All of them fit into the seal of a slice, which has 16 KiB.
+METRICS_MAX = 32
+NAME_BYTES_MAX = 64
 BestMode = Literal["min", "max"]
 Metrics = Annotated[
     dict[
-        Annotated[str, Field(min_length=1, max_length=NAME_CHARACTERS_MAX)],
+        Annotated[str, Field(min_length=1, max_length=NAME_BYTES_MAX)],
         Annotated[float, Field(allow_inf_nan=False)],
     ],
     Field(max_length=METRICS_MAX),
@@ -27,9 +28,9 @@ Metrics = Annotated[
 
 def is_metric_name(name: Any) -> bool:
     """Whether it is a text that may name a metric: printable, without blanks at its ends, and not too long."""
-    if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARACTERS_MAX:
+    if not isinstance(name, str) or not name.isprintable() or name != name.strip():
         return False
-    return name.isprintable() and name == name.strip()
+    return 0 < len(name.encode()) <= NAME_BYTES_MAX
 
 
 class BestRule(BaseModel):
@@ -41,7 +42,7 @@ class BestRule(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
-    metric: Annotated[str, Field(min_length=1, max_length=NAME_CHARACTERS_MAX)]
+    metric: Annotated[str, Field(min_length=1, max_length=NAME_BYTES_MAX)]
     mode: BestMode
 
     def key(

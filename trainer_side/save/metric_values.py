@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import ConfigError
-from holdfast.image.best_rule import METRICS_MAX, NAME_CHARACTERS_MAX, is_metric_name
+from holdfast.image.best_rule import METRICS_MAX, NAME_BYTES_MAX, is_metric_name
 from trainer_side.whole_number import shown
 
 _log = logging.getLogger("holdfast.trainer")
@@ -67,7 +67,7 @@ def check_metrics(metrics: Any, call: str) -> None:
         if not is_metric_name(name):
             raise ConfigError(
                 f"{call}: metrics: expected names of printable text without blanks at the ends, of at most "
-                f"{NAME_CHARACTERS_MAX} characters, got {shown(name)}"
+                f"{NAME_BYTES_MAX} bytes in UTF-8, got {shown(name)}"
             )
         if not _is_real(value):
             raise ConfigError(

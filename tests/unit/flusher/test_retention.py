@@ -329,9 +329,9 @@ def test_a_bad_one_is_never_best_and_a_doubtful_one_only_for_want_of_others() ->
 
 
 def test_a_better_one_that_may_turn_out_bad_or_doubtful_does_not_replace_a_sure_one() -> None:
-    unread = rated({2: 0.1}, State.DURABLE)
-    run = [*rated({1: 0.5}), *unread, *rated({3: None})]
-    assert to_remove(run, Keep(1, best=1, rule=LOSS)) == []
+    unread = rated({3: 0.1, 4: 0.2}, State.DURABLE)
+    run = [*rated({1: 0.5, 2: 0.6}), *unread, *rated({5: None})]
+    assert to_remove(run, Keep(1, best=2, rule=LOSS)) == []
     behind = [replace(one, is_proven=False) for one in rated({2: 0.1})]
     run = [*rated({1: 0.5}), *behind, *rated({3: None})]
     assert to_remove(run, Keep(1, best=1, rule=LOSS)) == []

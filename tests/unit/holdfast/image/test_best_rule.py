@@ -26,12 +26,14 @@ def test_key_puts_a_checkpoint_with_a_caveat_last() -> None:
     assert doubtful > rule.key({"loss": 9.0}, CheckpointId(2, 2), has_caveat=False)
 
 
-@pytest.mark.parametrize("name", ["loss", "val/loss", "mAP50-95(B)", "Verlust ä", "x" * 128])
+@pytest.mark.parametrize("name", ["loss", "val/loss", "mAP50-95(B)", "Verlust ä", "x" * 64])
 def test_a_metric_name_may_be_any_printable_text(name: str) -> None:
     assert is_metric_name(name)
 
 
-@pytest.mark.parametrize("name", ["", " loss", "loss ", "a\nb", "\x1b[31m", "x" * 129, 5, None])
+@pytest.mark.parametrize(
+    "name", ["", " loss", "loss ", "a\nb", "\x1b[31m", "x" * 65, "ä" * 33, "\ud800", 5, None]
+)
 def test_a_metric_name_that_would_break_a_line_or_a_table_is_refused(name: object) -> None:
     assert not is_metric_name(name)
 
