@@ -19,6 +19,7 @@ from holdfast.image.manifest import State, manifest_name
 from tests.support.restoring import CountingStore, publish
 from trainer_side.convert import comparison
 from trainer_side.convert.comparison import compare, compare_tensors
+from trainer_side.convert.contents import Contents
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -132,7 +133,7 @@ class Pair:
         """Without begin and end of the two files, which are read in any case."""
         before = self.store.bytes_read
         for manifest in self.manifests:
-            comparison.Contents(self.store, manifest)
+            Contents(self.store, manifest)
         return before - (self.store.bytes_read - before)
 
 
