@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from trainer_side import (
         Checkpointer,
         PerRank,
+        ResumableDraw,
         ResumableSampler,
         ResumableStream,
         RngState,
@@ -83,6 +84,7 @@ else:
         "trainer_side": (
             "Checkpointer",
             "PerRank",
+            "ResumableDraw",
             "ResumableSampler",
             "ResumableStream",
             "RngState",
@@ -108,6 +110,7 @@ __all__ = [
     "PerRank",
     "ProtocolError",
     "Restored",
+    "ResumableDraw",
     "ResumableSampler",
     "ResumableStream",
     "RngState",

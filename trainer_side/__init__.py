@@ -22,7 +22,7 @@ ranks before STAGED, and that training is bit-identical with another number of r
 
 checkpointer   start here: the class that a script uses
 builder        joins the job, and puts the parts of a Checkpointer together
-data/          samplers and streams that resume at the exact sample
+data/          samplers, streams and draws that resume at the exact sample
 state/         the user's state as the bytes of one portable file, without a copy of the tensors
 save/          from `save()` to a filled staging area
 link/          this rank's side of the connection to the stager, and its replacement in a job without a stager
@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainer_side.checkpointer import Checkpointer
+    from trainer_side.data.draw import ResumableDraw
     from trainer_side.data.sampler import ResumableSampler
     from trainer_side.data.seeded import SeededSamples
     from trainer_side.data.stream import ResumableStream
@@ -59,6 +60,7 @@ else:
 
     _MODULES = {
         "trainer_side.checkpointer": ("Checkpointer",),
+        "trainer_side.data.draw": ("ResumableDraw",),
         "trainer_side.data.sampler": ("ResumableSampler",),
         "trainer_side.data.seeded": ("SeededSamples",),
         "trainer_side.data.stream": ("ResumableStream",),
@@ -72,6 +74,7 @@ else:
 __all__ = [
     "Checkpointer",
     "PerRank",
+    "ResumableDraw",
     "ResumableSampler",
     "ResumableStream",
     "RngState",
