@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -32,13 +33,15 @@ from operator_side.commands.options import (
 
 if TYPE_CHECKING:
     from holdfast.config import StagerConfig
+    from operator_side.notify.notifier import Destination
     from operator_side.supervise.hosts import Fleet
     from operator_side.supervise.supervisor_messages import Launch
     from operator_side.supervise.verdict import Verdict
 
 
 _FORWARDED = ("HOLDFAST_", "NCCL_", "FI_", "OMP_", "PYTORCH_", "TORCH_")
-_NOT_FORWARDED = ("HOLDFAST_EVENTS",)  # a path of this machine; the stager is told by an argument
+# A path of this machine, of which the stager is told by an argument; and secrets.
+_NOT_FORWARDED = ("HOLDFAST_EVENTS", "HOLDFAST_NOTIFY")
 _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 
 
@@ -126,6 +129,22 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     "Seconds without a newly staged checkpoint, after which the attempt is ended. Default: no limit.",
 )
 @number("--hosts-seconds-max", "Seconds to wait until there are enough hosts.", 1800.0)
+@click.option(
+    "--notify",
+    multiple=True,
+    metavar="URL",
+    envvar="HOLDFAST_NOTIFY",
+    help="URL that gets a POST for each preemption, resumption and problem: a webhook of Slack or Discord, "
+    "https://ntfy.sh/TOPIC, ntfy://HOST/TOPIC, or any other for JSON; repeatable. The variable HOLDFAST_NOTIFY keeps "
+    "it out of the list of processes.",
+)
+@click.option(
+    "--notify-command",
+    multiple=True,
+    metavar="COMMAND",
+    help="Shell command to run for each of them, with the message as JSON on stdin and in HOLDFAST_EVENT and "
+    "HOLDFAST_TEXT; repeatable.",
+)
 @number("--poll-seconds", "Seconds between two looks at the list of hosts.", 15.0, least=0.05)
 @COMMAND
 def run(command: tuple[str, ...], **options: Any) -> int:
@@ -141,6 +160,9 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     from holdfast.config import StagerConfig
     from holdfast.ring.directory import runtime_directory
     from holdfast.store import refuse_missing_parent
+    from operator_side.notify.alert_command import AlertCommand
+    from operator_side.notify.notifier import Notifier
+    from operator_side.notify.webhook import Webhook
     from operator_side.supervise.core import Core
     from operator_side.supervise.job_processes import JobProcesses, RunFiles
     from operator_side.supervise.limits import Limits
@@ -155,8 +177,13 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     config = StagerConfig.from_sources(store=options["store"], **settings_of(options["settings"]))
     refuse_missing_parent(config.store, create=config.create)
     fleet = _fleet(options)
+    destinations: list[Destination] = [
+        *map(Webhook, options["notify"]),
+        *map(AlertCommand, options["notify_command"]),
+    ]
     logs = _logs(options["logs"], config.store)
     lock = _lock(logs)
+    notifier = Notifier(destinations, run=_without_secrets(config.store))
     try:
         events = config.events or logs / "events.jsonl"
         limits = Limits(
@@ -194,8 +221,9 @@ def run(command: tuple[str, ...], **options: Any) -> int:
             is_done = verdict.cause is Cause.DONE
             return _unless_not_durable(verdict, core.newest_step, config.store) if is_done else verdict
 
-        verdict = Supervisor(core, job, watch, files, last_look=last_look).run()
+        verdict = Supervisor(core, job, watch, files, last_look=last_look, tell=notifier.tell).run()
     finally:
+        notifier.close()
         lock.close()
     if verdict.exit_code:
         stopped = verdict.cause.value == "stopped"
@@ -212,6 +240,12 @@ def _say_why(message: str, words: Sequence[str], logs: Path) -> None:
     for word in words:
         say(word)
     say(f"holdfast run: {message}; logs: {logs}")
+
+
+def _without_secrets(url: str) -> str:
+    """The URL without a password or query."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
 
 
 def _fleet(options: dict[str, Any]) -> Fleet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from tests.support.cluster import SMALL, Cluster, check_continued, wait_until
 from tests.support.events import read_events
 from tests.support.job import REPOSITORY, environment
 from tests.support.main_job import EVERY, PAUSE_AT, SAVED, STEPS
+from tests.support.post_server import SECRET, PostServer
 
 pytestmark = [pytest.mark.mpi]
 SECONDS_MAX = 250.0
@@ -171,12 +173,24 @@ def check_resumed(run: Run, reference: Path, cause: str) -> None:
 
 
 def test_a_job_whose_ranks_are_killed_goes_on_by_itself(run: Run, reference: Path) -> None:
-    """All is durable, and the flusher's grace is over at once: the ring is there all the same."""
-    run.main_job(options=("--no-ulfm",), env={"HOLDFAST_GRACE_SECONDS": "0"})
-    run.pause()
-    for rank in range(2):
-        os.kill(run.pid(rank), signal.SIGKILL)
-    check_resumed(run, reference, "killed")
+    """All is durable, and the flusher's grace is over at once: the ring is there all the same. People are told."""
+    told = run.directory / "told"
+    with contextlib.closing(PostServer()) as people:
+        run.main_job(
+            options=("--no-ulfm", "--notify-command", f'echo "$HOLDFAST_EVENT" >> {told}'),
+            env={"HOLDFAST_GRACE_SECONDS": "0", "HOLDFAST_NOTIFY": people.url},
+        )
+        run.pause()
+        for rank in range(2):
+            os.kill(run.pid(rank), signal.SIGKILL)
+        check_resumed(run, reference, "killed")
+        said = {one["event"]: one for one in people.said()}
+    assert "was killed by SIGKILL from outside" in said["killed"]["text"]
+    assert f"step {SAVED + 1} is done" in said["resumed"]["text"]
+    assert (said["over"]["title"], said["over"]["run"]) == ("done", run.store)
+    assert {"killed", "resumed", "over"} <= set(told.read_text().split()) <= set(said)
+    assert "notifications go to http://127.0.0.1/…, --notify-command" in run.said()
+    assert SECRET not in run.said()
     assert "was killed by SIGKILL from outside" in run.said()
     assert run.restored_from() == [(SAVED, {RING})] * 2
 

@@ -36,6 +36,7 @@ _ENVIRONMENT = "changes the environment that the tests run in"
 _DRILL = (
     "a minute and more each; the tutorial's drill is typed, tests/integration/test_drill.py plays notices"
 )
+_NOTIFIES = "posts to a service; tests/integration/test_run.py posts to a server of its own"
 # A command that begins so is not typed, for this reason. What runs it instead is said, if something does.
 NOT_TYPED = {
     **{f"{program} ": reason for program, reason in ELSEWHERE.items()},
@@ -71,6 +72,8 @@ NOT_TYPED = {
     'eval "$(holdfast completion zsh)"': "in zsh; tests/integration/test_completion.py asks each shell that is there",
     "holdfast rank ": "a job of mpirun or torchrun around it; tests/integration/test_exit_codes_of_jobs.py runs them",
     "holdfast run -n 8 --cluster": "needs machines that can be reached; moto's cannot",
+    "export HOLDFAST_NOTIFY": _NOTIFIES,
+    "holdfast run -n 8 --notify": _NOTIFIES,
     "holdfast drill -n 2 --kills 3": _DRILL,
     "holdfast drill -n 2 --with notice": _DRILL,
     "python -m tests.fuzz.guided layout": "ten minutes, with a package that is not in the dev extra",
