@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from holdfast.errors import HoldfastError
 
 ATTEMPT_VARIABLE = "HOLDFAST_RUN_ATTEMPT"
+KEPT_VARIABLE = "HOLDFAST_RUN_KEEPS_STAGER"  # the standing stager that has it is started by `holdfast run`
 SET_ASIDE_VARIABLE = "HOLDFAST_RESTORE_SET_ASIDE"  # the setting of this name, which the supervisor adds to
 MARK = "\x01holdfast "
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK")

@@ -9,6 +9,7 @@ simulate, tune                        what a trace of preemptions would do to a 
 explain, completion, init             what to do about an error; completion for shells; lines for a script
 
 options, target, partial, claimed     shared by several of them
+run_with_torchrun                     options and job of `holdfast run --launcher torchrun`
 simulate_output, status_output        how the terminal shows a study and a run
 reference                             makes docs/cli.md of all commands
 

@@ -48,12 +48,14 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
         "0 the job is done, and its newest checkpoint is durable",
         "9 hosts or ranks were lost too often",
         "11 the job is done, but its newest checkpoint is not durable",
+        "75 with --launcher torchrun: preempted, or processes were lost: start the job again",
         "130 ended by SIGTERM, Ctrl-C or SIGHUP (a closed terminal)",
         "137 a process was killed because memory ran out",
         "other the exit code of the process that crashed",
     )
     + examples(
         "holdfast run -n 8 --store s3://bucket/run -- python train.py",
+        "holdfast run --launcher torchrun -n 2 --store /mnt/nfs/run -- train.py",
         "holdfast run -n 16 --min-ranks 8 --hosts hosts --store /mnt/nfs/run -- python train.py",
         "holdfast run -n 8 --set keep_last=5 --set ring_bytes=8GiB --store s3://bucket/run -- python train.py",
     ),
@@ -63,6 +65,14 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 @count(
     "--min-ranks",
     "Smallest number of training ranks to start with where hosts are missing. Default: the value of --ranks.",
+)
+@click.option(
+    "--launcher",
+    type=click.Choice(["mpirun", "torchrun"]),
+    default="mpirun",
+    show_default=True,
+    help="Launcher of the ranks. torchrun: on this machine alone, beside a stager of its own; torchrun restarts the "
+    "ranks, and the command prints what several machines need.",
 )
 @click.option("--store", help="URL of the run: a path, s3://bucket/run, or another URL that fsspec knows.")
 @click.option(
@@ -111,7 +121,8 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 )
 @count(
     "--restarts-max",
-    "Largest number of restarts in a row without a newer checkpoint; after that the command gives up.",
+    "Largest number of restarts in a row without a newer checkpoint; after that the command gives up. With --launcher "
+    "torchrun: of all restarts, and 3 where it is not given.",
     8,
     least=0,
 )
@@ -136,6 +147,10 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     times in a row without a newer checkpoint counts as a bug: the command then ends and shows the end of the log of the
     rank that crashed. If these crashes follow the restore of one checkpoint, the command sets that checkpoint aside
     first and resumes the job from the one before it, at most --set-aside-max times in a row.
+
+    With --launcher torchrun COMMAND may be a program, a script (train.py) or a module (-m NAME). A stager that dies is
+    started again. SIGTERM and Ctrl-C are a preemption notice to the ranks, which have --grace-seconds; a second one
+    kills them.
     """
     from holdfast.command.output import say
     from holdfast.config import StagerConfig
@@ -152,6 +167,8 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     logging.getLogger("holdfast.run").setLevel(logging.INFO)
     if options["create"]:
         options["settings"] = (*options["settings"], "create=true")
+    if options["launcher"] == "torchrun":
+        return _run_torchrun(command, options)
     config = StagerConfig.from_sources(store=options["store"], **settings_of(options["settings"]))
     refuse_missing_parent(config.store, create=config.create)
     fleet = _fleet(options)
@@ -204,6 +221,38 @@ def run(command: tuple[str, ...], **options: Any) -> int:
             say(f"help: {help_for(getattr(class_of(verdict.exception), 'code', 'run'))}")
     # Python ends with 1 whatever the exception; a class of holdfast's own has an exit code of its own.
     return int(getattr(class_of(verdict.exception), "exit_code", verdict.exit_code))
+
+
+def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
+    from holdfast.config import StagerConfig
+    from holdfast.store import refuse_missing_parent
+    from operator_side.commands.run_with_torchrun import check_options, say_for_several_machines, torchrun_job
+    from operator_side.supervise.verdict import Cause, Verdict
+
+    check_options(settings_of(options["settings"]))
+    config = StagerConfig.from_sources(store=options["store"], **settings_of(options["settings"]))
+    refuse_missing_parent(config.store, create=config.create)
+    logs = _logs(options["logs"], config.store)
+    with _lock(logs):
+        events = config.events or logs / "events.jsonl"
+        say_for_several_machines(command, config.store, options)
+        job = torchrun_job(
+            command,
+            config,
+            options,
+            stager_arguments=_stager_arguments(config, events, options),
+            events=events,
+            newest_step=_newest_step(config.store),
+            pause_seconds=_pause_seconds,
+        )
+        code, message = job.run()
+        if code == 0:
+            done = Verdict(Cause.DONE, "the job is done", "done", exit_code=0)
+            verdict = _unless_not_durable(done, job.newest_step, config.store)
+            code, message = verdict.exit_code, verdict.message
+    if code and message:
+        _say_why(message, [], logs)
+    return code
 
 
 def _say_why(message: str, words: Sequence[str], logs: Path) -> None:
@@ -311,8 +360,8 @@ def _mpirun(
     from operator_side.supervise.rank import STAGER, TRAINER
 
     keeper = [sys.executable, "-P", "-m", "operator_side.supervise.rank"]
-    settings = {**settings_of(options["settings"]), "store": config.store, "events": str(events)}
-    stager = [*keeper, STAGER, sys.executable, "-P", "-m", "holdfast", "stager", *_arguments(settings)]
+    arguments = _stager_arguments(config, events, options)
+    stager = [*keeper, STAGER, sys.executable, "-P", "-m", "holdfast", "stager", *arguments]
     more = ["--output", "tag", *shlex.split(options["mpirun_options"])]
     if options["agent"]:
         more += ["--prtemca", "plm_ssh_agent", options["agent"]]
@@ -333,6 +382,11 @@ def _mpirun(
         stager_host=options["stager_host"] or socket.gethostname(),
         options=more,
     )
+
+
+def _stager_arguments(config: StagerConfig, events: Path, options: dict[str, Any]) -> list[str]:
+    settings = settings_of(options["settings"])
+    return _arguments({**settings, "store": config.store, "events": str(events)})
 
 
 def _arguments(settings: dict[str, str]) -> list[str]:
