@@ -59,6 +59,7 @@ RING_CHUNKS_MIN = 8  # below this the ring cannot overlap receiving, writing and
 _KEEP_HOURLY, _KEEP_DAILY = 24, 7
 _CHUNK_BYTES_MAX = 1 << 30  # one chunk is one MPI message, whose counts are 32 bits
 _PAGE_BYTES = 4096
+_WATCHED_UNDER = frozenset({"TORCHELASTIC_RUN_ID", "KUBERNETES_SERVICE_HOST"})
 _STEP_AT_END = re.compile(r"@(\d{1,18}|latest)/*$")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|b|[kmgtp]i?b)", re.IGNORECASE)
 _UNIT_BYTES = {"": 1, "b": 1} | {
@@ -116,6 +117,15 @@ _Count = Annotated[int, Field(ge=0)]
 _OnDivergence = Literal["warn", "refuse", "off"]
 _Watch = Literal["aws", "gcp", "azure", "auto", "sigterm", "sigusr1"]
 _TierSpec = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+def default_watch() -> tuple[_Watch, ...]:
+    """The notices that are watched where the setting `watch` says nothing: under torchrun and in pods SIGTERM, which
+    both send before they kill. A variable that is set and empty says that nothing is watched.
+    """
+    if "HOLDFAST_WATCH" in os.environ:
+        return ()
+    return ("sigterm",) if _WATCHED_UNDER & os.environ.keys() else ()
 
 
 def _listed(value: Any) -> Any:
@@ -206,7 +216,7 @@ class TrainerConfig(RoleConfig):
         chunk_bytes: Size of a chunk, a multiple of 4096. Used only where there is no stager to tell it.
         watch: Sources of preemption notices for this machine: `aws`, `gcp`, `azure`, `auto` (finds out once which
             metadata server answers), and the signals `sigterm` and `sigusr1` to this process. Separated by commas in
-            the environment. Empty: none.
+            the environment. Empty: none. Default: `sigterm` under torchrun and in a pod of Kubernetes, none elsewhere.
         watch_seconds: Seconds between two questions to the metadata server; the first rank of each machine asks.
         watch_grace_seconds: Seconds from a watched signal until the process is expected to be killed.
         every: Number of training steps from one checkpoint of `Checkpointer.step()` to the next, where the script does
@@ -261,7 +271,9 @@ class TrainerConfig(RoleConfig):
     store: _StoreUrl | None = None
     create: bool = False
     chunk_bytes: _ChunkBytes = CHUNK_BYTES
-    watch: Annotated[tuple[_Watch, ...], BeforeValidator(_listed), NoDecode] = ()
+    watch: Annotated[tuple[_Watch, ...], BeforeValidator(_listed), NoDecode] = Field(
+        default_factory=default_watch
+    )
     watch_seconds: _Seconds = 5.0
     watch_grace_seconds: _Seconds = 30.0
     every: _Every = 0

@@ -36,6 +36,7 @@ frameworks/    Lightning, Trainer, Accelerate, torchtitan
 
 joining, leaving     a rank's start in its job, and its end, with an exception or without
 ledger, transfer     the counts of this rank's checkpoints, and the state of one step in flight
+start_line           how often and where this job saves, in one line
 seat                 one Checkpointer in a process, and none in its forked children
 checks               the trainers' part of `holdfast doctor`
 opaque               keeps torch.compile out of all of this

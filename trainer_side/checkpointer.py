@@ -39,6 +39,7 @@ from trainer_side.save.finished_step import FinishedStep
 from trainer_side.save.host_memory import locked_buffer
 from trainer_side.save.saver import no_collections
 from trainer_side.seat import Seat
+from trainer_side.start_line import start_line
 from trainer_side.state.drill_notes import PlainCounters, SeenBatches
 from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.state.tree import GivenState
@@ -124,6 +125,21 @@ class Checkpointer:
         report("joined", attempt=self._link.job.attempt or self._tiers.attempt, ranks=self.ranks)
         diary.note("begins", True)
         self._seat.take(self, self._copier.gate.remove)
+        if self.rank == 0:
+            # A warning, as the line of a restore is: a script without logging of its own shows it.
+            _log.warning("%s", self._start_line(fixed, fresh=fresh))
+
+    def _start_line(self, every: int | None, *, fresh: bool) -> str:
+        job = self._link.job
+        attempt = job.attempt or self._tiers.attempt
+        return start_line(
+            self._config,
+            every=every,
+            store_url=job.store_url,
+            attempt=attempt,
+            has_stager=job.has_stager,
+            fresh=fresh,
+        )
 
     @property
     def rank(self) -> int:
@@ -213,6 +229,8 @@ class Checkpointer:
             self._agreed_steps.restored(self.restored.step)
             self._parts.left_out.restored()
         if self.restored is None:
+            if self.rank == 0:
+                _log.warning("a new run: %s has no checkpoint to resume from", self._link.job.store_url)
             tell("restored", step=-1)
             return 0
         report("restored", attempt=self.restored.attempt)
@@ -351,7 +369,7 @@ class Checkpointer:
         if error is not None:
             self._leaving.say(error)
             notice = None if isinstance(error, GeneratorExit) else self._parts.notices.pending
-            if notice is not None and self._finished is not None:
+            if notice is not None and self._finished is not None and not self._leaving.has_lost_peer(error):
                 self._leaving.save_last(self._finished, self._saver.save, notice)
             self._saver.decline_late()
         elif self._stepped and not self._asked and self.rank == 0 and self._pacer is None:

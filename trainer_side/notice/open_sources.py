@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.config import TrainerConfig
 from holdfast.notices.notice import Notice
+from trainer_side.notice.lost_siblings import LostSiblings, ranks_of_torchrun
 from trainer_side.notice.signals import Signal
 from trainer_side.notice.source import NoticeSource, SourceError
 from trainer_side.notice.watch import NoticeWatch, asks_for_machine
@@ -31,10 +32,16 @@ _DETECT_SECONDS_MAX = 1.0
 
 
 class Watching:
-    """A watch and its signals. Main thread."""
+    """A watch and its signals. Main thread.
 
-    def __init__(self, watch: NoticeWatch, signals: Sequence[Signal]) -> None:
-        self.watch, self._signals = watch, signals
+    Args:
+        siblings: Tells a notice from the end of another rank; None where nothing is known of other ranks.
+    """
+
+    def __init__(
+        self, watch: NoticeWatch, signals: Sequence[Signal], siblings: LostSiblings | None = None
+    ) -> None:
+        self.watch, self._signals, self._siblings = watch, signals, siblings
 
     def heard(self) -> Notice | None:
         """The notice of a signal that has arrived, even if the watch's thread has not handled it yet."""
@@ -44,6 +51,8 @@ class Watching:
         """End it. The handlers of the signals stay."""
         for source in self._signals:
             source.close()
+        if self._siblings is not None:
+            self._siblings.close()
         self.watch.close()
 
 
@@ -87,7 +96,16 @@ def open_watch(
         wakes=wakes,
     )
     watch.start()
-    return Watching(watch, signals)
+    return Watching(watch, signals, _siblings(signals, environ, rank=rank))
+
+
+def _siblings(signals: Sequence[Signal], environ: Mapping[str, str], *, rank: int) -> LostSiblings | None:
+    heard = next((source for source in signals if source.name == "sigterm"), None)
+    said = environ.get("LOCAL_WORLD_SIZE", "")
+    if heard is None or "TORCHELASTIC_RUN_ID" not in environ or not said.isdecimal():
+        return None
+    siblings = ranks_of_torchrun(os.getpid(), int(said))
+    return LostSiblings(siblings, lambda: heard.ends_by_default, rank=rank) if siblings else None
 
 
 def find_servers(names: Sequence[str], environ: Mapping[str, str], *, rank: int = 0) -> list[NoticeSource]:

@@ -72,6 +72,14 @@ class Signal:
             )
         ]
 
+    @property
+    def ends_by_default(self) -> bool:
+        """Whether the signal would end this process without the watch: the script has no handler of its own. Any
+        thread.
+        """
+        installed = getattr(signal.getsignal(self._number), "__self__", None)
+        return installed is self and self._before in (None, signal.SIG_DFL)
+
     def close(self) -> None:
         """From now on the signal is no notice any more. The handler stays."""
         self._closed = True

@@ -327,9 +327,10 @@ class RestoreAttempt:
     def _report(self, skipped: list[str]) -> None:
         """Say what came from where: rank 0 for all in the log, each rank for itself in its events. Collective."""
         uses = {tier: [use.nbytes, round(use.seconds, 6)] for tier, use in self._reading.uses.items()}
-        parts = []
+        parts, places = [], dict[str, None]()
         for rank, said in enumerate(gather(self._peers, json.dumps(uses).encode())):
             for tier, (nbytes, seconds) in json.loads(said).items():
+                places[tier] = None
                 parts.append(f"rank {rank} {nbytes} bytes from {tier} in {seconds:.3g} s")
         saved_ranks = self._image.ranks
         if self._peers.rank == 0 and saved_ranks != self._peers.ranks:
@@ -344,10 +345,11 @@ class RestoreAttempt:
             took = sum(self._seconds.values())
             # A warning, so that a script without logging of its own shows it: a restart of the job is worth a line.
             _log.warning(
-                "resumed from step %d, attempt %d, in %.1f s",
+                "resumed from step %d, attempt %d, in %.1f s%s",
                 self._candidate.step,
                 self._candidate.attempt,
                 took,
+                f", from {', '.join(places)}" if places else "",
             )
             _log.info(
                 "restored from %s: %s",
