@@ -23,6 +23,7 @@ errors, config, config_sources    the public errors and settings, and the places
 crc, sealed              checksums, and JSON documents with one
 parse_cost, pickle_cost  the cost of parsing a document or a pickle, known before it is parsed
 supervised, mpirun       lines from a job to its supervisor, and the mpirun command line
+lost_peer                exceptions by which a rank says that another process is gone
 stager_key               the key that a stager outside MPI shares with its ranks
 process, faultpoint      CPU priority, and the named points at which tests kill a process
 lazy, extras             names that are imported on first use, and what to install where a package is missing

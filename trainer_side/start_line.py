@@ -51,7 +51,7 @@ def _through_stager(config: TrainerConfig, store_url: str) -> str:
 def _in_tiers(config: TrainerConfig, store_url: str) -> str:
     local = ", ".join(tier for tier in config.tiers if tier != _STORE_TIER)
     if _STORE_TIER not in config.tiers:
-        return f"in {local} alone, and nothing in {store_url},"
+        return f"in {local} alone and not to {store_url}"
     return f"in {local} and to {store_url}" if local else f"to {store_url}"
 
 

@@ -104,6 +104,8 @@ def test_torchrun_itself_restarts_the_ranks_when_one_is_killed(cluster: Cluster,
             cluster.out(1) / "go-on"
         ).touch()  # for the ranks of the second start; rank 0 of the first waits for rank 1
         job.succeed(240)
+        assert "received a preemption notice" not in job.output()
+        assert "holdfast saves every" in job.output()
     for rank in range(RANKS):
         final = load(cluster.out(1) / f"final-{rank}.pt")
         assert final["start"] == SAVED + 1
@@ -113,7 +115,7 @@ def test_torchrun_itself_restarts_the_ranks_when_one_is_killed(cluster: Cluster,
 
 
 def test_sigterm_to_torchrun_is_a_notice_and_all_ranks_save_one_step(cluster: Cluster) -> None:
-    slowly = {"TRAIN_STEP_SECONDS": "0.02", "HOLDFAST_WATCH": "sigterm"}
+    slowly = {"TRAIN_STEP_SECONDS": "0.02"}  # and watched by default
     with start(cluster, [str(MANY), str(NEVER)], env=slowly) as job:
         path = cluster.out(1) / "losses-1"
         wait_until(lambda: path.exists() and len(losses(path)) > 5, 240, job.output())

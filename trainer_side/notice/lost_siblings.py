@@ -52,23 +52,23 @@ class LostSiblings:
 
     Args:
         siblings: Processes of the other ranks.
-        is_default: Whether SIGTERM would end this process without a watch: the script has no handler of its own.
     """
 
-    def __init__(self, siblings: Sequence[int], is_default: Callable[[], bool], *, rank: int) -> None:
-        self._is_default, self._rank = is_default, rank
+    def __init__(self, siblings: Sequence[int], *, rank: int) -> None:
+        self._rank = rank
         self._ends = select.poll()
         self._descriptors: list[int] = []
         for pid in siblings:
             with contextlib.suppress(OSError):  # it has ended, and torchrun knows
                 self._descriptors.append(os.pidfd_open(pid))
                 self._ends.register(self._descriptors[-1], select.POLLIN)
+        self._is_default: Callable[[], bool] = lambda: False
         self._heard, self._written = socket.socketpair()
         self._written.setblocking(False)
         before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         if before != _NO_DESCRIPTOR:  # asyncio's; it stays
             signal.set_wakeup_fd(before)
-        # A signal to a forked child is none to this process.
+        # A signal to a forked child does not concern this process.
         os.register_at_fork(after_in_child=self._forget)
         self._thread = BackgroundThread(
             "holdfast-siblings",
@@ -77,11 +77,24 @@ class LostSiblings:
             task="tells a notice from the end of another rank",
             died=lambda _: None,  # SIGTERM is a notice then
         )
+
+    def any_ended(self) -> bool:
+        """Whether another rank has ended. Any thread, and a signal's handler."""
+        return bool(self._ends.poll(0))
+
+    def start(self, is_default: Callable[[], bool]) -> None:
+        """From now on hear SIGTERM.
+
+        Args:
+            is_default: Whether SIGTERM would end this process without a watch: the script has no handler of its own.
+        """
+        self._is_default = is_default
         self._thread.start()
 
     def close(self) -> None:
         """SIGTERM is not looked at any more."""
         self._forget()
+        self._ends = select.poll()  # of a closed descriptor it would say that it can be read
         self._written.close()
         self._thread.join(_CLOSE_SECONDS_MAX)
         self._heard.close()
@@ -98,7 +111,7 @@ class LostSiblings:
 
     def _run(self) -> None:
         while numbers := self._heard.recv(_SIGNALS_MAX):
-            if signal.SIGTERM in numbers and self._ends.poll(0) and self._is_default():
+            if signal.SIGTERM in numbers and self.any_ended() and self._is_default():
                 _log.warning(
                     "rank %d: SIGTERM came after another rank of this torchrun had ended, so no step of all ranks can "
                     "be saved: this rank ends",

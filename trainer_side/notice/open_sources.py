@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -68,6 +69,7 @@ def open_watch(
         return None
     environ = os.environ if environ is None else environ
     wakes: SimpleQueue[None] = SimpleQueue()
+    siblings = _siblings(environ, rank=rank) if "sigterm" in config.watch else None
     signals = []
     for name in config.watch:
         if name in _SIGNALS:
@@ -77,6 +79,7 @@ def open_watch(
                         _SIGNALS[name],
                         grace_seconds=config.watch_grace_seconds,
                         wake=lambda: wakes.put(None),
+                        is_void=_is_void(name, siblings),
                     )
                 )
             except ValueError:
@@ -96,16 +99,22 @@ def open_watch(
         wakes=wakes,
     )
     watch.start()
-    return Watching(watch, signals, _siblings(signals, environ, rank=rank))
+    if siblings is not None:
+        siblings.start(lambda: any(source.ends_by_default for source in signals if source.name == "sigterm"))
+    return Watching(watch, signals, siblings)
 
 
-def _siblings(signals: Sequence[Signal], environ: Mapping[str, str], *, rank: int) -> LostSiblings | None:
-    heard = next((source for source in signals if source.name == "sigterm"), None)
+def _is_void(name: str, siblings: LostSiblings | None) -> Callable[[], bool]:
+    return siblings.any_ended if siblings is not None and name == "sigterm" else lambda: False
+
+
+def _siblings(environ: Mapping[str, str], *, rank: int) -> LostSiblings | None:
     said = environ.get("LOCAL_WORLD_SIZE", "")
-    if heard is None or "TORCHELASTIC_RUN_ID" not in environ or not said.isdecimal():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or "TORCHELASTIC_RUN_ID" not in environ or not said.isdecimal():
         return None
-    siblings = ranks_of_torchrun(os.getpid(), int(said))
-    return LostSiblings(siblings, lambda: heard.ends_by_default, rank=rank) if siblings else None
+    others = ranks_of_torchrun(os.getpid(), int(said))
+    return LostSiblings(others, rank=rank) if others else None
 
 
 def find_servers(names: Sequence[str], environ: Mapping[str, str], *, rank: int = 0) -> list[NoticeSource]:
