@@ -171,6 +171,12 @@ bench: $(READY) ## Measure every experiment beside the peers; about ten minutes.
 	@$(BIN)/python -m tests.support.swift --install
 	@$(BIN)/python -m benchmarks $(or $(BENCH),all)
 
+# Beside the environment: half a minute of installing, for two test files.
+.PHONY: trackers
+trackers: $(READY) ## Test runs of W&B, TensorBoard and MLflow with the real libraries, offline
+	@$(BIN)/python -m tests.support.trackers --install
+	@$(BIN)/pytest tests/integration/test_trackers.py $(PYTEST)
+
 # The versions lie beside each other in .services/late; a build for CUDA is downloaded for each.
 TORCH ?= 2.11.0
 LATE_UNITS := tests/unit/trainer_side/save tests/unit/trainer_side/state tests/unit/trainer_side/restore

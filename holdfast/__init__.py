@@ -17,7 +17,7 @@ checkpoints/   which checkpoints a store has: publishing, the claim of the one w
 telemetry/     what a running process tells: events, metrics, spans, status
 policy/        the arithmetic of `every="auto"` and `holdfast tune`: cost, interval, governor, advice
 command/       the frame of the `holdfast` command: entry point, output, help, places of files
-integrations/  the names of trainer_side/frameworks for scripts: Lightning, Trainer, Accelerate, torchtitan
+integrations/  the names of trainer_side/frameworks for scripts: Lightning, Trainer, Accelerate, torchtitan, trackers
 
 errors, config, config_sources    the public errors and settings, and the places where settings are read
 crc, sealed              checksums, and JSON documents with one

@@ -146,6 +146,7 @@ NAMED_OTHERWISE = {
         "trainer_side/frameworks/accelerate.py",
         "trainer_side/frameworks/lightning.py",
         "trainer_side/frameworks/torchtitan.py",
+        "trainer_side/frameworks/trackers.py",
         "trainer_side/frameworks/transformers.py",
     ],
     "functions on one subject, which the file names": [

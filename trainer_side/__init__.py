@@ -32,7 +32,8 @@ ranks/         the other ranks: MPI, torch.distributed, TCP to the stager, deadl
 notice/        preemption notices of this machine, and the step at which all ranks save after one
 pace/          `every="auto"`: measures the cost of checkpoints, and asks for another interval
 convert/        the parts of `holdfast export` and `holdfast import` that need torch
-frameworks/    Lightning, Trainer, Accelerate, torchtitan
+frameworks/    Lightning, Trainer, Accelerate, torchtitan; experiment trackers
+trackers/      the runs of experiment trackers, and marks about checkpoints in them
 
 joining, leaving     a rank's start in its job, and its end, with an exception or without
 ledger, transfer     the counts of this rank's checkpoints, and the state of one step in flight

@@ -7,6 +7,7 @@
                     └─────► TierSet   writes the copy into local tiers, if there are any
     restore() ─► restore/restore.py
     step(step) ─► the interval, and AgreedSteps after a preemption notice: whether a checkpoint is due
+    track(…) ─► Marking   tells experiment trackers about the checkpoints, on a thread of its own
 
 After start-up and restore the training thread takes part in no collective operation. Every wait has a deadline.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -24,6 +25,7 @@ from typing import Any, Literal, Self
 from holdfast import supervised as diary
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
+from holdfast.image.save_record import is_trackers
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
 from holdfast.supervised import report, report_end, tell
@@ -42,6 +44,9 @@ from trainer_side.seat import Seat
 from trainer_side.state.drill_notes import PlainCounters, SeenBatches
 from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.state.tree import GivenState
+from trainer_side.trackers.marking import Marking
+from trainer_side.trackers.start_point import StartPoint
+from trainer_side.trackers.tracker import NoTracker, Tracker
 from trainer_side.whole_number import STEP_MAX, shown, step_number
 
 _log = logging.getLogger("holdfast.trainer")
@@ -117,6 +122,7 @@ class Checkpointer:
         self._counters = PlainCounters(self._state, rank=self.rank)
         self._batches = SeenBatches(self._state)
         self.restored: Restored | None = None
+        self._marking: Marking | None = None
         self._closed = self._stepped = self._asked = self._progressed = False
         self._finished = (
             FinishedStep(self._state, lambda: self._copier.updates) if self._config.watch else None
@@ -324,6 +330,52 @@ class Checkpointer:
         self._check_call("changing()")
         return OpaqueContext(self._copier.changing())
 
+    def track(self, begin: Callable[[StartPoint], Tracker]) -> Tracker:
+        """Show checkpoints in an experiment tracker, whose run goes into each of them. Every rank, after `restore()`.
+
+        Scripts call `start_wandb`, `start_tensorboard` or `start_mlflow` of `holdfast.integrations.trackers`; this is
+        for trackers of another kind.
+
+        Args:
+            begin: Makes the tracker, in the run that the start point names, if it does. Called on rank 0.
+
+        Returns:
+            The tracker that `begin` has made; on other ranks one that does nothing.
+
+        Raises:
+            ConfigError: `restore()` was not called, so the run that goes on is not known yet, and the Checkpointer does
+                not have `fresh=True`; or the tracker's `kind` or `run_id` is longer than 1024 characters.
+        """
+        self._check_call("track()")
+        if not self._parts.fresh_run.is_known:
+            raise ConfigError(
+                "an experiment tracker was started before restore(), so the run that it goes on with is not known yet; "
+                "call restore() of the Checkpointer first, or say Checkpointer(..., fresh=True)"
+            )
+        if self.rank:
+            return NoTracker()
+        start = self._start_point()
+        tracker = begin(start)
+        if not is_trackers(named := {tracker.kind: tracker.run_id}):
+            raise ConfigError(
+                f"tracker: expected a kind and a run_id of at most 1024 characters, got {named}"
+            )
+        if self._marking is None:
+            self._marking = Marking()
+            self._events.listen(self._marking.hear)
+        self._marking.add(tracker, start.marks(tracker.last_step))
+        self._saver.trackers |= named
+        return tracker
+
+    def _start_point(self) -> StartPoint:
+        attempt, found = self._link.job.attempt or self._tiers.attempt, self.restored
+        if found is None:
+            return StartPoint(0, attempt)
+        text = f"attempt {attempt} resumed from step {found.step} of attempt {found.attempt}"
+        if found.sources:
+            text += f", read from {', '.join(found.sources)}"
+        return StartPoint(found.step + 1, attempt, found.trackers, text)
+
     def close(self) -> None:
         """Wait until every step that was begun is durable (at most `close_seconds_max`), then leave the job.
 
@@ -376,6 +428,8 @@ class Checkpointer:
             if summary := self._parts.ledger.summary():
                 _log.warning("rank %d: %s", self.rank, summary)
             self._report_progress()
+            if self._marking is not None:
+                self._marking.close()
             self._events.close()
         if failed is not None:
             raise failed

@@ -27,6 +27,7 @@ TARGETS = {
     "test",
     "check",
     "late",
+    "trackers",
     "rest",
     "more",
     "chaos",

@@ -164,7 +164,8 @@ def _row(tier: Keeps, kept: Kept) -> list[object]:
     replicas = (record.replicas_digest or "")[:_DIGEST_CHARACTERS_MAX]
     drift = kept.doubt or (record.drift or "" if record.job == RING else "")
     where = [_NEARNESS[tier.nearness], tier.name, kept.place]
-    return [key, seal.rank, *where, sorted(kept.absent), replicas, drift, kept.complete]
+    trackers = [record.trackers] if record.trackers and seal.rank == 0 else []
+    return [key, seal.rank, *where, sorted(kept.absent), replicas, drift, kept.complete, *trackers]
 
 
 class StoreListing:

@@ -25,6 +25,7 @@ from holdfast.errors import DamageError, HoldfastError, StateError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
+from holdfast.image.save_record import StepRecord
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.peers import Peers, agree, gather
@@ -71,6 +72,7 @@ class Restored:
             tuples cannot be, so the script takes them from here.
         whole_in: Places known to have all of it: tiers by name, the store by its URL. The same on every rank.
         before: The checkpoint that restore would take if this one were set aside; None if no other exists.
+        kept_trackers: Experiment tracker → its run, as slices in tiers or in the stager's ring name them.
     """
 
     step: int
@@ -84,6 +86,13 @@ class Restored:
     values: dict[str, Any] = field(default_factory=dict)
     whole_in: frozenset[str] = frozenset()
     before: CheckpointId | None = None
+    kept_trackers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """Experiment tracker → its run, where the script had one when it saved (docs/trackers.md)."""
+        stored = {} if self.manifest is None else StepRecord.from_json(self.manifest.record).trackers
+        return stored | dict(self.kept_trackers)
 
 
 @dataclass(frozen=True)
@@ -312,6 +321,7 @@ class RestoreAttempt:
             values=values,
             whole_in=self._whole_in,
             before=before,
+            kept_trackers=candidate.trackers,
         )
 
     @property

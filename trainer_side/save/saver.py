@@ -86,6 +86,9 @@ class Saver:
         pool: Has areas and slots.
         copier: Copies behind the gate.
         context: Takes the steps to the stager and into local tiers, and counts them.
+
+    Attributes:
+        trackers: Experiment tracker → its run; written into each checkpoint.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Saver:
         self._planner, self._pool, self._copier = planner, pool, copier
         self._link, self._tiers = context.link, context.tiers
         self._ledger, self._events = context.ledger, context.events
+        self.trackers: dict[str, str] = {}
         self._warned = ""
         self._late = FinishedStep(state, lambda: copier.updates)
         self._late_step = -1  # the step that was noted there last
@@ -163,7 +167,7 @@ class Saver:
             return self._decline(step, DeclineCause.OUTGROWN.because(outgrown), needed_pickle_bytes=needed)
         except PoolFull as no_room:
             return self._decline(step, no_room.reason)
-        record = SaveRecord(saved_at_unix=saved_at_unix)
+        record = SaveRecord(saved_at_unix=saved_at_unix, trackers=dict(self.trackers) or None)
         try:
             # The training thread is here, so what was taken stays as it is meanwhile.
             wait_seconds = self._pool.wait(step, wait_seconds_max)

@@ -34,6 +34,14 @@ def test_stored_record_is_read_into_fields() -> None:
     assert record.ranks[1].host == "node-b"
 
 
+def test_step_record_has_the_trackers_that_rank_0_names() -> None:
+    said = {"ranks": {"1": {"trackers": {"wandb": "x"}}, "0": {"trackers": {"wandb": "run-7"}}}}
+    record = StepRecord.from_json(said)
+    assert record.trackers == {"wandb": "run-7"}
+    assert record.to_json()["ranks"]["0"] == {"trackers": {"wandb": "run-7"}}
+    assert StepRecord.from_json({"ranks": {"0": {}}}).trackers == StepRecord().trackers == {}
+
+
 def test_update_takes_over_known_fields_only() -> None:
     record = SaveRecord(saved_at_unix=1.0, save_seconds=0.0)
     record.update(SaveRecord(save_seconds=0.5, crc_seconds=0.25, more={"new": 1}))
@@ -50,6 +58,10 @@ def test_update_takes_over_known_fields_only() -> None:
         {"slice_bytes": 1.5},
         {"copied_inside": 1},
         {"host": 5},
+        {"trackers": ["wandb"]},
+        {"trackers": {"wandb": 7}},
+        {"trackers": {"wandb": "x" * 1025}},
+        {"trackers": {str(number): "run" for number in range(9)}},
         {"more": {"a": 1}},
     ],
 )
