@@ -167,7 +167,7 @@ NAMED_OTHERWISE = {
         "operator_side/commands/status_output.py",
         "operator_side/doctor/machine.py",
         "operator_side/report/sentences.py",
-        "operator_side/report/words.py",
+        "operator_side/page/words.py",
         "operator_side/simulate/study_pictures.py",
         "trainer_side/convert/plain_values.py",
         "trainer_side/convert/publishing.py",

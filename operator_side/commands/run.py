@@ -236,11 +236,9 @@ def _fleet(options: dict[str, Any]) -> Fleet:
 
 def _logs(given: Path | None, store: str) -> Path:
     if given is None:
-        import platformdirs
-
         from holdfast.ring.directory import run_key
 
-        given = Path(platformdirs.user_state_dir("holdfast", appauthor=False)) / "runs" / run_key(store)
+        given = log_directory(run_key(store))
     try:
         given.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -248,6 +246,13 @@ def _logs(given: Path | None, store: str) -> Path:
             f"--logs {given}: this directory cannot be made: {error.strerror}; name another one"
         ) from error
     return given.absolute()
+
+
+def log_directory(key: str) -> Path:
+    """The log directory of the run with this key, unless `--logs` names another one."""
+    import platformdirs
+
+    return Path(platformdirs.user_state_dir("holdfast", appauthor=False)) / "runs" / key
 
 
 def _lock(logs: Path) -> IO[str]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from holdfast.telemetry.event_text import cut
+from operator_side.page.words import brief, dollars, moment, plural, share
 from operator_side.report.facts import RunFacts
 from operator_side.report.goodput import Interruption
-from operator_side.report.words import brief, dollars, moment, plural, share
 
 _NAMED_MAX = 3
 _REASON_CHARACTERS_MAX = 160

@@ -97,7 +97,7 @@ def facts_of(
 
 
 def page_of(facts: RunFacts) -> str:
-    return page(facts, made_at_unix=T0, version="0").decode()
+    return page(facts, made_at_unix=T0).decode()
 
 
 class Page(HTMLParser):

@@ -1,4 +1,4 @@
-"""Times, shares, money and rates as the report writes them."""
+"""Times, shares, money and rates as the pages write them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from holdfast.command.output import seconds, size
 def moment(at_unix: float | None) -> str:
     """`2026-11-22 03:02:11 UTC`; `-` if unknown."""
     return "-" if at_unix is None else datetime.fromtimestamp(at_unix, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def clock(at_unix: float | None) -> str:
+    """`03:02:11 UTC`; `-` if unknown."""
+    return "-" if at_unix is None else datetime.fromtimestamp(at_unix, UTC).strftime("%H:%M:%S UTC")
 
 
 def brief(value: float | None) -> str:
