@@ -44,6 +44,8 @@ def serve(
         server.serve()
     except KeyboardInterrupt:
         click.echo()
+    finally:
+        server.close()
 
 
 def _here() -> str:

@@ -22,6 +22,7 @@ from holdfast.errors import ConfigError, HoldfastError
 ADDRESS = "127.0.0.1"
 _HOSTS = frozenset({ADDRESS, "localhost", "::1"})
 _SILENT_SECONDS_MAX = 30.0
+_POLL_SECONDS = 0.1  # whether it is to end
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",  # the page itself has the rest
@@ -43,7 +44,7 @@ Pages = Callable[[str, str], Served | None]
 
 
 class PageServer:
-    """An HTTP server for one page. `serve()` returns when another thread has called `close()`.
+    """An HTTP server for one page.
 
     Args:
         port: 0: any that is free.
@@ -66,7 +67,8 @@ class PageServer:
         self.url = f"http://{ADDRESS}:{self.port}/{self._key}/"
 
     def serve(self) -> None:
-        self._server.serve_forever()
+        """Serve until another thread calls `close()`, or this one is interrupted."""
+        self._server.serve_forever(_POLL_SECONDS)
 
     def close(self) -> None:
         self._server.shutdown()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -64,20 +63,17 @@ class Chart:
     def is_empty(self) -> bool:
         return not any(one.spans or len(one.points) > 1 for one in self.series)
 
-    def document(self) -> str:
-        """JSON for page.js. Texts come from outside: control characters are spelled out."""
-        return json.dumps(
-            {
-                "x": self.x,
-                "y": self.y,
-                "xTitle": self.x_title,
-                "yTitle": self.y_title,
-                "lanes": list(self.lanes),
-                "logarithmic": self.is_logarithmic,
-                "series": [_series(one) for one in self.series if one.spans or one.points],
-            },
-            separators=(",", ":"),
-        )
+    def document(self) -> dict[str, object]:
+        """What page.js reads. Texts come from outside: control characters are spelled out."""
+        return {
+            "x": self.x,
+            "y": self.y,
+            "xTitle": self.x_title,
+            "yTitle": self.y_title,
+            "lanes": list(self.lanes),
+            "logarithmic": self.is_logarithmic,
+            "series": [_series(one) for one in self.series if one.spans or one.points],
+        }
 
 
 def _series(one: Series) -> dict[str, object]:
