@@ -8,5 +8,7 @@ drill/         `holdfast drill`: kills a script and checks how it resumes
 doctor/        `holdfast doctor`: checks a machine before a run
 report/        `holdfast report`: a page about a run
 status/        `holdfast status`: a run while it goes on
+live/          `holdfast status --web`: its page
+page/          the parts of both pages
 simulate/      `holdfast simulate` and `holdfast tune`
 """

@@ -10,6 +10,7 @@ explain, completion, init             what to do about an error; completion for 
 
 options, target, partial, claimed     shared by several of them
 simulate_output, status_output        how the terminal shows a study and a run
+status_web                            serves the page of a run
 reference                             makes docs/cli.md of all commands
 
 The roles add `stager` and `flusher` by an entry point.

@@ -117,10 +117,10 @@ def _now(status: RunStatus, facts: RunFacts | None) -> Iterator[Tile]:
         )
         if level.nonfinite:
             note += f", {level.nonfinite:,} numbers not finite"
-        yield Tile(f"newest {name} step", f"{level.step:,}", note, _LEVEL_COLOURS[name])
+        yield Tile(f"newest {name} step", str(level.step), note, _LEVEL_COLOURS[name])
     if facts is not None and facts.losses:
         step, loss = facts.losses[-1]
-        yield Tile("loss", f"{loss:.4g}", f"of step {step:,}", "training")
+        yield Tile("loss", f"{loss:.4g}", f"of step {step}", "training")
 
 
 def _loss(name: str, lost: Lost) -> Tile:

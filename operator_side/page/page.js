@@ -21,7 +21,7 @@
     const ticks = {
       time: (at) => moment(at, span()),
       seconds,
-      step: (step) => (Number.isInteger(step) ? step.toLocaleString("en") : null),
+      step: (step) => (Number.isInteger(step) ? String(step) : null),
       number: (value) => +value.toPrecision(4),
     };
     return {
@@ -48,7 +48,7 @@
     } else if (said.y === "step") {
       y.ticks.precision = 0;
     }
-    const value = (unit, raw) => (unit === "seconds" ? seconds(raw) : raw.toLocaleString("en"));
+    const value = (unit, raw) => (unit === "seconds" ? seconds(raw) : String(+raw.toPrecision(6)));
     return {
       type: spans ? "bar" : "line",
       data: {
@@ -71,7 +71,7 @@
         animation: false,
         responsive: true,
         maintainAspectRatio: false,
-        interaction: { mode: spans ? "nearest" : "x", intersect: spans },
+        interaction: { mode: "nearest", axis: spans ? "xy" : "x", intersect: spans },
         scales: { x, y },
         plugins: {
           legend: {
@@ -85,7 +85,7 @@
               title: (items) => {
                 const raw = items[0] ? items[0].raw : null;
                 if (spans || raw === null) return "";
-                return said.x === "time" ? moment(raw.x, span()) + " UTC" : said.x + " " + raw.x.toLocaleString("en");
+                return said.x === "time" ? moment(raw.x, span()) + " UTC" : said.x + " " + raw.x;
               },
               label: (item) =>
                 spans ? item.raw.text.match(/.{1,60}(\s|$)|.{1,60}/g) : `${item.dataset.label}: ${value(said.y, item.raw.y)}`,

@@ -22,7 +22,7 @@ def last_good_tile(facts: RunFacts) -> Tile:
     at = newest.read_at_unix or newest.durable_at_unix
     note = f"{read}, attempt {newest.attempt}" + (f", {moment(at)}" if at else "")
     return Tile(
-        "last good step", f"{newest.step:,}", note, "verified" if newest.state == "verified" else "durable"
+        "last good step", str(newest.step), note, "verified" if newest.state == "verified" else "durable"
     )
 
 
