@@ -55,7 +55,7 @@ def _here() -> str:
 
 
 class _Site:
-    """What the server serves: the page of each run, its main part, and the JSON document of all."""
+    """The pages: one for each run, its main part alone, and the JSON document of all runs."""
 
     def __init__(
         self, watches: Watches, every_seconds: float, events: Sequence[Path], dollars_per_hour: float | None

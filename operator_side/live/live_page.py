@@ -50,7 +50,7 @@ def live_page(
 
     Args:
         status: The run.
-        facts: What its logs say; None: they are not known.
+        facts: The facts from its logs; None: there are no logs.
         every_seconds: After how many the page asks for its main part again.
         others: Other runs of this machine, which the page links to.
         is_whole: Whether the frame is wanted, too.

@@ -17,7 +17,7 @@ _NAMES = ("status.jsonl", "events.jsonl")
 
 
 class RunLog:
-    """What the logs say of a run.
+    """The facts from a run's logs.
 
     Args:
         run: URL of the run.

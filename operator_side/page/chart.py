@@ -44,7 +44,7 @@ class Chart:
     """One chart.
 
     Attributes:
-        text: What a reader without the picture is told.
+        text: The description for a reader who does not see the picture.
         x: Unit of the horizontal axis: Unix seconds (`time`), seconds, steps, or plain numbers. `y`: of the other one.
         lanes: Names from top to bottom; empty: lines.
     """
@@ -64,7 +64,7 @@ class Chart:
         return not any(one.spans or len(one.points) > 1 for one in self.series)
 
     def document(self) -> dict[str, object]:
-        """What page.js reads. Texts come from outside: control characters are spelled out."""
+        """The JSON for page.js. Texts come from outside: control characters are spelled out."""
         return {
             "x": self.x,
             "y": self.y,

@@ -45,6 +45,8 @@
       y.ticks.autoSkip = false;
       x.min = Math.min(...xs);
       x.max = Math.max(...xs);
+      const unit = x.max < 120 ? 0 : x.max < 7200 ? 60 : 3600;
+      if (said.x === "seconds" && unit) x.ticks.stepSize = unit * Math.ceil(x.max / unit / 8); // no 3.33 min
     } else if (said.y === "step") {
       y.ticks.precision = 0;
     }

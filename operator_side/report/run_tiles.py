@@ -10,7 +10,7 @@ _COSTLY = ("work done twice", "stalls for checkpoints", "getting back after loss
 
 
 def run_tiles(facts: RunFacts) -> list[Tile]:
-    """What is to be seen first of a run that has logs; a figure that nobody knows is a dash with the reason."""
+    """Goodput, lost steps, cost, interruptions. An unknown figure is a dash, with the reason in the note."""
     return [_goodput(facts), _lost_steps(facts), _cost(facts), _interruptions(facts)]
 
 
