@@ -90,9 +90,9 @@ def status(
     watches = Watches(run, runtime_dir, dollars_per_hour)
     found = watches.look()
     if web:
-        from operator_side.commands.status_web import serve
+        from operator_side.commands.status_web import serve_web
 
-        serve(watches, port, interval_seconds, events, dollars_per_hour)
+        serve_web(watches, port, interval_seconds, events, dollars_per_hour)
         return
     if as_json:
         print_json({"runs": [one.document() for one in found]})

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SSH_SERVER = 2  # of SSH_CONNECTION: client, its port, server, its port
 
 
-def serve(
+def serve_web(
     watches: Watches,
     port: int,
     every_seconds: float,

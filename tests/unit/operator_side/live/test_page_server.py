@@ -72,7 +72,7 @@ def test_another_host_name_is_refused(host: str) -> None:
         assert b"localhost only" in served.body
 
 
-def test_nothing_is_told_without_the_key() -> None:
+def test_server_tells_nothing_without_the_key() -> None:
     with serving() as server:
         for path in ("/", "/main", "//main", "/wrong/main", "main", "", "/\udcff/", "/é/"):
             status, served = server.answer("localhost", path)
