@@ -11,7 +11,7 @@ import click
 
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json
-from holdfast.errors import ConfigError, StoreMissing
+from holdfast.errors import ConfigError
 from operator_side.commands.options import (
     DOLLARS_PER_HOUR,
     check_dollars_per_hour,
@@ -25,7 +25,7 @@ _ROWS_LEAST = 14  # of one run in a window: who, how far, how much is at risk
 
 if TYPE_CHECKING:
     from operator_side.status.run_status import RunStatus
-    from operator_side.status.run_watch import RunWatch
+    from operator_side.status.run_watches import RunWatches
 
 
 @click.command(
@@ -87,7 +87,9 @@ def status(
         )
     if events and not (web and run):
         raise ConfigError("--events: expected with --web and RUN, whose logs they are")
-    watches = Watches(run, runtime_dir, dollars_per_hour)
+    from operator_side.status.run_watches import RunWatches
+
+    watches = RunWatches(run, runtime_dir, dollars_per_hour)
     found = watches.look()
     if web:
         from operator_side.commands.status_web import serve_web
@@ -106,48 +108,7 @@ def status(
     _live(watches, found, interval_seconds)
 
 
-class Watches:
-    """The runs that are shown: the named one, or all runs of this machine. A run that has ended stays.
-
-    Attributes:
-        keys: Name of a run, as its status has it → its run key.
-    """
-
-    def __init__(self, run: str | None, runtime_dir: Path | None, dollars_per_hour: float | None) -> None:
-        from holdfast.config import FlusherConfig
-
-        # Read the setting as the roles do; the class wants a store, which does not matter here if none is named.
-        self._base = FlusherConfig.from_sources(store=run or "none", runtime_dir=runtime_dir).runtime_dir
-        self._dollars_per_hour = dollars_per_hour
-        self._run = run
-        self.keys: dict[str, str] = {}
-        self._watches: dict[Path, RunWatch] = {}
-
-    def look(self) -> list[RunStatus]:
-        self._find()
-        if not self._watches:
-            raise StoreMissing(
-                f"{self._run or self._base}: there is no such run on this machine; name the URL of a run, or start the "
-                "command on the machine of its stager (`ssh HOST holdfast status`)"
-            )
-        found = [watch.look() for watch in self._watches.values()]
-        self.keys = {one.run: directory.name for one, directory in zip(found, self._watches, strict=True)}
-        return sorted(found, key=lambda one: one.newest_unix, reverse=True)
-
-    def _find(self) -> None:
-        from holdfast.ring.directory import runtime_directory
-        from operator_side.status.run_watch import RunWatch, runs_in
-
-        place = self._base if self._run is None else Path(self._run)
-        for directory in runs_in(place.absolute()):
-            if directory not in self._watches:
-                self._watches[directory] = RunWatch(directory, dollars_per_hour=self._dollars_per_hour)
-        if not self._watches and self._run is not None:
-            directory = runtime_directory(self._run, self._base)
-            self._watches[directory] = RunWatch(directory, self._run, dollars_per_hour=self._dollars_per_hour)
-
-
-def _live(watches: Watches, found: list[RunStatus], interval_seconds: float) -> None:
+def _live(watches: RunWatches, found: list[RunStatus], interval_seconds: float) -> None:
     """Show the runs until Ctrl-C; then the last one stays in the terminal."""
     from rich.console import Group
     from rich.live import Live

@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import click
@@ -17,16 +16,14 @@ from operator_side.commands.run import log_directory
 from operator_side.live.live_page import live_page
 from operator_side.live.page_server import ADDRESS, PageServer, Served
 from operator_side.live.run_log import RunLog
-
-if TYPE_CHECKING:
-    from operator_side.commands.status import Watches
-    from operator_side.status.run_status import RunStatus
+from operator_side.status.run_status import RunStatus
+from operator_side.status.run_watches import RunWatches
 
 _SSH_SERVER = 2  # of SSH_CONNECTION: client, its port, server, its port
 
 
 def serve_web(
-    watches: Watches,
+    watches: RunWatches,
     port: int,
     every_seconds: float,
     events: Sequence[Path],
@@ -58,7 +55,11 @@ class _Site:
     """The pages: one for each run, its main part alone, and the JSON document of all runs."""
 
     def __init__(
-        self, watches: Watches, every_seconds: float, events: Sequence[Path], dollars_per_hour: float | None
+        self,
+        watches: RunWatches,
+        every_seconds: float,
+        events: Sequence[Path],
+        dollars_per_hour: float | None,
     ) -> None:
         self._watches, self._every_seconds = watches, every_seconds
         self._events, self._dollars_per_hour = events, dollars_per_hour

@@ -58,7 +58,7 @@ class PageServer:
         self._key, self._pages = secrets.token_urlsafe(16), pages
         self._turn = threading.Lock()
         try:
-            self._server = _Server((ADDRESS, port), self._handler())
+            self._server = _LoopbackServer((ADDRESS, port), self._handler())
         except OSError as error:
             raise ConfigError(
                 f"--port {port}: this port of {ADDRESS} cannot be used: {error.strerror}; name another one, or 0"
@@ -118,7 +118,7 @@ class PageServer:
         return Handler
 
 
-class _Server(ThreadingHTTPServer):
+class _LoopbackServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
