@@ -40,8 +40,8 @@ def run(ranks: int, host: str = "spot", text: str = "") -> RunStatus:
     )
 
 
-def shown(found: RunStatus, facts: RunFacts | None = None, **more: bool) -> str:
-    return live_page(found, facts, every_seconds=1.0, **more).decode()
+def shown(found: RunStatus, facts: RunFacts | None = None, is_whole: bool = True) -> str:
+    return live_page(found, facts, every_seconds=1.0, is_whole=is_whole).decode()
 
 
 @pytest.mark.parametrize("ranks", [2, 64])
