@@ -43,6 +43,7 @@ NOT_TYPED = {
     "make setup": _ENVIRONMENT,
     "pip install": _ENVIRONMENT,
     "holdfast stager --store ": "stands until told to stop; tests/integration/test_standing_stager.py starts some",
+    "holdfast status --web": "serves until Ctrl-C; tests/integration/test_watched_job.py browses it",
     "torchrun ": "several machines; tests/integration/test_torchrun.py starts jobs on this one",
     "make lint": "CI runs it before the tests",
     "make types": "CI runs it beside the tests",
