@@ -34,12 +34,6 @@ def map_errors(docstring: str, there: set[str]) -> list[str]:
     return [f"add {one}" for one in missing] + [f"remove {name}" for name in gone]
 
 
-def test_map_errors_names_each_file_to_add_and_each_to_remove() -> None:
-    text = "The map.\n\n    [1] indented  is no map\n\na, b_*   two files\nroom/    a room\ngone     a file\n"
-    assert map_errors(text, {"a", "b_one", "b_two", "room/"}) == ["remove gone"]
-    assert map_errors(text, {"a", "b_one", "room/", "gone", "new", "hall/"}) == ["add hall/", "add new"]
-
-
 # A room of more files than this has a map; in a smaller one the first lines of the files are enough.
 UNMAPPED_MAX = 9
 
@@ -259,22 +253,6 @@ def is_named_after(file: str, names: list[str]) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("file", "names", "is_right"),
-    [
-        ("staging_pool", ["PoolFull"], True),
-        ("pickling", ["Pickler"], True),
-        ("entries", ["Entry"], True),
-        ("verification", ["verify_file"], True),
-        ("s3_errors", ["code_of"], False),
-        ("candidate", ["Trial", "Restored"], False),
-        ("constants", [], True),
-    ],
-)
-def test_a_shared_word_is_found_in_any_form(file: str, names: list[str], is_right: bool) -> None:
-    assert is_named_after(file, names) == is_right
-
-
 def test_a_file_is_named_after_something_that_it_defines() -> None:
     wrong = {
         str(path.relative_to(ROOT)): defined(path.read_text(encoding="utf-8"))
@@ -312,15 +290,6 @@ def test_a_room_without_a_transport_names_none(room: str) -> None:
     assert list(transport_words(ROOT, room)) == [], "say `the transport`, `the stager`, or `the launcher`"
 
 
-def test_a_transport_is_found_in_messages_docstrings_and_comments(tmp_path: Path) -> None:
-    (tmp_path / "room").mkdir()
-    (tmp_path / "room/a.py").write_text(
-        '"""Pure: no torch, no MPI."""\n# TCP is fast here\nraise Error("MPI did not end it")\nuse_mpi = "tcp"\n'
-    )
-    found = list(transport_words(tmp_path, "room"))
-    assert [line.split(" ")[0] for line in found] == ["room/a.py:3:", "room/a.py:2:"]
-
-
 # -- names of tests ------------------------------------------------------------------------------------------------
 
 # A name begins with the unit under test. A pronoun names no unit, and a single word names no behaviour.
@@ -340,11 +309,3 @@ def test_a_test_is_named_after_its_unit_and_behaviour() -> None:
     }
     assert len(names) > 3000
     assert sorted(filter(UNTOLD.match, names)) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "is_told"),
-    [("test_nor_does_one_with_tls", False), ("test_noise", False), ("test_oneself_is_named", True)],
-)
-def test_an_untold_name_is_found(name: str, is_told: bool) -> None:
-    assert (UNTOLD.match(name) is None) == is_told
