@@ -1,4 +1,4 @@
-"""`make gpu` rehearsed on the late device: the facts come first, and without a device it says so; soak has the phases."""
+"""`make gpu` rehearsed on the late device: its facts are there, and without a device it says so; soak has the rest."""
 
 from __future__ import annotations
 
