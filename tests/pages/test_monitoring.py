@@ -15,8 +15,6 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from yamllint import linter  # type: ignore[import-untyped]
-from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
 from holdfast.ring.ring import Ring
 from holdfast.telemetry.metrics import Metrics, RingChunks, StoreRetries
@@ -34,10 +32,6 @@ class Selected(NamedTuple):
 
     name: str
     matchers: list[Any]
-
-
-def documents() -> list[Path]:
-    return [*PROMETHEUS.glob("*.yml"), *(ROOT / "infra/grafana").rglob("*.yml")]
 
 
 def rules() -> list[dict[str, Any]]:
@@ -147,12 +141,6 @@ def test_alarms_say_what_is_the_case_and_how_bad_it_is() -> None:
     for rule in rules():
         assert rule["annotations"]["summary"], rule
         assert rule["labels"]["severity"] in {"info", "warning", "critical"}, rule
-
-
-def test_the_files_are_lint_clean() -> None:
-    assert len(documents()) == 4
-    for path in documents():
-        assert not list(linter.run(path.read_text(), YamlLintConfig("extends: default"))), path
 
 
 def test_prometheus_scrapes_the_ports_that_the_compose_file_sets() -> None:

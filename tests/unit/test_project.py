@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
-from yamllint import linter  # type: ignore[import-untyped]
-from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
 from tests.pages.test_documents import text
 from tests.support.plain_words import RECORDED
@@ -175,11 +173,6 @@ def test_the_licence_is_whole_and_the_one_that_is_named() -> None:
 
 
 # -- docker-compose.yml ----------------------------------------------------------------------------------------
-
-
-def test_the_compose_file_is_lint_clean() -> None:
-    for path in (COMPOSE, NFS):
-        assert not list(linter.run(path.read_text(), YamlLintConfig("extends: default"))), path
 
 
 def test_compose_has_both_stores_a_stager_and_two_ranks(services: dict[str, Any]) -> None:
