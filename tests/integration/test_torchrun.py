@@ -71,18 +71,6 @@ def wait_for_pause(cluster: Cluster, job: Job) -> None:
     wait_until(ready, 240, f"no pause with step {SAVED} complete:\n{job.output()}")
 
 
-def test_a_killed_run_resumes_bit_for_bit_under_a_new_torchrun(cluster: Cluster, reference: Path) -> None:
-    with start(cluster, [*RUN, str(PAUSE_AT)]) as job:
-        wait_for_pause(cluster, job)
-        for rank in range(RANKS):
-            os.kill(pid(cluster, rank), signal.SIGKILL)
-        assert job.wait(120) != 0
-    with start(cluster, RUN) as job:
-        job.succeed(240)
-    check_continued(reference, cluster, 1, 2, start=SAVED + 1, steps=STEPS)
-    assert [event["step"] for event in events(cluster, "restore")] == [SAVED] * RANKS
-
-
 def test_an_agent_that_is_killed_takes_its_ranks_with_it_and_a_new_one_resumes(
     cluster: Cluster, reference: Path
 ) -> None:
