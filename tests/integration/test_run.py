@@ -279,11 +279,27 @@ def test_a_wrong_setting_is_said_once(run: Run) -> None:
     run.assert_nothing_left()
 
 
-def test_sigterm_leaves_nothing(run: Run) -> None:
-    run.main_job(options=("--grace-seconds", "60"))
+def test_a_running_job_refuses_a_second_supervisor_hears_sigusr1_and_leaves_nothing_at_sigterm(
+    run: Run,
+) -> None:
+    run.main_job(options=("--grace-seconds", "60"), env={"HOLDFAST_WATCH": "sigusr1"})
     run.pause()
-    assert run.process is not None
-    run.process.terminate()
+    first = run.process
+    assert first is not None
+    run.main_job()
+    assert run.wait() == 8, run.said()
+    assert f"process {first.pid} already supervises this run" in run.said()
+    run.process = first
+    first.send_signal(signal.SIGUSR1)
+
+    def noticed() -> set[int]:
+        said = [line for line in read_events(run.logs / "events.jsonl") if line["event"] == "notice"]
+        return {line["told_rank"] for line in said if line["source"] == "sigusr1"}
+
+    wait_until(lambda: noticed() == {0, 1}, SECONDS_MAX, f"{noticed()} heard it:\n{run.said()}")
+    assert first.poll() is None
+    assert all(psutil.pid_exists(run.pid(rank)) for rank in range(2))
+    first.terminate()
     assert run.wait() == 130, run.said()
     assert [line["cause"] for line in run.status("over")] == ["stopped"]
     # The stager left last and by itself: a last checkpoint of the trainers would still have been taken.
@@ -293,32 +309,3 @@ def test_sigterm_leaves_nothing(run: Run) -> None:
     ] == "stager_ended"
     run.assert_nothing_left()
     assert {item.step for item in Catalog(open_store(run.store)).list()} == {3, 7}
-
-
-def test_sigusr1_reaches_every_rank_and_ends_nobody(run: Run) -> None:
-    run.main_job(env={"HOLDFAST_WATCH": "sigusr1"})
-    run.pause()
-    assert run.process is not None
-    run.process.send_signal(signal.SIGUSR1)
-
-    def noticed() -> set[int]:
-        said = [line for line in read_events(run.logs / "events.jsonl") if line["event"] == "notice"]
-        return {line["told_rank"] for line in said if line["source"] == "sigusr1"}
-
-    wait_until(lambda: noticed() == {0, 1}, SECONDS_MAX, f"{noticed()} heard it:\n{run.said()}")
-    assert run.process.poll() is None
-    assert all(psutil.pid_exists(run.pid(rank)) for rank in range(2))
-    run.process.terminate()
-    assert run.wait() == 130, run.said()
-
-
-def test_a_second_supervisor_is_refused(run: Run) -> None:
-    run.main_job()
-    run.pause()
-    first = run.process
-    run.main_job()
-    assert run.wait() == 8, run.said()
-    assert first is not None
-    assert f"process {first.pid} already supervises this run" in run.said()
-    first.terminate()
-    assert first.wait(SECONDS_MAX) == 130
