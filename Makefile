@@ -21,7 +21,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -qq
 .PHONY: help
 help: ## List the targets
 	@echo "holdfast: make TARGET"
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: setup
 setup: $(READY) ## Make the environment .venv, with Open MPI and torch in it
@@ -79,6 +79,18 @@ more: $(READY) ## The third part of `make check`: cells of the kill matrix, more
 	@$(BIN)/python -m tests.support.swift --install
 	@$(BIN)/python -m tests.infra.toolbox --install
 	@$(RUN_TESTS) $(call chosen,$(MORE_FOLDERS))
+
+.PHONY: remaining
+remaining: $(READY) ## `make rest` and `make more` as one run, as CI has them
+	@$(BIN)/python -m tests.support.swift --install
+	@$(BIN)/python -m tests.late --install
+	@$(RUN_TESTS) $(call chosen,tests/gpu tests/chaos/regular $(REST_FOLDERS) $(MORE_FOLDERS))
+
+.PHONY: services
+services: $(READY) ## Install what tests talk to: an S3 server, a CUDA runtime without a device, tools for infra/
+	@$(BIN)/python -m tests.support.swift --install
+	@$(BIN)/python -m tests.late --install
+	@$(BIN)/python -m tests.infra.toolbox --install
 
 .PHONY: soak
 soak: $(READY) ## `make check` at nightly size, and tests/soak: 10,000 schedules, deliberate bugs, variants (an hour)
@@ -171,6 +183,12 @@ bench: $(READY) ## Measure every experiment beside the peers; about ten minutes.
 	@$(BIN)/python -m tests.support.swift --install
 	@$(BIN)/python -m benchmarks $(or $(BENCH),all)
 
+# Beside the environment: half a minute of installing, for two test files.
+.PHONY: trackers
+trackers: $(READY) ## Test runs of W&B, TensorBoard and MLflow with the real libraries, offline
+	@$(BIN)/python -m tests.support.trackers --install
+	@$(BIN)/pytest tests/integration/test_trackers.py $(PYTEST)
+
 # The versions lie beside each other in .services/late; a build for CUDA is downloaded for each.
 TORCH ?= 2.11.0
 LATE_UNITS := tests/unit/trainer_side/save tests/unit/trainer_side/state tests/unit/trainer_side/restore
@@ -194,7 +212,7 @@ figures: $(READY) ## Draw docs/figures from what `make bench` wrote, and fill th
 	@$(BIN)/python -m benchmarks figures
 
 .PHONY: ci
-ci: ## What CI runs: lint, types, test, rest, and more where time is left (35 minutes from a clean clone)
+ci: ## What CI runs: lint, types, test, rest, and more where time is left (30 minutes from a clean clone)
 	@.ci/run
 
 .PHONY: clean

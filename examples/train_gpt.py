@@ -105,7 +105,7 @@ class NoCheckpoints:
     def restore(self) -> int:
         return 0
 
-    def step(self, step: int) -> bool:  # noqa: ARG002 - the Checkpointer's signature
+    def step(self, step: int, *, loss: torch.Tensor) -> bool:  # noqa: ARG002 - the Checkpointer's signature
         return False
 
 
@@ -159,7 +159,8 @@ def train(options: argparse.Namespace) -> None:
             optimizer.step()  # waits only while a copy of the state is still under way
             optimizer.zero_grad()
             scheduler.step()
-            checkpointer.step(step)  # holdfast: saves after every `every` steps
+            # holdfast: saves after every `every` steps; compares the loss of the first step after a resume
+            checkpointer.step(step, loss=loss)
             progress.tell(step, loss.item(), time.perf_counter() - begun)
         # holdfast: leaving the `with` waits until the last checkpoint is durable
     if options.final is not None and rank == 0:

@@ -49,6 +49,7 @@ from holdfast.image.layout import Layout
 from holdfast.image.save_record import StepRecord
 from holdfast.ring.doubts import read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
+from holdfast.ring.proofs import read_proofs
 from holdfast.ring.ring import Ring
 from holdfast.store.concurrency import ConcurrencyLimit
 
@@ -82,7 +83,7 @@ class Engine:
         self._inbox, self._events = context.inbox, context.events
         self._listener = listener
         self._pipeline = Pipeline(ring.ring_chunks)
-        self._jobs = Jobs(ring, context.store, context.lease)
+        self._jobs = Jobs(ring, context.store, context.lease, best=context.best)
         # Apart from the writers: a chunk that waits to be checked behind parts on their way leaves the store idle.
         self._checkers = Workers("checker", _CHECKERS)
         self._writers = Workers("writer", writers.most, writers)
@@ -168,6 +169,10 @@ class Engine:
     def doubt(self) -> None:
         """The file beside the ring says which steps may be torn."""
         self._maintenance.doubt(read_doubts(self._ring.directory))
+
+    def prove(self) -> None:
+        """The file beside the ring says what the steps after the newest checkpoints used."""
+        self._maintenance.prove(read_proofs(self._ring.directory))
 
     def give_up(self, key: CheckpointId, error: HoldfastError) -> None:
         """Give up a checkpoint in the ring, whether or not it was begun here: its upload is taken back."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flusher.workers import Inbox
 from flusher.writer_lease import WriterLease
+from holdfast.image.best_rule import BestRule
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 
@@ -16,9 +17,11 @@ class FlusherContext:
 
     Attributes:
         lease: The claim on it; nothing is changed in a run that is another's.
+        best: The rule by which the best checkpoints are kept; None: by none.
     """
 
     store: Store
     lease: WriterLease
     inbox: Inbox
     events: EventLog
+    best: BestRule | None = None

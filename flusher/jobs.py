@@ -46,6 +46,7 @@ from holdfast.checkpoints.publish import (
 from holdfast.crc import combine_all
 from holdfast.errors import DamageError, ProtocolError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
+from holdfast.image.best_rule import BestRule
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import patch_chunk, verify_chunk
 from holdfast.image.layout import Layout
@@ -93,12 +94,20 @@ class Jobs:
     store: Where they go.
     lease: The claim; its attempt is in the write-ids.
     clock: Unix seconds, for the manifest.
+    best: The rule by which the best checkpoints are kept, for the manifest.
     """
 
     def __init__(
-        self, ring: Ring, store: Store, lease: WriterLease, clock: Callable[[], float] = time.time
+        self,
+        ring: Ring,
+        store: Store,
+        lease: WriterLease,
+        clock: Callable[[], float] = time.time,
+        *,
+        best: BestRule | None = None,
     ) -> None:
         self._ring, self._store, self._lease, self._clock = ring, store, lease, clock
+        self._best = best
         self._run = store.url.rstrip("/").rpartition("/")[2]
         self._naming = threading.Lock()
         self._targets: dict[CheckpointId, _Target] = {}
@@ -283,7 +292,9 @@ class Jobs:
             file=target.file,
             write_id=target.write_id,
             facts=ManifestFacts(
-                Times(self.staged_at_unix.get(job.key, now), now), said.record if said else {}
+                Times(self.staged_at_unix.get(job.key, now), now),
+                said.record if said else {},
+                best=self._best,
             ),
             writer_record=self.record(job.key),
         )

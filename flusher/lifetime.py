@@ -84,8 +84,15 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         lease = WriterLease(store, config.heartbeat_seconds)
         held.callback(lease.end)
         store = guarded(store, lease.check_once)
-        context = FlusherContext(store, lease, inbox, events)
-        keep = Keep(config.keep_last, config.keep_every, config.hourly_kept, config.daily_kept)
+        context = FlusherContext(store, lease, inbox, events, config.best_rule)
+        keep = Keep(
+            config.keep_last,
+            config.keep_every,
+            config.hourly_kept,
+            config.daily_kept,
+            config.keep_best,
+            config.best_rule,
+        )
         rules = MaintenanceRules(
             config.verify, keep, config.reuse, refuse_nonfinite=config.on_nonfinite == "refuse"
         )

@@ -43,6 +43,7 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
         why: The stager's fate, for the checkpoints that are given up.
     """
     engine.doubt()  # the word of it may have been lost
+    engine.prove()
     for record in _full_slots(ring):
         key = CheckpointId(record.attempt, record.step)
         if engine.pipeline_knows(key):

@@ -4,8 +4,11 @@
         one, always · the newest verified one whose numbers are finite, always · the newest whose replicas are not
         known to have drifted apart, always · the newest that no rank has copied while training went on, and the newest
         verified of these: others may turn out to be doubtful · rungs of the ladder: the first one of each of the newest
-        `keep_hourly` hours and `keep_daily` days that have one
+        `keep_hourly` hours and `keep_daily` days that have one · the `keep_best` best ones by a metric, and as many of
+        the verified ones
             · those that `holdfast run` has set aside, the last few: evidence, and no other rule counts them
+            · those that `holdfast rewind` has gone back to; and of each branch that it has left what the rule keeps of
+              the branch alone, without a ladder
     goes:   the good ones beyond that · bad ones older than the newest good one · of those that are bad for
         their numbers all but the newest `keep_last`: a training that has diverged makes them without end
 
@@ -18,6 +21,11 @@ state has its share in each checkpoint and says nothing; NaN in the weights has 
 apart, or doubtful gets no rung, so that a training that goes on with NaN for a week leaves the ladder before it as it
 was.
 
+Best are those with the lowest or highest value of the metric; one without the metric is never best, and one that is
+drifted apart or doubtful only where there are too few others. A checkpoint may turn out
+bad before it is verified, and doubtful if it was copied while training went on: the best verified ones, and the best
+one that can become neither, stay beside them.
+
 Hours and days tell how far checkpoints are apart, and never which is newer. The first of an hour stays the
 first whatever comes later, and rungs are counted, not compared with the time now: a clock that jumps, or a
 run that pauses for a month, removes none of them.
@@ -25,11 +33,13 @@ run that pauses for a month, removes none of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Self
 
+from holdfast.checkpoints.branches import Branches
+from holdfast.image.best_rule import BestRule
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest, State
 
@@ -60,6 +70,7 @@ class StoredStep:
     is_proven: bool = True
     created_unix: float | None = None
     nonfinite: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def order(self) -> CheckpointId:
@@ -84,6 +95,7 @@ class StoredStep:
             manifest.is_proven,
             created_unix,
             nonfinite,
+            manifest.metrics,
         )
 
     @property
@@ -100,6 +112,7 @@ class Keep:
         last: How many of the newest good ones; 0 keeps all, bad ones too.
         every: Good ones whose step this divides as well; 0 is off.
         hourly: Keep the first good one of this many hours as well. `daily`: of days.
+        best: Keep as well this many of the best ones by `rule`.
 
     Raises:
         ValueError: A negative number.
@@ -109,18 +122,23 @@ class Keep:
     every: int = 0
     hourly: int = 0
     daily: int = 0
+    best: int = 0
+    rule: BestRule | None = None
 
     def __post_init__(self) -> None:
-        if min(self.last, self.every, self.hourly, self.daily) < 0:
+        if min(self.last, self.every, self.hourly, self.daily, self.best) < 0:
             raise ValueError(f"what is to be kept must not be negative, got {self}")
 
     def without_rungs(self) -> Keep:
         """The same, but for the ladder: for a store without room."""
-        return Keep(self.last, self.every)
+        return replace(self, hourly=0, daily=0)
 
 
 def to_remove(
-    known: Sequence[StoredStep], keep: Keep, set_aside: Sequence[CheckpointId] = ()
+    known: Sequence[StoredStep],
+    keep: Keep,
+    set_aside: Sequence[CheckpointId] = (),
+    branches: Branches | None = None,
 ) -> list[StoredStep]:
     """The checkpoints of `known` that need not be kept, oldest first.
 
@@ -129,7 +147,26 @@ def to_remove(
         keep: The rule.
         set_aside: Checkpoints that restore passes over while a supervised run goes on, oldest first. The older ones
             that it goes back to are kept as if these were not there.
+        branches: The branches of the run, if it was rewound. None of an older branch takes the place of one of the
+            current line.
     """
+    if branches is None:
+        return _to_remove(known, keep, set_aside)
+    forks = {one.fork for one in branches.rewinds}
+    current = [one for one in known if branches.is_current(one.order)]
+    removed = _to_remove(current, keep, set_aside)
+    left: dict[int, list[StoredStep]] = {}
+    for one in known:
+        if not branches.is_current(one.order):
+            left.setdefault(branches.number(one.attempt), []).append(one)
+    for of_branch in left.values():
+        removed += _to_remove(of_branch, keep.without_rungs(), set_aside)
+    return sorted((one for one in removed if one.order not in forks), key=lambda one: one.order)
+
+
+def _to_remove(
+    known: Sequence[StoredStep], keep: Keep, set_aside: Sequence[CheckpointId]
+) -> list[StoredStep]:
     if keep.last == 0:
         return []
     passed = set(set_aside[-_SET_ASIDE_MAX:])
@@ -158,7 +195,19 @@ def to_remove(
     sound = [one for one in finite if not one.has_caveat]
     kept.update(_rungs(sound, _HOUR_SECONDS, keep.hourly))
     kept.update(_rungs(sound, _DAY_SECONDS, keep.daily))
+    if keep.rule is not None:
+        kept.update(_best(good, keep.rule, keep.best))
+        kept.update(_best(verified, keep.rule, keep.best))
+        kept.update(
+            _best([one for one in proven if one.state is State.VERIFIED], keep.rule, min(1, keep.best))
+        )
     return [one for one in reversed(newest_first) if one.file not in kept]
+
+
+def _best(good: Sequence[StoredStep], rule: BestRule, count: int) -> list[str]:
+    rated = [one for one in good if rule.metric in one.metrics]
+    rated.sort(key=lambda one: rule.key(one.metrics, one.order, has_caveat=one.has_caveat))
+    return [one.file for one in rated[:count]]
 
 
 def _rungs(newest_first: Sequence[StoredStep], seconds: int, rungs: int) -> list[str]:

@@ -109,6 +109,7 @@ class FlusherService:
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:
             self._engine.doubt()  # of a job before, whose marks may be missing
+            self._engine.prove()
             if self._adopted:
                 for key in take_up(self._engine, self._ring):
                     self._events.emit("recovered", {"attempt": key.attempt}, step=key.step)

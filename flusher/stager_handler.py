@@ -1,6 +1,6 @@
 """The flusher's side of the connection to one stager.
 
-    hello ─► welcome | refused      begin, chunk, staged, abort, doubt ─► engine      finish ─► (drain) ─► drained
+    hello ─► welcome | refused      begin, chunk, staged, abort, doubt, proof ─► engine    finish ─► (drain) ─► drained
 
 A stager whose flusher died says all that it knows to the next one; what this one knows already has no effect, and what
 ended in between is told again.
@@ -108,6 +108,8 @@ class StagerHandler:
                 self._take_abort(self._key(fields), fields["reason"], engine)
             case "doubt":
                 engine.doubt()
+            case "proof":
+                engine.prove()
             case "finish":
                 self.finishing = True
                 engine.abort_receiving(PeerLost("the training ended before it was staged"))

@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 from flusher.doubt_marks import DoubtMarks
 from flusher.flusher_context import FlusherContext
+from flusher.proof_writing import ProofWriter
 from flusher.read_pace import ReadPace
 from flusher.retention import Keep, StoredStep, to_remove
 from flusher.stored_slices import Slices
 from flusher.workers import Workers
+from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.intents import Intent, forget_intent
 from holdfast.checkpoints.verification import verify_file
@@ -27,6 +29,7 @@ from holdfast.errors import DamageError, FencedError, HoldfastError, StoreError,
 from holdfast.faultpoint import Point, reach
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import READ_BACK, Manifest, State, is_manifest_name, manifest_name
+from holdfast.image.proof_record import ProofRecord
 from holdfast.ring.doubts import DoubtedSteps
 from holdfast.store.wrapper import PatientStore
 
@@ -119,6 +122,7 @@ class Maintenance:
         self._waiting: set[str] = set()  # write-ids whose turn comes, or has come; each is looked after once
         self._removed: set[str] = set()  # those that retention removed before they were read back
         self.marks = DoubtMarks(context, self._replace)
+        self._proofs = ProofWriter(context)
         self._slices = Slices(store, PatientStore(store, self._wait), context.lease, context.events)
         self._workers = Workers("maintenance", 1)
 
@@ -167,6 +171,16 @@ class Maintenance:
         """
         if self.marks.learn(found):
             self._mark_again()
+
+    def prove(self, found: Sequence[ProofRecord]) -> None:
+        """Write down beside published checkpoints what the steps after them used."""
+        if self._proofs.learn(found):
+            self._submit(self._write_proofs)
+
+    def _write_proofs(self) -> None:
+        with self._lock:
+            under_way = frozenset(self._under_way)
+        self._guarded(lambda: self._proofs.write_all(under_way), "a proof of a resume is not written")
 
     def _mark_again(self) -> None:
         """A mark may be missing in the store: it is tried until all are there."""
@@ -225,7 +239,8 @@ class Maintenance:
         """In the worker thread."""
         try:
             found: list[Manifest] = []
-            for item in Catalog(self._store).newest_first():
+            look = Catalog(self._store).look()
+            for item in look.items(look.current):
                 if item.manifest is None:
                     _log.warning("a checkpoint is not read back from the store: %s", item.fault)
                 elif len(found) < _UNREAD_LOOKED_AT or item.manifest.state is not State.BAD:
@@ -237,7 +252,7 @@ class Maintenance:
                 is_unread = manifest.state is State.DURABLE and manifest.note != READ_BACK
                 if self._rules.verify and is_unread:
                     self.published(manifest.order, manifest)
-        except StoreError as error:
+        except (StoreError, DamageError) as error:
             _log.warning("checkpoints that an earlier flusher did not read back stay unverified: %s", error)
 
     def _say_newest(self, found: Sequence[Manifest]) -> None:
@@ -266,6 +281,9 @@ class Maintenance:
             if self._is_removed(known):
                 return
             self._known[name] = known
+            self._guarded(
+                lambda: self._proofs.published(key, known.file), f"the proof of {key} is not written"
+            )
             if self._is_behind():
                 self._guarded(self._prune, "old checkpoints not removed")
                 if self._is_removed(known):
@@ -368,7 +386,8 @@ class Maintenance:
         keep = keep or self._rules.keep
         if keep.last == 0:
             return
-        names = [info.name for info in self._store.list() if is_manifest_name(info.name)]
+        objects = self._store.list()
+        names = [info.name for info in objects if is_manifest_name(info.name)]
         for name in names:
             if name not in self._known or self._is_of_another_write(name):
                 try:
@@ -378,7 +397,10 @@ class Maintenance:
                 except (DamageError, StoreMissing) as error:
                     _log.warning("a checkpoint is left out when old ones are removed: %s", error)
         self._known = {name: self._known[name] for name in names if name in self._known}
-        old = to_remove(list(self._known.values()), keep, self._set_aside())
+        branches = Branches.read(self._store, objects)
+        old = to_remove(
+            list(self._known.values()), keep, self._set_aside(), branches if branches.rewinds else None
+        )
         if not old:
             return
         removed: list[str] = []
@@ -406,6 +428,7 @@ class Maintenance:
         if manifest.write_id != one.write_id:
             _log.warning("%s: is of another write than the one that is not kept any more; not removed", name)
             return False
+        self._proofs.removed(one.order, one.file)
         Intent.to_remove(manifest).write(self._store)
         # The manifest first: a file without one is no checkpoint, a manifest without its file would be a lie.
         try:

@@ -17,12 +17,13 @@ checkpoints/   which checkpoints a store has: publishing, the claim of the one w
 telemetry/     what a running process tells: events, metrics, spans, status
 policy/        the arithmetic of `every="auto"` and `holdfast tune`: cost, interval, governor, advice
 command/       the frame of the `holdfast` command: entry point, output, help, places of files
-integrations/  the names of trainer_side/frameworks for scripts: Lightning, Trainer, Accelerate, torchtitan
+integrations/  the names of trainer_side/frameworks for scripts: Lightning, Trainer, Accelerate, torchtitan, trackers
 
 errors, config, config_sources    the public errors and settings, and the places where settings are read
 crc, sealed              checksums, and JSON documents with one
 parse_cost, pickle_cost  the cost of parsing a document or a pickle, known before it is parsed
 supervised, mpirun       lines from a job to its supervisor, and the mpirun command line
+lost_peer                exceptions by which a rank says that another process is gone
 stager_key               the key that a stager outside MPI shares with its ranks
 process, faultpoint      CPU priority, and the named points at which tests kill a process
 lazy, extras             names that are imported on first use, and what to install where a package is missing
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         NotDurable,
         PeerLost,
         ProtocolError,
+        ResumeDiffers,
         StateError,
         StoreError,
         StoreMissing,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from trainer_side import (
         Checkpointer,
         PerRank,
+        ResumableDraw,
         ResumableSampler,
         ResumableStream,
         RngState,
@@ -75,6 +78,7 @@ else:
             "NotDurable",
             "PeerLost",
             "ProtocolError",
+            "ResumeDiffers",
             "StateError",
             "StoreError",
             "StoreMissing",
@@ -83,6 +87,7 @@ else:
         "trainer_side": (
             "Checkpointer",
             "PerRank",
+            "ResumableDraw",
             "ResumableSampler",
             "ResumableStream",
             "RngState",
@@ -108,8 +113,10 @@ __all__ = [
     "PerRank",
     "ProtocolError",
     "Restored",
+    "ResumableDraw",
     "ResumableSampler",
     "ResumableStream",
+    "ResumeDiffers",
     "RngState",
     "SeededSamples",
     "Split",

@@ -37,6 +37,7 @@ from pydantic_core.core_schema import ValidationInfo
 from pydantic_settings import NoDecode
 
 from holdfast.config_sources import RoleConfig
+from holdfast.image.best_rule import BestMode, BestRule, is_metric_name
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import CHUNK_BYTES
 from holdfast.net.address import parse_address
@@ -59,6 +60,7 @@ RING_CHUNKS_MIN = 8  # below this the ring cannot overlap receiving, writing and
 _KEEP_HOURLY, _KEEP_DAILY = 24, 7
 _CHUNK_BYTES_MAX = 1 << 30  # one chunk is one MPI message, whose counts are 32 bits
 _PAGE_BYTES = 4096
+_WATCHED_UNDER = frozenset({"TORCHELASTIC_RUN_ID", "KUBERNETES_SERVICE_HOST"})
 _STEP_AT_END = re.compile(r"@(\d{1,18}|latest)/*$")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|b|[kmgtp]i?b)", re.IGNORECASE)
 _UNIT_BYTES = {"": 1, "b": 1} | {
@@ -118,6 +120,15 @@ _Watch = Literal["aws", "gcp", "azure", "auto", "sigterm", "sigusr1"]
 _TierSpec = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
+def default_watch() -> tuple[_Watch, ...]:
+    """The notices that are watched where the setting `watch` says nothing: under torchrun and in pods SIGTERM, which
+    both send before they kill. A variable that is set and empty says that nothing is watched.
+    """
+    if "HOLDFAST_WATCH" in os.environ:
+        return ()
+    return ("sigterm",) if _WATCHED_UNDER & os.environ.keys() else ()
+
+
 def _listed(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
@@ -138,6 +149,12 @@ def _steps_or_auto(value: Any) -> Any:
     if text != "auto" and not text.isdecimal():
         raise ValueError('0 or more steps, or "auto"')
     return text if text == "auto" else int(text)
+
+
+def _metric_name(value: str) -> str:
+    if not is_metric_name(value):
+        raise ValueError("the name of a metric: printable text without blanks at its ends")
+    return value
 
 
 def _host_port(value: Any) -> str:
@@ -191,6 +208,9 @@ class TrainerConfig(RoleConfig):
         on_stager_lost: Behaviour of a rank that has lost its stager. `train`: it trains on, and tries to reach a
             stager at the same address again (not under mpirun, where the stager is a process of the job). `end`: the
             next `step()` or `save()` raises `PeerLost`, so that the launcher starts the job again.
+        on_unproven: Behaviour of the first `step()` after a resume if it has used something else than the run before
+            did (data, random numbers, learning rate, loss). `warn`: a log line names it. `stop`: `ResumeDiffers` is
+            raised on every rank. A resume of which nothing was recorded never ends the training.
         tiers: Where this rank keeps its slices besides the stager, or without one, nearest first: `memory`,
             `nvme:/mnt/nvme0`, `store`. Separated by commas in the environment. Must be the same on every rank. Empty:
             nowhere.
@@ -206,7 +226,7 @@ class TrainerConfig(RoleConfig):
         chunk_bytes: Size of a chunk, a multiple of 4096. Used only where there is no stager to tell it.
         watch: Sources of preemption notices for this machine: `aws`, `gcp`, `azure`, `auto` (finds out once which
             metadata server answers), and the signals `sigterm` and `sigusr1` to this process. Separated by commas in
-            the environment. Empty: none.
+            the environment. Empty: none. Default: `sigterm` under torchrun and in a pod of Kubernetes, none elsewhere.
         watch_seconds: Seconds between two questions to the metadata server; the first rank of each machine asks.
         watch_grace_seconds: Seconds from a watched signal until the process is expected to be killed.
         every: Number of training steps from one checkpoint of `Checkpointer.step()` to the next, where the script does
@@ -254,6 +274,7 @@ class TrainerConfig(RoleConfig):
     on_divergence: _OnDivergence = "warn"
     on_not_durable: Literal["fail", "warn"] = "fail"
     on_stager_lost: Literal["train", "end"] = "train"
+    on_unproven: Literal["warn", "stop"] = "warn"
     tiers: Annotated[tuple[_TierSpec, ...], BeforeValidator(_listed), NoDecode] = ()
     tier_slots: Annotated[int, Field(ge=2, le=64)] | None = None
     tier_writers: Annotated[int, Field(ge=1, le=64)] | None = None
@@ -261,7 +282,9 @@ class TrainerConfig(RoleConfig):
     store: _StoreUrl | None = None
     create: bool = False
     chunk_bytes: _ChunkBytes = CHUNK_BYTES
-    watch: Annotated[tuple[_Watch, ...], BeforeValidator(_listed), NoDecode] = ()
+    watch: Annotated[tuple[_Watch, ...], BeforeValidator(_listed), NoDecode] = Field(
+        default_factory=default_watch
+    )
     watch_seconds: _Seconds = 5.0
     watch_grace_seconds: _Seconds = 30.0
     every: _Every = 0
@@ -304,6 +327,11 @@ class _RingConfig(RoleConfig):
             `keep_last` is set.
         keep_daily: Also keep the first checkpoint of each day, for this many days that have one. None: 7, or 0 if
             `keep_last` is set.
+        keep_best: Also keep this many of the best checkpoints by `best_metric`; 0: none. Needs `best_metric` and
+            `best_mode`.
+        best_metric: Name of the metric that says which checkpoints are best, as the script gives it to `step()` or
+            `save()`, such as `val_loss`. None: none is best.
+        best_mode: The value of `best_metric` that is best: `min` is the lowest, `max` the highest. None: not said.
         on_nonfinite: Treatment of a checkpoint that has numbers that are not finite (NaN or infinite), which are
             counted as it is read back: `warn` says so and marks it verified; `refuse` marks it bad, and restore uses
             the one before.
@@ -330,6 +358,9 @@ class _RingConfig(RoleConfig):
     keep_every: _Count = 0
     keep_hourly: _Count | None = None
     keep_daily: _Count | None = None
+    best_metric: Annotated[str, AfterValidator(_metric_name)] | None = None
+    best_mode: BestMode | None = None
+    keep_best: _Count = 0
     verify: bool = True
     on_nonfinite: Literal["warn", "refuse"] = "warn"
     reuse: bool = True
@@ -353,6 +384,23 @@ class _RingConfig(RoleConfig):
             )
         return value
 
+    @field_validator("best_mode", mode="after")
+    @classmethod
+    def _a_metric_has_a_mode(cls, value: BestMode | None, info: ValidationInfo) -> BestMode | None:
+        metric = info.data.get("best_metric")
+        if value is None and metric is not None:
+            raise ValueError(f"min or max: whether the lowest or the highest {metric} is best")
+        return value
+
+    @field_validator("keep_best", mode="after")
+    @classmethod
+    def _keeping_needs_a_metric(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("best_metric", "") is None:
+            raise ValueError(
+                "0 where best_metric is not set: it and best_mode say which checkpoints are best"
+            )
+        return value
+
     @field_validator("on_nonfinite", mode="after")
     @classmethod
     def _refusing_needs_reading(cls, value: str, info: ValidationInfo) -> str:
@@ -369,6 +417,13 @@ class _RingConfig(RoleConfig):
     def daily_kept(self) -> int:
         """`keep_daily`, in the same way."""
         return self._rungs(self.keep_daily, _KEEP_DAILY)
+
+    @property
+    def best_rule(self) -> BestRule | None:
+        """Which checkpoints are best; None where nobody has said it."""
+        if self.best_metric is None or self.best_mode is None:
+            return None
+        return BestRule(metric=self.best_metric, mode=self.best_mode)
 
     def _rungs(self, said: int | None, default: int) -> int:
         if said is not None:

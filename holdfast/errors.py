@@ -3,6 +3,7 @@
     HoldfastError
     ├── ConfigError        a person must fix a setting                        exit 2
     ├── StateError         the user must fix the state that is to be saved    exit 3
+    │   └── ResumeDiffers  the first step after a resume is not as before     exit 12
     ├── StoreError         the operator fixes the store, or holdfast retries  exit 4
     │   └── StoreMissing   there is no such object, step or run               exit 5
     ├── DamageError        bytes have changed; take another copy              exit 6
@@ -30,6 +31,7 @@ __all__ = [
     "NotDurable",
     "PeerLost",
     "ProtocolError",
+    "ResumeDiffers",
     "StateError",
     "StoreError",
     "StoreMissing",
@@ -79,6 +81,13 @@ class StateError(HoldfastError):
 
     code = "state"
     exit_code = 3
+
+
+class ResumeDiffers(StateError):
+    """The first step after a resume used something else than the run before, and `on_unproven` is `stop`."""
+
+    code = "resume_differs"
+    exit_code = 12
 
 
 class StoreError(HoldfastError):

@@ -43,6 +43,9 @@ class Point(StrEnum):
     STAGED = "staged"  # stager: written down as staged, neither flusher nor ranks were told
     DOUBT_HEARD = "doubt_heard"  # stager: a rank doubts steps, nothing says so
     DOUBT_WRITTEN = "doubt_written"  # stager: that is beside the ring, neither flusher nor ranks were told
+    PROOF_WRITTEN = (
+        "proof_written"  # stager: the step after a checkpoint is beside the ring, the flusher was not told
+    )
     STAGED_HEARD = "staged_heard"  # flusher: was told that it is staged
     # flusher: an older whole checkpoint is to make room, nothing names it any more, its slots are FULL
     SUPERSEDED = "superseded"
@@ -55,6 +58,7 @@ class Point(StrEnum):
     FILE_NAMED = "file_named"  # flusher: the file has its name, which is not yet known to be durable
     FILE_PUBLISHED = "file_published"  # flusher: the file is in place, its manifest is not
     MANIFEST_WRITTEN = "manifest_written"  # flusher: durable, and nobody was told
+    PROOF_HEARD = "proof_heard"  # flusher: the checkpoint is published, its proof is not
     DOUBT_MARKED = (
         "doubt_marked"  # flusher: one manifest says that its checkpoint is doubtful, others may not
     )

@@ -5,6 +5,7 @@
                                                                              kernel has killed a process for it
     <01>holdfast {"restored": {"rank": 3, "step": 1200, "attempt": 2, "before": "800-a2"}}    the rank, trainer_side
     <01>holdfast {"stepped": {"rank": 3, "step": 1201}}                      the same, after its first step
+    <01>holdfast {"proof": {"rank": 0, "step": 1200, "verdict": "…", "text": "…"}}    rank 0: how that step compares
 
 and, for people as well, the error that ends a training script (`last_words`).
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from holdfast.errors import HoldfastError
 
 ATTEMPT_VARIABLE = "HOLDFAST_RUN_ATTEMPT"
+KEPT_VARIABLE = "HOLDFAST_RUN_KEEPS_STAGER"  # the standing stager that has it is started by `holdfast run`
 SET_ASIDE_VARIABLE = "HOLDFAST_RESTORE_SET_ASIDE"  # the setting of this name, which the supervisor adds to
 MARK = "\x01holdfast "
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK")

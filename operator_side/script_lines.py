@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
 from enum import StrEnum
 
 _OWN_LOOP = """\
@@ -111,6 +113,7 @@ class Launcher(StrEnum):
 
 
 _PORT = 29411
+_RENDEZVOUS_PORT = 29400
 _STAGER = "holdfast stager --store {store} --listen 0.0.0.0:{port} --key-file key"
 _RANKS = (
     "HOLDFAST_STAGER={host}:{port} HOLDFAST_KEY_FILE=key "
@@ -152,4 +155,34 @@ def start_lines(launcher: Launcher, script: str, *, ranks: int, store: str) -> l
         ("once, for a file that only you may read", "(umask 077 && holdfast stager --new-key > key)"),
         (stager, _STAGER.format(**names)),
         (f"{of_ranks}; if there are several, {_SEVERAL}", _RANKS.format(**names, host=host)),
+    ]
+
+
+def lines_for_several_machines(
+    arguments: Sequence[str], *, ranks: int, restarts_max: int, store: str, host: str
+) -> list[tuple[str, str]]:
+    """The shell lines that start a job of several machines with torchrun, in order, each with its place.
+
+    Args:
+        arguments: The last arguments of torchrun: the script and what the script is given.
+        ranks: Number of training ranks on each machine.
+        restarts_max: torchrun's.
+        store: URL of the run.
+        host: Name of this machine, the stager's.
+    """
+    names = {"store": shlex.quote(store), "port": _PORT}
+    at_store = "" if "://" in store else f"; {store} must be the same directory on every machine"
+    job = (
+        f"HOLDFAST_STAGER={host}:{_PORT} HOLDFAST_KEY_FILE=key holdfast rank -- torchrun --nnodes NODES "
+        f"--nproc-per-node {ranks} --rdzv-backend c10d --rdzv-endpoint NODE:{_RENDEZVOUS_PORT} "
+        f"--max-restarts {restarts_max} {shlex.join(arguments)}"
+    )
+    return [
+        (
+            f"on {host}, which must not be taken away, the key",
+            "(umask 077 && holdfast stager --new-key > key)",
+        ),
+        ("the key to each machine of the ranks", "scp -p key NODE:"),
+        (f"on {host}, the stager{at_store}", _STAGER.format(**names)),
+        ("on each machine of the ranks, NODES in all, with one of them for NODE", job),
     ]

@@ -19,7 +19,7 @@ standing, job_listener           a stager outside MPI: one job after the other; 
 trainers, trainers_port          the ranks, when each was last heard; the interface of a transport
 mpi, segments                    ranks in the same MPI job; leftovers in Open MPI's shared memory
 tcp, payload_line, reactor       ranks over TCP; payloads from a socket into the ring; epoll
-rank_handler, doubt_handler      handle the messages of ranks; a rank's doubt about its copies
+rank_handler, doubt_handler, proof_handler    handle the messages of ranks; their doubts about copies; proofs of resumes
 actions                          gives events to the session, and carries out its answers
 payloads, fetches                chunks on their way into slots, and out of slots for a restore
 flusher_process, flusher_line, flusher_handler    starts the flusher, holds the connection, handles its messages

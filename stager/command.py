@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,6 +21,10 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.faultpoint import identify
 from holdfast.mpirun import is_under_mpirun
 from holdfast.net.key import new_key as make_key
+from holdfast.supervised import KEPT_VARIABLE
+
+if TYPE_CHECKING:
+    from stager.standing import StandingStager
 
 _log = logging.getLogger("holdfast.stager")
 
@@ -45,6 +49,9 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
     keep_every=int,
     keep_hourly=int,
     keep_daily=int,
+    keep_best=int,
+    best_metric=str,
+    best_mode=click.Choice(["min", "max"]),
     on_nonfinite=click.Choice(["warn", "refuse"]),
     niceness=int,
     verify=bool,
@@ -137,6 +144,11 @@ def _stand_alone(config: StagerConfig, *, once: bool) -> None:
             "MPI; leave --listen out, or start the stager by itself"
         )
     standing = StandingStager(config)
+    if KEPT_VARIABLE not in os.environ:  # else the ranks are started by who has started this one
+        _say_line_for_ranks(config, standing)
+    standing.run(jobs=1 if once else None)
+
+
+def _say_line_for_ranks(config: StagerConfig, standing: StandingStager) -> None:
     click.echo(f"the stager of {config.store} listens at {standing.address}; start the ranks with", err=True)
     click.echo(f"  {standing.line_for_ranks}", err=True)
-    standing.run(jobs=1 if once else None)

@@ -4,6 +4,7 @@
            a layout            as it lies beside the ring
            where it lies       for ranks of this machine, who read it themselves (holdfast/ring/near_ring.py)
            bytes of a chunk    copied out of the slot at that moment ─► FETCHED
+           a proof             what the step after a checkpoint used (holdfast/ring/proofs.py)
 
 Only this process fills slots, and only in this thread: between the look at a slot's record and the end of the copy
 nothing of another checkpoint can come into it. The flusher still writes CRC fields into it, which the rank
@@ -15,8 +16,10 @@ from __future__ import annotations
 from collections import deque
 
 from holdfast.errors import ProtocolError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.process import boot_id
 from holdfast.ring.near_ring import RingPlace
+from holdfast.ring.proofs import proof_of
 from holdfast.ring.remains import ANSWER_BYTES_MAX, Asked, held_in, tell_held
 from holdfast.ring.ring import Ring
 from holdfast.wire import frames as wire
@@ -97,6 +100,9 @@ class Fetches:
                 body = _layout(ring, frame.body.decode(errors="replace"))
             case Asked.PLACE:
                 body = self._place(ring)
+            case Asked.PROOF:
+                found = proof_of(ring.directory, CheckpointId(frame.arg, frame.step))
+                body = None if found is None else found.to_bytes()
             case Asked.BYTES:
                 body = self._bytes(ring, frame)
         there = body is not None and len(body) <= wire.MAX_BODY_BYTES

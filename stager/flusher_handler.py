@@ -11,6 +11,7 @@ A flusher is known by its messages and by the journal; the journal is the truth.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import PeerLost, ProtocolError
@@ -18,7 +19,6 @@ from holdfast.faultpoint import Point, reach
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from stager.actions import Actions
-from stager.doubt_handler import DoubtHandler
 from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher
 from stager.payloads import Payloads
@@ -61,14 +61,19 @@ class FlusherHandler:
     """See the module. For the loop's thread.
 
     Args:
-        doubts: Steps that may be torn, for the next flusher.
+        again: Tells the next flusher what ranks have said about checkpoints: doubts, and proofs.
     """
 
     def __init__(
-        self, line: FlusherLine, session: Session, payloads: Payloads, actions: Actions, doubts: DoubtHandler
+        self,
+        line: FlusherLine,
+        session: Session,
+        payloads: Payloads,
+        actions: Actions,
+        again: Callable[[], None],
     ) -> None:
         self._line, self._session, self._payloads, self._actions = line, session, payloads, actions
-        self._doubts = doubts
+        self._again = again
         self._next: Flusher | None = None  # has another ring, and waits for the credits into this one
         self.drained = False
 
@@ -185,7 +190,7 @@ class FlusherHandler:
                 # The one before may have ended between its word in the journal and that to us.
                 self._hear_grown("")
                 self._actions.take(replay(self._line, self._session))
-                self._doubts.again()
+                self._again()
                 return
             self._next = found
             self._actions.do(
@@ -204,7 +209,7 @@ class FlusherHandler:
         self._line.take(flusher)
         free_slots, flusher_slots = slot_owners(flusher.ring)
         self._session.reopen(free_slots=free_slots, flusher_slots=flusher_slots)
-        self._doubts.again()
+        self._again()
 
 
 def slot_owners(ring: Ring) -> tuple[list[int], list[int]]:

@@ -277,6 +277,12 @@ def _arguments(config: StagerConfig) -> list[str]:
         *("--keep-every", str(config.keep_every)),
         *("--keep-hourly", str(config.hourly_kept)),
         *("--keep-daily", str(config.daily_kept)),
+        *("--keep-best", str(config.keep_best)),
+        *(
+            ()
+            if (best := config.best_rule) is None
+            else ("--best-metric", best.metric, "--best-mode", best.mode)
+        ),
         *("--on-nonfinite", config.on_nonfinite),
         *("--niceness", str(config.niceness)),
         *(() if config.writers is None else ("--writers", str(config.writers))),

@@ -3,6 +3,7 @@
     HELLO ─► WELCOME, when restore would see all that earlier jobs have staged
     OFFER, DECLINE, SENT, RETURN, DONE, payloads ─► events of the session        PROPOSE, FITS ─► LayoutRound
     NOTICE, AT ─► Notices      WISH, HERE ─► IntervalHandler      FETCH ─► Fetches      DOUBT ─► DoubtHandler
+    PROOF ─► ProofHandler
     BEAT: it was heard
     BYE, dead, broke the protocol ─► it has left: everybody here hears of it
 
@@ -31,6 +32,7 @@ from stager.doubt_handler import DoubtHandler
 from stager.fetches import Fetches
 from stager.interval_agreement import IntervalHandler
 from stager.previous_jobs import PreviousJobs
+from stager.proof_handler import ProofHandler
 from stager.session.session_messages import (
     Decline,
     Done,
@@ -59,6 +61,7 @@ class RankHandler:
         port: TrainersPort,
         actions: Actions,
         doubts: DoubtHandler,
+        proofs: ProofHandler,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,7 +71,7 @@ class RankHandler:
         self._events, self._clock = events, clock
         self._round = LayoutRound(port.ranks, config.offer_seconds_max)
         self._interval = IntervalHandler(trainers, events, attempt=lambda: line.flusher.attempt, clock=clock)
-        self._doubts = doubts
+        self._doubts, self._proofs = doubts, proofs
         self._fetches = Fetches(port, line)
         self._previous_jobs = PreviousJobs(config.start_seconds_max / 2, clock=clock)  # the ranks wait, too
         self._unwelcomed: set[int] = set()
@@ -137,6 +140,8 @@ class RankHandler:
                 self._interval.hear(rank, frame)
             elif frame.kind is Kind.DOUBT:
                 self._doubts.hear(rank, frame)
+            elif frame.kind is Kind.PROOF:
+                self._proofs.hear(rank, frame)
             elif frame.kind is Kind.FETCH:
                 self._fetches.hear(rank, frame)
             elif frame.kind is not Kind.BEAT:  # it was heard, which is all that says

@@ -38,6 +38,7 @@ from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher, FlusherAhead, attach, reap
 from stager.notices import Notices
 from stager.payloads import Payloads
+from stager.proof_handler import ProofHandler
 from stager.rank_handler import RankHandler
 from stager.segments import SegmentList
 from stager.session.session import Session
@@ -102,9 +103,15 @@ class StagerService:
         self._actions = Actions(
             self._session, self._line, self._trainers, self._payloads, notices, events, clock=clock
         )
-        self._rank_handler = RankHandler(config, port, self._actions, doubts, clock=clock)
+        proofs = ProofHandler(self._line, events, ranks=port.ranks)
+
+        def again() -> None:
+            doubts.again()
+            proofs.again()
+
+        self._rank_handler = RankHandler(config, port, self._actions, doubts, proofs, clock=clock)
         self._flusher_handler = FlusherHandler(
-            self._line, self._session, self._payloads, self._actions, doubts
+            self._line, self._session, self._payloads, self._actions, again
         )
         self._tick_at = 0.0
         self._active_at = 0.0

@@ -74,33 +74,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circle(modules(ROOT, [path for path in sources() if path != FACE])) == []
 
 
-@pytest.mark.parametrize("line", ["from package import a", "from package.a import A", "import package.a"])
-def test_a_circle_is_found(line: str, tmp_path: Path) -> None:
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "a.py").write_text("def f():\n    from package.b import B\n")
-    (package / "b.py").write_text("")
-    paths = sorted(package.iterdir())
-    assert circle(modules(tmp_path, paths)) == []
-    (package / "b.py").write_text(f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {line}\n")
-    assert set(circle(modules(tmp_path, paths))) == {"package.a", "package.b"}
-
-
-def test_the_import_contracts_of_pyproject_are_kept() -> None:
-    linter = Path(sys.executable).with_name("lint-imports")
-    result = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "0 broken" in result.stdout
-
-
-@pytest.mark.parametrize("blocked", [("torch",), ("mpi4py",)])
-def test_the_blocker_blocks(blocked: tuple[str, ...], tmp_path: Path) -> None:
-    result = python(f"import {blocked[0]}", env=environment_without(tmp_path, blocked))
-    assert result.returncode == 1
-    assert f"No module named '{blocked[0]}'" in result.stderr
-
-
 def test_contract_and_flusher_import_without_torch_and_mpi(tmp_path: Path) -> None:
     env = environment_without(tmp_path, ("torch", "mpi4py"))
     result = python(IMPORT_ALL, "holdfast", "flusher", "operator_side", env=env)
@@ -206,15 +179,6 @@ def hands(path: Path) -> Iterator[tuple[str, int]]:
             is_command = any("click.command" in ast.unparse(one) for one in node.decorator_list)
             if not is_command:
                 yield node.name, parameters(node)
-
-
-def test_hands_are_counted(tmp_path: Path) -> None:
-    source = tmp_path / "source.py"
-    source.write_text(
-        "class A:\n    def __init__(self, a, /, b, *, c=1, **more): ...\n"
-        "def f(a, b): ...\ndef _g(a): ...\n@click.command('h')\n@click.option('--a')\ndef h(a): ...\n"
-    )
-    assert list(hands(source)) == [("A", 3), ("f", 2)]
 
 
 def test_classes_take_at_most_seven_collaborators() -> None:

@@ -34,12 +34,6 @@ def map_errors(docstring: str, there: set[str]) -> list[str]:
     return [f"add {one}" for one in missing] + [f"remove {name}" for name in gone]
 
 
-def test_map_errors_names_each_file_to_add_and_each_to_remove() -> None:
-    text = "The map.\n\n    [1] indented  is no map\n\na, b_*   two files\nroom/    a room\ngone     a file\n"
-    assert map_errors(text, {"a", "b_one", "b_two", "room/"}) == ["remove gone"]
-    assert map_errors(text, {"a", "b_one", "room/", "gone", "new", "hall/"}) == ["add hall/", "add new"]
-
-
 # A room of more files than this has a map; in a smaller one the first lines of the files are enough.
 UNMAPPED_MAX = 9
 
@@ -65,44 +59,49 @@ def test_a_map_names_all_rooms_and_files(room: str) -> None:
 # Lines that a room may have, the files of its folders included: what it has, rounded up to the next 50. A room that
 # grows pays for it here, on purpose; one that has shrunk by more than GIVEN_BACK_AT lines writes its new budget.
 BUDGETS = {
-    "flusher": 4500,
-    "holdfast": 2250,
-    "holdfast/checkpoints": 3050,
-    "holdfast/command": 700,
-    "holdfast/image": 2350,
-    "holdfast/integrations": 100,
+    "flusher": 4700,
+    "holdfast": 2350,
+    "holdfast/checkpoints": 3450,
+    "holdfast/command": 750,
+    "holdfast/image": 2550,
+    "holdfast/integrations": 150,
     "holdfast/net": 900,
     "holdfast/notices": 850,
     "holdfast/policy": 400,
-    "holdfast/ring": 2000,
+    "holdfast/ring": 2050,
     "holdfast/store": 3900,
     "holdfast/telemetry": 2350,
-    "holdfast/wire": 1900,
-    "operator_side": 200,
+    "holdfast/wire": 2000,
+    "operator_side": 250,
     "operator_side/cluster": 1000,
-    "operator_side/commands": 4200,
+    "operator_side/commands": 5050,
     "operator_side/doctor": 700,
     "operator_side/drill": 1650,
-    "operator_side/report": 1250,
+    "operator_side/live": 400,
+    "operator_side/notify": 500,
+    "operator_side/page": 250,
+    "operator_side/report": 1400,
     "operator_side/simulate": 2000,
-    "operator_side/status": 900,
-    "operator_side/supervise": 2950,
-    "stager": 4550,
+    "operator_side/status": 1050,
+    "operator_side/supervise": 3350,
+    "stager": 4650,
     "stager/session": 1400,
-    "trainer_side": 2050,
-    "trainer_side/convert": 1800,
-    "trainer_side/data": 600,
-    "trainer_side/frameworks": 1000,
+    "trainer_side": 2250,
+    "trainer_side/convert": 2100,
+    "trainer_side/data": 950,
+    "trainer_side/frameworks": 1150,
     "trainer_side/link": 1900,
-    "trainer_side/notice": 1100,
+    "trainer_side/notice": 1250,
     "trainer_side/pace": 550,
+    "trainer_side/proof": 700,
     "trainer_side/ranks": 2800,
-    "trainer_side/restore": 7350,
-    "trainer_side/save": 6300,
-    "trainer_side/state": 4900,
+    "trainer_side/restore": 7500,
+    "trainer_side/save": 6400,
+    "trainer_side/state": 5100,
     "trainer_side/tiers": 5300,
+    "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 80_800
+PRODUCT_LINES_MAX = 87_700
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
@@ -146,6 +145,7 @@ NAMED_OTHERWISE = {
         "trainer_side/frameworks/accelerate.py",
         "trainer_side/frameworks/lightning.py",
         "trainer_side/frameworks/torchtitan.py",
+        "trainer_side/frameworks/trackers.py",
         "trainer_side/frameworks/transformers.py",
     ],
     "functions on one subject, which the file names": [
@@ -167,7 +167,7 @@ NAMED_OTHERWISE = {
         "operator_side/commands/status_output.py",
         "operator_side/doctor/machine.py",
         "operator_side/report/sentences.py",
-        "operator_side/report/words.py",
+        "operator_side/page/words.py",
         "operator_side/simulate/study_pictures.py",
         "trainer_side/convert/plain_values.py",
         "trainer_side/convert/publishing.py",
@@ -259,22 +259,6 @@ def is_named_after(file: str, names: list[str]) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("file", "names", "is_right"),
-    [
-        ("staging_pool", ["PoolFull"], True),
-        ("pickling", ["Pickler"], True),
-        ("entries", ["Entry"], True),
-        ("verification", ["verify_file"], True),
-        ("s3_errors", ["code_of"], False),
-        ("candidate", ["Trial", "Restored"], False),
-        ("constants", [], True),
-    ],
-)
-def test_a_shared_word_is_found_in_any_form(file: str, names: list[str], is_right: bool) -> None:
-    assert is_named_after(file, names) == is_right
-
-
 def test_a_file_is_named_after_something_that_it_defines() -> None:
     wrong = {
         str(path.relative_to(ROOT)): defined(path.read_text(encoding="utf-8"))
@@ -312,15 +296,6 @@ def test_a_room_without_a_transport_names_none(room: str) -> None:
     assert list(transport_words(ROOT, room)) == [], "say `the transport`, `the stager`, or `the launcher`"
 
 
-def test_a_transport_is_found_in_messages_docstrings_and_comments(tmp_path: Path) -> None:
-    (tmp_path / "room").mkdir()
-    (tmp_path / "room/a.py").write_text(
-        '"""Pure: no torch, no MPI."""\n# TCP is fast here\nraise Error("MPI did not end it")\nuse_mpi = "tcp"\n'
-    )
-    found = list(transport_words(tmp_path, "room"))
-    assert [line.split(" ")[0] for line in found] == ["room/a.py:3:", "room/a.py:2:"]
-
-
 # -- names of tests ------------------------------------------------------------------------------------------------
 
 # A name begins with the unit under test. A pronoun names no unit, and a single word names no behaviour.
@@ -340,11 +315,3 @@ def test_a_test_is_named_after_its_unit_and_behaviour() -> None:
     }
     assert len(names) > 3000
     assert sorted(filter(UNTOLD.match, names)) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "is_told"),
-    [("test_nor_does_one_with_tls", False), ("test_noise", False), ("test_oneself_is_named", True)],
-)
-def test_an_untold_name_is_found(name: str, is_told: bool) -> None:
-    assert (UNTOLD.match(name) is None) == is_told

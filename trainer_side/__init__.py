@@ -22,7 +22,7 @@ ranks before STAGED, and that training is bit-identical with another number of r
 
 checkpointer   start here: the class that a script uses
 builder        joins the job, and puts the parts of a Checkpointer together
-data/          samplers and streams that resume at the exact sample
+data/          samplers, streams and draws that resume at the exact sample
 state/         the user's state as the bytes of one portable file, without a copy of the tensors
 save/          from `save()` to a filled staging area
 link/          this rank's side of the connection to the stager, and its replacement in a job without a stager
@@ -30,12 +30,15 @@ restore/       from the nearest good checkpoint into live tensors
 tiers/         local tiers in memory, persistent memory, files and the store
 ranks/         the other ranks: MPI, torch.distributed, TCP to the stager, deadlines
 notice/        preemption notices of this machine, and the step at which all ranks save after one
+proof/         whether the first step after a resume is as it was in the run before
 pace/          `every="auto"`: measures the cost of checkpoints, and asks for another interval
 convert/        the parts of `holdfast export` and `holdfast import` that need torch
-frameworks/    Lightning, Trainer, Accelerate, torchtitan
+frameworks/    Lightning, Trainer, Accelerate, torchtitan; experiment trackers
+trackers/      the runs of experiment trackers, and marks about checkpoints in them
 
 joining, leaving     a rank's start in its job, and its end, with an exception or without
 ledger, transfer     the counts of this rank's checkpoints, and the state of one step in flight
+start_line           how often and where this job saves, in one line
 seat                 one Checkpointer in a process, and none in its forked children
 checks               the trainers' part of `holdfast doctor`
 opaque               keeps torch.compile out of all of this
@@ -47,6 +50,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainer_side.checkpointer import Checkpointer
+    from trainer_side.data.draw import ResumableDraw
     from trainer_side.data.sampler import ResumableSampler
     from trainer_side.data.seeded import SeededSamples
     from trainer_side.data.stream import ResumableStream
@@ -59,6 +63,7 @@ else:
 
     _MODULES = {
         "trainer_side.checkpointer": ("Checkpointer",),
+        "trainer_side.data.draw": ("ResumableDraw",),
         "trainer_side.data.sampler": ("ResumableSampler",),
         "trainer_side.data.seeded": ("SeededSamples",),
         "trainer_side.data.stream": ("ResumableStream",),
@@ -72,6 +77,7 @@ else:
 __all__ = [
     "Checkpointer",
     "PerRank",
+    "ResumableDraw",
     "ResumableSampler",
     "ResumableStream",
     "RngState",

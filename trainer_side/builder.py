@@ -27,6 +27,7 @@ from trainer_side.link.to_stager import ToStager
 from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.notice.preemption_notices import PreemptionNotices
 from trainer_side.pace.schedule import Schedule
+from trainer_side.proof.resume_check import ResumeCheck
 from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import Peers
 from trainer_side.ranks.ports import World
@@ -53,7 +54,7 @@ class CheckpointerParts:
     """The parts of one `Checkpointer`, in the order in which they are made.
 
     Attributes:
-        peers: The other ranks; before the first step only.
+        peers: The other ranks; until the first step after a resume.
         pacer: Chooses the interval; None unless `every="auto"`.
         not_at_exit: Called once the tiers are closed; otherwise they are closed when the process exits.
     """
@@ -75,6 +76,7 @@ class CheckpointerParts:
     saver: Saver
     leaving: Leaving
     notices: PreemptionNotices
+    resume_check: ResumeCheck
     not_at_exit: Callable[[], None]
 
 
@@ -149,8 +151,10 @@ def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) 
     )
     send = _to_stager(link) if link.job.has_stager else tiers.council.notice
     notices = PreemptionNotices(config, agreed_steps, send, rank=rank)
+    peers = world.peers()
+    resume_check = ResumeCheck(state, link, peers, events, stops=config.on_unproven == "stop")
     return CheckpointerParts(
-        world.peers(),
+        peers,
         events,
         agreed_steps,
         link,
@@ -167,6 +171,7 @@ def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) 
         saver,
         leaving,
         notices,
+        resume_check,
         not_at_exit,
     )
 

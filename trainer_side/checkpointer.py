@@ -7,8 +7,10 @@
                     └─────► TierSet   writes the copy into local tiers, if there are any
     restore() ─► restore/restore.py
     step(step) ─► the interval, and AgreedSteps after a preemption notice: whether a checkpoint is due
+    track(…) ─► Marking   tells experiment trackers about the checkpoints, on a thread of its own
 
-After start-up and restore the training thread takes part in no collective operation. Every wait has a deadline.
+After start-up, restore and the first step after it the training thread takes part in no collective operation. Every
+wait has a deadline.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from holdfast import supervised as diary
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.save_record import is_trackers
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
 from holdfast.supervised import report, report_end, tell
@@ -31,17 +36,25 @@ from trainer_side.builder import build
 from trainer_side.ledger import Stats
 from trainer_side.opaque import OpaqueContext, opaque_methods
 from trainer_side.pace.schedule import chosen_interval
+from trainer_side.proof.digest_taker import StepInput
 from trainer_side.ranks.peers import agree
 from trainer_side.ranks.uncaught import end_by_exit_codes
+from trainer_side.restore.best_order import wanted_best
 from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.restore.restore_attempt import Restored
 from trainer_side.save.finished_step import FinishedStep
 from trainer_side.save.host_memory import locked_buffer
+from trainer_side.save.metric_values import MetricsGiven
 from trainer_side.save.saver import no_collections
 from trainer_side.seat import Seat
+from trainer_side.start_line import start_line
 from trainer_side.state.drill_notes import PlainCounters, SeenBatches
+from trainer_side.state.skippable import Skippable
 from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.state.tree import GivenState
+from trainer_side.trackers.marking import Marking
+from trainer_side.trackers.start_point import StartPoint
+from trainer_side.trackers.tracker import NoTracker, Tracker
 from trainer_side.whole_number import STEP_MAX, shown, step_number
 
 _log = logging.getLogger("holdfast.trainer")
@@ -114,9 +127,13 @@ class Checkpointer:
         self._link, self._tiers, self._copier = parts.link, parts.tiers, parts.copier
         self._saver, self._leaving, self._pacer = parts.saver, parts.leaving, parts.pacer
         self._agreed_steps, self._events = parts.agreed_steps, parts.events
+        self._resume_check = parts.resume_check
         self._counters = PlainCounters(self._state, rank=self.rank)
         self._batches = SeenBatches(self._state)
+        self._metrics = MetricsGiven(self.rank)
+        self._skippable = Skippable(self._state)
         self.restored: Restored | None = None
+        self._marking: Marking | None = None
         self._closed = self._stepped = self._asked = self._progressed = False
         self._finished = (
             FinishedStep(self._state, lambda: self._copier.updates) if self._config.watch else None
@@ -124,6 +141,21 @@ class Checkpointer:
         report("joined", attempt=self._link.job.attempt or self._tiers.attempt, ranks=self.ranks)
         diary.note("begins", True)
         self._seat.take(self, self._copier.gate.remove)
+        if self.rank == 0:
+            # A warning, as the line of a restore is: a script without logging of its own shows it.
+            _log.warning("%s", self._start_line(fixed, fresh=fresh))
+
+    def _start_line(self, every: int | None, *, fresh: bool) -> str:
+        job = self._link.job
+        attempt = job.attempt or self._tiers.attempt
+        return start_line(
+            self._config,
+            every=every,
+            store_url=job.store_url,
+            attempt=attempt,
+            has_stager=job.has_stager,
+            fresh=fresh,
+        )
 
     @property
     def rank(self) -> int:
@@ -166,11 +198,25 @@ class Checkpointer:
         stats.stager_losses, stats.stager_lost_seconds = self._link.job.times_lost
         return stats
 
-    def restore(self, *, step: int | None = None, may_lack: Collection[str] = ()) -> int:
+    def restore(
+        self,
+        *,
+        step: int | None = None,
+        best: str | None = None,
+        mode: Literal["min", "max"] | None = None,
+        may_lack: Collection[str] = (),
+    ) -> int:
         """Bring the state back from the newest good checkpoint. Collective: every rank calls it before its first step.
 
+        After `holdfast rewind` that is the newest one of the new branch, or the one that was gone back to; then
+        `restored.rewound` says so, and samplers in the state leave out the batches that are to be left out.
+
         Args:
-            step: The step to restore. None: the newest step that is good.
+            step: The step to restore, of the current branch. None: the newest step that is good.
+            best: Name of a metric: restore the best good checkpoint of the store by it, wherever its bytes are nearest.
+                Training then goes on from there, and what it saves is newer than all that the run has.
+            mode: Whether the lowest (`"min"`) or highest (`"max"`) value of that metric is best. None: as the setting
+                `best_mode` was when the checkpoints were written.
             may_lack: Names of the state that the checkpoint need not have, because it was imported or the script is
                 newer. Their values stay as they are, and a warning names them; the next save includes them.
 
@@ -178,13 +224,15 @@ class Checkpointer:
             The number of the step to run next: 0 on a new run, otherwise one more than the saved step.
 
         Raises:
-            ConfigError: `step` is no whole number from 0 on, `may_lack` has a name that is not in the state, or the
-                Checkpointer has `fresh=True`.
+            ConfigError: `step` is no whole number from 0 on, `best` or `mode` does not fit, `may_lack` has a name that
+                is not in the state, or the Checkpointer has `fresh=True`.
             DamageError: There are checkpoints, and none is good; the message names each with its reason.
-            StateError: The checkpoint holds other names or shapes than this state.
-            StoreMissing: There is no checkpoint of `step`.
+            StateError: The checkpoint holds other names or shapes than this state; or batches are to be left out after
+                `holdfast rewind`, and nothing in the state can do it.
+            StoreMissing: There is no checkpoint of `step`, or no good one with the metric `best`.
         """
         self._check_call("restore()")
+        wanted = wanted_best(best, mode, step)
         step = None if step is None else step_number(step, "restore()")
         lacking = self._names_in_state(may_lack)
         self._parts.fresh_run.restored()
@@ -192,10 +240,12 @@ class Checkpointer:
         store = open_store(self._link.job.store_url)
         options = RestoreOptions(
             step=step,
+            best=wanted,
             seconds_max=self._config.restore_seconds_max,
             without_store=self._config.restore_without_store,
             may_lack=lacking,
             set_aside=self._config.restore_set_aside,
+            can_skip=bool(self._skippable),
             locked=locked_buffer,
         )
         with no_collections():
@@ -212,9 +262,20 @@ class Checkpointer:
             self._tiers.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)
             self._agreed_steps.restored(self.restored.step)
             self._parts.left_out.restored()
+            rewound, first = self.restored.rewound, self.restored.step + 1
+            is_other_batch = rewound is not None and rewound.leaves_out(first)
+            self._resume_check.restored(
+                CheckpointId(self.restored.attempt, self.restored.step),
+                unlike=f"the run was {rewound}" if is_other_batch else "",
+            )
         if self.restored is None:
+            if self.rank == 0:
+                _log.warning("a new run: %s has no checkpoint to resume from", self._link.job.store_url)
             tell("restored", step=-1)
             return 0
+        self._tell_samplers(self.restored.step)
+        if self.restored.rewound is not None:
+            self._skippable.skip(self.restored.rewound, self._events, rank=self.rank)
         report("restored", attempt=self.restored.attempt)
         before = {} if self.restored.before is None else {"before": self.restored.before.label}
         tell("restored", step=self.restored.step, attempt=self.restored.attempt, **before)
@@ -229,20 +290,41 @@ class Checkpointer:
             may_lack = given
         raise ConfigError(f"may_lack: expected names of the state ({', '.join(names)}), got {may_lack!r}")
 
-    def step(self, step: int) -> bool:
+    def step(
+        self,
+        step: int,
+        *,
+        batch: Any = None,
+        loss: Any = None,
+        grad_norm: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Tell holdfast that training step `step` (from 0) is done; a save begins if one is due.
 
         A save is due after `every` steps. After a preemption notice another save is due at the step that the stager
         has named for all ranks; in a job without a stager rank 0 names it (docs/spot.md).
+
+        The first step after a resume is compared with the one that the run before had made, on all ranks: every rank
+        calls it then, and waits for the others (docs/trainer.md). `Restored.proof` has the result.
+
+        Args:
+            step: The step.
+            batch: The data of this rank in the step: tensors, or lists and dictionaries of them. They are read
+                only in the first step after a checkpoint and after a resume.
+            loss: This rank's loss of the step: a number, or a tensor of one element.
+            grad_norm: The same of the norm of the gradient.
+            metrics: As for `save()`, if a save begins. They make no save due.
 
         Returns:
             Whether a save was begun.
 
         Raises:
             ConfigError: `step` is no whole number from 0 on; and as `save()`.
+            ResumeDiffers: It is the first step after a resume and differs, and `on_unproven` is `stop`; on every rank.
             PeerLost: The stager is lost, and `on_stager_lost` is `end`; and as `save()`.
         """
         step = self._checked_step(step, "step()")
+        self._metrics.to_step(metrics, step)
         self._end_without_stager()
         self._saver.decline_late()
         if not self._stepped:
@@ -253,6 +335,7 @@ class Checkpointer:
         diary.note("step", step)
         self._counters.note(step)
         self._batches.note(step)
+        self._tell_samplers(step)
         agreed_steps = self._agreed_steps
         due = agreed_steps.reach(step)
         every = agreed_steps.every(self._every, step)
@@ -263,19 +346,30 @@ class Checkpointer:
             self._events.emit("appointed", {"save": due.save, "reason": due.reason}, step=step)
             if due.notice.kind is NoticeKind.TERMINATE:
                 report("noticed")  # by now all ranks may leave their loops, wherever the notice came from
+        proof = self._resume_check.step(step, StepInput(batch, loss, grad_norm), self._leaving.newest_step)
+        if proof is not None and self.restored is not None:
+            self.restored = replace(self.restored, proof=proof)
         self._report_progress()
         wanted = timely or (due is not None and due.save)
-        saved = wanted and self.save(step)
+        saved = wanted and self.save(step, metrics=metrics)
+        if self._leaving.newest_step == step:
+            self._resume_check.saved(step)
         if self._pacer is not None:
             self._pacer.stepped(step, due=wanted, saved=saved)
         return saved
 
-    def save(self, step: int) -> bool:
+    def save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Take a checkpoint of the state as it is now, after step `step`. Returns as soon as training may go on.
 
         With `on_full="skip"` the call never waits for room. With `"wait"` it waits until fewer than `in_flight_max`
         steps are on their way to the ring, and then until each local tier has a free slot; each wait takes at most
         `full_seconds_max`.
+
+        Args:
+            step: The step.
+            metrics: Results of an evaluation of this very state: names mapped to real numbers, or to tensors of one
+                element. Rank 0's are saved with the checkpoint, and other ranks' are not read. A value that is not
+                finite is left out.
 
         Returns:
             False if this rank declines the step: all staging areas are still being sent, or the stager is lost and
@@ -286,20 +380,24 @@ class Checkpointer:
 
         Raises:
             StateError: The state cannot be saved, or the ranks' states differ; the message names the place.
-            ConfigError: `step` is no whole number from 0 on; `host_bytes_max` is less than one staging area takes; or,
-                at the first save, the run has checkpoints, and the script has neither called `restore()` nor set
-                `fresh=True`.
+            ConfigError: `step` is no whole number from 0 on; `metrics` has a wrong name or value; `host_bytes_max` is
+                less than one staging area takes; or, at the first save, the run has checkpoints, and the script has
+                neither called `restore()` nor set `fresh=True`.
             StoreError: At the first save without either, the store does not tell whether the run has checkpoints.
             PeerLost: A rank did not answer while the ranks agreed on a new layout; or the stager is lost, and
                 `on_stager_lost` is `end`.
         """
         step = self._checked_step(step, "save()")
+        values = None if metrics is None else self._metrics.to_save(metrics, step)
         self._end_without_stager()
         self._asked = True
         if self._finished is not None and step != self._finished.step:
             self._finished.note(step)  # of a script that does not call step()
+        self._tell_samplers(step)
         self._report_progress()
-        saved = self._saver.save(step)
+        saved = self._saver.save(step, metrics=values or None)
+        if saved and values is not None:
+            self._metrics.saved()
         self._leaving.wanted_step = max(self._leaving.wanted_step, step)
         if saved:
             self._leaving.newest_step = step
@@ -323,6 +421,54 @@ class Checkpointer:
         """
         self._check_call("changing()")
         return OpaqueContext(self._copier.changing())
+
+    def track(self, begin: Callable[[StartPoint], Tracker]) -> Tracker:
+        """Show checkpoints in an experiment tracker, whose run goes into each of them. Every rank, after `restore()`.
+
+        Scripts call `start_wandb`, `start_tensorboard` or `start_mlflow` of `holdfast.integrations.trackers`; this is
+        for trackers of another kind.
+
+        Args:
+            begin: Makes the tracker, in the run that the start point names, if it does. Called on rank 0.
+
+        Returns:
+            The tracker that `begin` has made; on other ranks one that does nothing.
+
+        Raises:
+            ConfigError: `restore()` was not called, so the run that goes on is not known yet, and the Checkpointer does
+                not have `fresh=True`; or the tracker's `kind` or `run_id` is longer than 1024 characters.
+        """
+        self._check_call("track()")
+        if not self._parts.fresh_run.is_known:
+            raise ConfigError(
+                "an experiment tracker was started before restore(), so the run that it goes on with is not known yet; "
+                "call restore() of the Checkpointer first, or say Checkpointer(..., fresh=True)"
+            )
+        if self.rank:
+            return NoTracker()
+        start = self._start_point()
+        tracker = begin(start)
+        if not is_trackers(named := {tracker.kind: tracker.run_id}):
+            raise ConfigError(
+                f"tracker: expected a kind and a run_id of at most 1024 characters, got {named}"
+            )
+        if self._marking is None:
+            self._marking = Marking()
+            self._events.listen(self._marking.hear)
+        self._marking.add(tracker, start.marks(tracker.last_step))
+        self._saver.trackers |= named
+        return tracker
+
+    def _start_point(self) -> StartPoint:
+        attempt, found = self._link.job.attempt or self._tiers.attempt, self.restored
+        if found is None:
+            return StartPoint(0, attempt)
+        text = f"attempt {attempt} resumed from step {found.step} of attempt {found.attempt}"
+        if found.sources:
+            text += f", read from {', '.join(found.sources)}"
+        if found.rewound is not None:
+            text += f"; {found.rewound}"
+        return StartPoint(found.step + 1, attempt, found.trackers, text, branched=found.rewound is not None)
 
     def close(self) -> None:
         """Wait until every step that was begun is durable (at most `close_seconds_max`), then leave the job.
@@ -351,7 +497,7 @@ class Checkpointer:
         if error is not None:
             self._leaving.say(error)
             notice = None if isinstance(error, GeneratorExit) else self._parts.notices.pending
-            if notice is not None and self._finished is not None:
+            if notice is not None and self._finished is not None and not self._leaving.has_lost_peer(error):
                 self._leaving.save_last(self._finished, self._saver.save, notice)
             self._saver.decline_late()
         elif self._stepped and not self._asked and self.rank == 0 and self._pacer is None:
@@ -361,6 +507,7 @@ class Checkpointer:
                 if self._every
                 else "every=0",
             )
+        self._resume_check.close()
         self._parts.notices.close()
         if self._pacer is not None:
             self._pacer.close()
@@ -376,6 +523,8 @@ class Checkpointer:
             if summary := self._parts.ledger.summary():
                 _log.warning("rank %d: %s", self.rank, summary)
             self._report_progress()
+            if self._marking is not None:
+                self._marking.close()
             self._events.close()
         if failed is not None:
             raise failed
@@ -398,6 +547,11 @@ class Checkpointer:
         """Raises `ConfigError` in a forked child."""
         if os.getpid() != self._seat.process:
             raise self._seat.refusal(call)
+
+    def _tell_samplers(self, step: int) -> None:
+        """Tell samplers in the state that a step is done."""
+        for stepped in self._skippable.told:
+            stepped(step)
 
     def _end_without_stager(self) -> None:
         """End the training where the stager is lost and `on_stager_lost` is `end`."""

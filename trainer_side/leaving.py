@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from holdfast.errors import HoldfastError, NotDurable
+from holdfast.lost_peer import says_lost_peer
 from holdfast.notices.notice import Notice
 from holdfast.telemetry.causes import DeclineCause
 from trainer_side.background_thread import ThreadDied
@@ -115,6 +116,15 @@ class Leaving:
         else:
             said.append(f"{self._ledger.summary() or 'it was given up'}")
         return "; ".join(said)
+
+    def has_lost_peer(self, error: BaseException) -> bool:
+        """Whether a collective has failed because a rank is lost: no step of all ranks can be saved then."""
+        if isinstance(error, HoldfastError) or not says_lost_peer(type(error).__name__, str(error)):
+            return False
+        _log.warning(
+            "rank %d: nothing is saved after the notice: another rank of the job is lost", self._link.job.rank
+        )
+        return True
 
     def save_last(self, finished: FinishedStep, save: Callable[[int], bool], notice: Notice) -> None:
         """Save the last finished step because of `notice`, before the block ends by an exception; or say why not.

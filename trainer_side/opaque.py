@@ -28,7 +28,7 @@ _REASON = (
     "holdfast runs between compiled graphs; with fullgraph=True, call it outside of the compiled function"
 )
 # With these a class takes part in the syntax of Python.
-_SPECIAL = ("__init__", "__enter__", "__exit__", "__iter__", "__next__", "__len__", "__getitem__")
+_SPECIAL = ("__init__", "__call__", "__enter__", "__exit__", "__iter__", "__next__", "__len__", "__getitem__")
 
 _uncompiled: Callable[..., Any] | None = None  # `_run` with the compiler off
 _codes: set[CodeType] = set()  # of `outside`: one for all functions, and one for all hooks

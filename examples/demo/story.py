@@ -7,6 +7,7 @@ fresh cluster  a new launcher that knows nothing but the store's URL; it resumes
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -109,7 +110,7 @@ def play(plan: Plan, display: Display) -> Outcome:
         outcome.checks += _store_checks(outcome, "after the kill")
         _fresh_cluster(outcome, display, runtime / "fresh")
     display.say("checking the result")
-    outcome.checks += [_identical(plan), _same_losses(outcome), _went_on(outcome)]
+    outcome.checks += [_identical(plan), _same_losses(outcome), _went_on(outcome), _proven(outcome)]
     outcome.checks += _store_checks(outcome, "at the end")
     outcome.checks.append(check("no process and no ring is left", outcome.left))
     return outcome
@@ -215,6 +216,23 @@ def _went_on(outcome: Outcome) -> Check:
             f"it began with step {steps[0]}; the kill came after step {outcome.killed.steps[-1].step}"
         )
     return check("the fresh cluster went on from a checkpoint and ran to the end", wrong)
+
+
+def _proven(outcome: Outcome) -> Check:
+    events = outcome.resumed.events
+    lines = events.read_text(encoding="utf-8").splitlines() if events is not None and events.exists() else []
+    said = [
+        line
+        for line in map(json.loads, lines)
+        if line["event"] == "resume_proof" and line["role"] == "trainer"
+    ]
+    wrong = (
+        [line["text"] for line in said if line["verdict"] != "verified resume"]
+        if said
+        else ["nothing was said"]
+    )
+    claim = "holdfast itself saw that the first step after the resume used what the run before had used"
+    return check(claim, wrong)
 
 
 def _store_checks(outcome: Outcome, when: str) -> list[Check]:

@@ -3,6 +3,8 @@
     publish   intent ─► file ─► manifest: only now the checkpoint exists ─► the intent is removed
 
 catalog, manifest_order      the checkpoints of a run, newest first; manifests of a listing in the same order
+best_finder                  the best checkpoint of a run by a metric
+branches                     what `holdfast rewind` has left behind, and which checkpoints training goes on from
 publish, intents             names and manifests of checkpoints; a record of each object before it is made or removed
 lease, identity              one writer per run; the process that holds the lease, so that others see whether it lives
 image_writing, assembly      writes a file part by part; makes the file from slices that the ranks have written

@@ -1,12 +1,13 @@
 """The list of the checkpoints of a run, newest first. It reads manifests only; `verification.py` reads the bytes.
 
-    newest_first()   one manifest after the other, read when it is asked for     `holdfast ls`, status, report
+    newest_first()   one manifest after the other, read when it is asked for     `holdfast ls`, report
     newest_good()    reads until one may be restored                             flusher, `holdfast assemble`
     of_step(step)    the manifests of one step, and no other
     get(step)        one of them, by its step or the newest good one             `holdfast inspect|verify|pull URL@STEP`
 
 Newest is the highest (attempt, step), never a time. A file without a manifest is not a checkpoint and is not
-listed. A manifest names every tensor, so nothing here keeps more of them than are being read.
+listed. A manifest names every tensor, so nothing here keeps more of them than are being read. After `holdfast rewind`
+the newest one is looked for on the current line only (branches.py); an older branch is listed, and found by its step.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.lease import names_tell
 from holdfast.checkpoints.manifest_order import ListedManifest, manifests_in, newest_first, step_of
 from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets, read_doubts_of
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import MANIFEST_BYTES_MAX, Manifest, State, manifest_name
+from holdfast.image.proof_record import proof_name
 from holdfast.ring.doubts import doubt_about
 from holdfast.store.base import ObjectInfo, Store
 
@@ -43,6 +46,7 @@ class CatalogItem:
         manifest: The manifest; None when it cannot be read.
         fault: Why restore does not use it, for people; empty when it may.
         file_bytes: Size of the portable file in the store; None without the file.
+        has_proof: Whether a proof lies beside it, so that a resume from it can be proven.
         unopened: The store lists the manifest and does not give it, which is the fault: nobody knows what it says.
     """
 
@@ -53,6 +57,7 @@ class CatalogItem:
     fault: str
     file_bytes: int | None
     unopened: bool = False
+    has_proof: bool = False
 
     @property
     def order(self) -> CheckpointId:
@@ -101,6 +106,7 @@ class CatalogLook:
 
     def __init__(self, store: Store, step: int | None = None) -> None:
         self._store, self._objects = store, store.list()
+        self._branches: Branches | None = None
         self._sizes = {info.name: info.nbytes for info in self._objects}
         manifests = manifests_in(self._objects)
         if step is not None:
@@ -113,6 +119,23 @@ class CatalogLook:
     @property
     def url(self) -> str:
         return self._store.url
+
+    @property
+    def branches(self) -> Branches | None:
+        """The branches of the run; None if it was never rewound. Raises `DamageError` or `StoreError`: a record of a
+        rewind cannot be read.
+        """
+        if self._branches is None and any(info.name.startswith("rewind-") for info in self._objects):
+            self._branches = Branches.read(self._store, self._objects)
+        return self._branches
+
+    @property
+    def current(self) -> Sequence[ListedManifest]:
+        """The manifests of `names` on the line that training goes on from. Raises as `branches`."""
+        branches = self.branches
+        return (
+            self.names if branches is None else [one for one in self.names if branches.is_current(one.order)]
+        )
 
     def items(
         self,
@@ -194,7 +217,9 @@ class CatalogLook:
             )
             return CatalogItem(name, attempt, step, None, fault, None)
         file_bytes = self._sizes.get(manifest.file)
-        return CatalogItem(name, manifest.attempt, step, manifest, _fault(manifest, file_bytes), file_bytes)
+        has_proof = proof_name(manifest.file) in self._sizes
+        fault = _fault(manifest, file_bytes)
+        return CatalogItem(name, manifest.attempt, step, manifest, fault, file_bytes, has_proof=has_proof)
 
     def _unopened(self, listed: ListedManifest, error: StoreError) -> CatalogItem:
         name, (attempt, step) = listed.name, listed.order
@@ -239,32 +264,34 @@ class Catalog:
 
     def newest_good(self) -> CatalogItem | None:
         """The newest that restore may use, with a caveat or not. Reads no manifest of an older one. Raises
-        `StoreError`.
+        `StoreError`, and `DamageError` as `CatalogLook.branches`.
         """
-        return next((item for item in self.newest_first() if item.is_good), None)
+        look = self.look()
+        return next((item for item in look.items(look.current) if item.is_good), None)
 
     def highest_good_step(self) -> int | None:
-        """The highest step of all that restore may use. Reads from the highest on. Raises `StoreError`."""
+        """The highest step of all that restore may use. Reads from the highest on. Raises as `newest_good`."""
         look = self.look()
-        names = sorted(look.names, key=lambda listed: (listed.order.step, listed.order), reverse=True)
+        names = sorted(look.current, key=lambda listed: (listed.order.step, listed.order), reverse=True)
         return next((item.step for item in look.items(names) if item.is_good), None)
 
     def get(self, step: int | None = None) -> Manifest:
-        """The manifest of `step`, in its newest attempt; or without a step the newest good one, with a warning for
-        each newer one that is not.
+        """The manifest of `step`, in its newest attempt of the current line, else of any; or without a step the newest
+        good one of the current line, with a warning for each newer one that is not.
 
         A step that is requested by number is returned even if its state is bad, so that people can inspect it.
 
         Raises:
             StoreMissing: No run, no checkpoint in it, or no such step; names the steps that are near.
-            DamageError: There is one, but it cannot be used.
+            DamageError: There is one, but it cannot be used; or a record of a rewind cannot be read.
         """
         if step is not None:
             return self._of_step(step)
         passed: list[str] = []
         reasons: list[str] = []
         doubted: tuple[CatalogItem, int] | None = None
-        for item in self.newest_first():
+        look = self.look()
+        for item in look.items(look.current):
             if item.is_good and not item.caveat and item.manifest is not None:
                 self._say_passed(passed)
                 return item.manifest
@@ -280,11 +307,23 @@ class Catalog:
         if reasons:
             told = "\n".join(reasons)
             raise DamageError(f"{self._store.url}: none of {len(reasons)} checkpoints can be used:\n{told}")
+        if look.names:
+            raise DamageError(
+                f"{self._store.url}: the run was rewound, and no checkpoint of its current line is left; "
+                f"`holdfast rewind {self._store.url} --to` goes back to one of an older branch"
+            )
         raise self._nothing()
 
     def of_step(self, step: int) -> Sequence[CatalogItem]:
-        """The manifests of one step, newest first; those of other steps are not read. Raises `StoreError`."""
-        return list(CatalogLook(self._store, step).items())
+        """The manifests of one step, newest first; those of older branches last; other steps are not read. Raises as
+        `newest_good`.
+        """
+        look = CatalogLook(self._store, step)
+        branches = look.branches
+        found = list(look.items())
+        if branches is not None:
+            found.sort(key=lambda item: not branches.is_current(item.order))
+        return found
 
     def _of_step(self, step: int) -> Manifest:
         objects = self._store.list()

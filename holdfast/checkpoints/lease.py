@@ -32,6 +32,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from holdfast.checkpoints.branches import rewound_attempt
 from holdfast.checkpoints.identity import Identity
 from holdfast.checkpoints.manifest_order import manifests_in, newest_first
 from holdfast.checkpoints.slice_sets import find_sets
@@ -290,7 +291,30 @@ def may_live(store: Store, before_attempt: int) -> str:
     if record is None or record.identity == mine:
         return ""
     lives = record.identity.is_running() if mine.shares_place(record.identity) else not record.released
-    return f"process {record.pid} on {record.host} (attempt {record.attempt})" if lives else ""
+    return _holder(record) if lives else ""
+
+
+def runs_here(store: Store) -> str:
+    """A process other than this one that has claimed the run and still runs in this place; empty without one.
+
+    Claims that are released count as well: those of jobs without a stager are, and a tool may have claimed the run
+    since.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    mine = Identity.of_this_process()
+    for attempt in reversed(_attempts(store)):
+        record = _read(store, attempt)
+        if record is None or record.identity == mine or not mine.shares_place(record.identity):
+            continue
+        if record.identity.is_running():
+            return _holder(record)
+    return ""
+
+
+def _holder(record: _LeaseRecord) -> str:
+    return f"process {record.pid} on {record.host} (attempt {record.attempt})"
 
 
 def note_attempt(store: Store, attempt: int) -> bool:
@@ -351,10 +375,11 @@ def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list
 
 
 def _highest_published(store: Store, objects: Sequence[ObjectInfo]) -> int:
-    """The highest attempt among manifests and slices: someone may have cleared `.holdfast/`, and attempts must only
-    grow. The newest whole manifest has it.
+    """The highest attempt among manifests, slices and rewinds: someone may have cleared `.holdfast/`, and attempts must
+    only grow. The newest whole manifest has it.
     """
-    highest = max((found.attempt for found in find_sets(objects)), default=0)
+    rewound = (attempt for info in objects if (attempt := rewound_attempt(info.name)) is not None)
+    highest = max((*rewound, *(found.attempt for found in find_sets(objects))), default=0)
     for listed in newest_first(store, objects, names_tell=False):
         try:
             return max(highest, Manifest.from_bytes(store.read(listed.name), source=listed.name).attempt)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from holdfast.errors import BusyError, DamageError, StoreError, StoreMissing
+from holdfast.image.best_rule import BestRule
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.manifest import EntryRecord, Manifest, State, manifest_name, step_file_name
@@ -35,12 +36,14 @@ class ManifestFacts:
         record: Times and bytes of the ranks and the stager, for people.
         writer: Key in the record with the times of the process that wrote the file.
         doubt: Why the checkpoint may be torn, as far as is known; empty where nobody doubts it.
+        best: The rule by which the writer keeps the best checkpoints; None: by none.
     """
 
     times: Times
     record: Mapping[str, Any]
     writer: str = "flusher"
     doubt: str = ""
+    best: BestRule | None = None
 
 
 class Publishing(Protocol):
@@ -194,6 +197,8 @@ def build_manifest(
         # Clocks of two machines: a difference may come out below zero, a duration may not.
         pgt1_seconds=max(0.0, times.staged_at_unix - began),
         pgt2_seconds=max(0.0, times.durable_at_unix - began),
+        metrics=record.metrics,
+        best=facts.best,
         entries=tuple(
             EntryRecord(name=entry.name, offset=entry.offset, nbytes=entry.nbytes, crc32=crc)
             for entry, crc in zip(layout.entries, job.entry_crc32s, strict=True)

@@ -107,8 +107,8 @@ def cli(verbose: int) -> None:
 
     Exit codes: 0 success, 1 a bug in holdfast, 2 wrong setting or usage, 3 the state cannot be saved, 4 the store
     failed, 5 not found, 6 damaged, 7 a process broke the protocol, 8 another writer owns the run, 9 a process died or
-    was too late, 10 no room or still busy, 11 the last checkpoint is not durable, 130 interrupted. `holdfast explain`
-    says what to do about each.
+    was too late, 10 no room or still busy, 11 the last checkpoint is not durable, 12 a resume differs from the run
+    before, 130 interrupted. `holdfast explain` says what to do about each.
     """
     _set_up_logging((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
 

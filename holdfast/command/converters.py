@@ -1,9 +1,10 @@
-"""Export and import need torch, so the trainers' package does the work: found by entry point, loaded on use."""
+"""Export, import and diff need torch, so the trainers' package does the work: found by entry point, loaded on use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from holdfast.errors import ConfigError
@@ -12,6 +13,8 @@ from holdfast.extras import install_line
 if TYPE_CHECKING:
     from holdfast.checkpoints.image_writing import Image
     from holdfast.image.checkpoint_id import CheckpointId
+    from holdfast.image.manifest import Manifest
+    from holdfast.store.base import Store
 
 
 _GROUP = "holdfast.converters"
@@ -51,6 +54,67 @@ class ImportSource(Protocol):
         ...
 
     def image(self, key: CheckpointId) -> Image: ...
+
+
+class ComparedFile(NamedTuple):
+    """One side of a comparison.
+
+    Attributes:
+        path: A file of torch.save or safetensors; None for a checkpoint of a run.
+        store: The run. `manifest`: the checkpoint in it. None for a file.
+    """
+
+    path: Path | None = None
+    store: Store | None = None
+    manifest: Manifest | None = None
+
+
+class TensorDifference(NamedTuple):
+    """Two tensors of one path that are not the same.
+
+    Attributes:
+        dtypes: The dtype of each side. `shapes`: the same of the shape.
+        elements: Number in each; None where the shapes differ. `differing`: number of those with other bits, or where
+            dtypes differ with another value.
+        max_abs: Largest difference between two finite elements. `mean_abs`: mean difference of all finite elements.
+            `max_relative`: largest difference of two elements, relative to the larger of them.
+        relative: Norm of the difference, relative to the larger norm of the two tensors; finite elements only.
+        nonfinite: NaN and infinite elements of each side.
+    """
+
+    path: str
+    dtypes: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    elements: int | None = None
+    differing: int | None = None
+    max_abs: float | None = None
+    mean_abs: float | None = None
+    max_relative: float | None = None
+    relative: float | None = None
+    nonfinite: tuple[int, int] | None = None
+
+
+class StateComparison(NamedTuple):
+    """The differences between two states.
+
+    Attributes:
+        only_a: Paths that only the first has, of tensors and of other values. `only_b`: only the second.
+        tensors: The tensors that differ: other dtypes and shapes first, then by the relative difference.
+        values: Path, and the value of each side, of values that are no tensors.
+        equal_tensors: Number of tensors with equal bits. `unread`: of them, by their CRC-32 alone.
+    """
+
+    only_a: Sequence[str]
+    only_b: Sequence[str]
+    tensors: Sequence[TensorDifference]
+    values: Sequence[tuple[str, str, str]]
+    equal_tensors: int
+    unread: int
+    equal_values: int
+
+    @property
+    def is_equal(self) -> bool:
+        return not (self.only_a or self.only_b or self.tensors or self.values)
 
 
 def converter(name: str) -> Any:

@@ -55,7 +55,9 @@ def meanings(config: type[BaseSettings]) -> Mapping[str, str]:
 def default_of(config: type[BaseSettings], name: str) -> str:
     """The default as a person writes it; empty without a default."""
     value: Any = config.model_fields[name].get_default(call_default_factory=True)
-    if value in (None, (), PydanticUndefined):
+    if value in (None, PydanticUndefined) or isinstance(
+        value, tuple
+    ):  # that of `watch` depends on the launcher
         return ""
     if isinstance(value, Path):
         return re.sub(f"-{os.getuid()}$", "-UID", str(value))

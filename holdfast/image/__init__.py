@@ -6,5 +6,6 @@ regions, split_record           the parts of a split tensor; how it was split, f
 replicas                        whether replicas are the same on all ranks
 slices                          one rank's slice, as a tier keeps it
 checkpoint_id, save_record      the name of a checkpoint; times and bytes of one save
-manifest                        the commit record of a checkpoint
+manifest, proof_record          the commit record of a checkpoint; what the step after it used
+best_rule                       which checkpoint is the best by a metric
 """

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, mo
 from pydantic_core import from_json
 
 from holdfast.errors import DamageError
+from holdfast.image.best_rule import BestRule, Metrics
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import StepRecord
 from holdfast.image.split_record import SPLITS_MAX, SplitRecord
@@ -101,6 +102,8 @@ class Manifest(_ManifestRecord):
         chunk_crc32s: CRC-32 of each window of `chunk_bytes` of the file: what restore checks as it reads.
         write_id: Random, names this one write; also on the object itself where the store keeps metadata.
         pgt1_seconds: From the first `save()` of a rank to staged. `pgt2_seconds`: to durable.
+        metrics: Numbers that the script gave for this state, such as its validation loss. `best`: the rule by which
+            the writer kept the best checkpoints of the run; None: by none.
         nonfinite: Numbers that are not finite; None: they were not counted.
         splits: How tensors were split among the ranks that were; the file has them whole.
         record: Times, bytes and waits of each phase on each rank (docs/format.md), for people and reports.
@@ -125,6 +128,8 @@ class Manifest(_ManifestRecord):
     created: _Text
     pgt1_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     pgt2_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    metrics: Metrics = Field(default_factory=dict)
+    best: BestRule | None = None
     entries: Annotated[tuple[EntryRecord, ...], FailFast()]
     tensors: Annotated[tuple[TensorRecord, ...], FailFast()]
     nonfinite: NonfiniteRecord | None = None
@@ -187,7 +192,8 @@ class Manifest(_ManifestRecord):
 
     def to_bytes(self) -> bytes:
         """JSON, with the CRC-32 of all the rest in its last line."""
-        left_out: dict[str, Any] = {} if self.nonfinite is not None else {"nonfinite": True}
+        optional = {"nonfinite": self.nonfinite, "metrics": self.metrics or None, "best": self.best}
+        left_out: dict[str, Any] = {name: True for name, value in optional.items() if value is None}
         if not self.splits:
             left_out |= {"splits": True, "tensors": {"__all__": {"split"}}}
         return seal(self.model_dump_json(indent=None, exclude=left_out).encode(), _CRC_FIELD)

@@ -14,11 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from holdfast.image.best_rule import METRICS_MAX, is_metric_name
+
 _RANK_DIGITS_MAX = 9
 _STALL_SECONDS_MAX = 1e9
 _TEXTS = ("host", "replicas_digest", "job", "drift")
 _COUNTS = ("slice_bytes", "sent_bytes", "in_flight")
 _FLAGS = ("copied_inside",)
+TRACKERS_MAX, TRACKER_CHARACTERS_MAX = 8, 1024
 
 
 @dataclass(slots=True)
@@ -30,6 +33,9 @@ class SaveRecord:
         save_seconds: In `save()`. `gate_seconds`: waited at the gate. `cst_seconds`: both, the stall.
         sending_seconds: From `save()` to this state of the transfer; so the other names of states.
         job: In the seal of a slice: the job that wrote it. `drift`: for a slice in the ring: why its replicas differ.
+        metrics: Numbers that the script gave for this state, such as its validation loss; in rank 0's record alone.
+        trackers: From rank 0: the run in which each experiment tracker has this training, as `trainer_side/trackers`
+            names both.
         more: Fields that this version does not know, or of another type than it expects.
     """
 
@@ -56,6 +62,8 @@ class SaveRecord:
     tier_seconds: float | None = None
     job: str | None = None
     drift: str | None = None
+    metrics: dict[str, float] | None = None
+    trackers: dict[str, str] | None = None
     more: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -90,15 +98,35 @@ def _fits(name: str, value: Any) -> bool:
         return isinstance(value, str)
     if name in _FLAGS:
         return isinstance(value, bool)
+    if name == "trackers":
+        return is_trackers(value)
     if name in _COUNTS:
         return isinstance(value, int) and not isinstance(value, bool)
+    if name == "metrics":
+        return _are_metrics(value)
     return name in _NAMES and is_number(value)
+
+
+def is_trackers(value: Any) -> bool:
+    """Whether a value from outside is a few short texts by name."""
+    if not isinstance(value, Mapping) or len(value) > TRACKERS_MAX:
+        return False
+    texts = [*value, *value.values()]
+    return all(isinstance(one, str) and len(one) <= TRACKER_CHARACTERS_MAX for one in texts)
 
 
 def is_number(value: Any) -> bool:
     """Whether a value from outside is a finite number that a float holds."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and -sys.float_info.max <= value <= sys.float_info.max
+
+
+def _are_metrics(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= METRICS_MAX
+        and all(is_metric_name(name) and is_number(one) for name, one in value.items())
+    )
 
 
 @dataclass(slots=True)
@@ -152,6 +180,12 @@ class StepRecord:
         return min((at for one in self.ranks.values() if (at := one.saved_at_unix) is not None), default=None)
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers that the script gave for the state; empty where it gave none."""
+        first = self.ranks.get(0)
+        return {} if first is None or first.metrics is None else first.metrics
+
+    @property
     def stall_seconds(self) -> dict[int, float]:
         """How long the checkpoint stalled the training thread of each rank (CST)."""
         said = {rank: one.cst_seconds for rank, one in self.ranks.items()}
@@ -160,6 +194,11 @@ class StepRecord:
             for rank, seconds in said.items()
             if seconds is not None and 0 <= seconds < _STALL_SECONDS_MAX
         }
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """The runs of experiment trackers; as rank 0 said."""
+        return (self.ranks[0].trackers if 0 in self.ranks else None) or {}
 
     @property
     def is_copied_inside(self) -> bool:

@@ -6,6 +6,7 @@ accelerate     Hugging Face's Accelerate: the state of a plain training loop
 epochs         a loader with a length for `ResumableSampler`'s batches, for training loops that count epochs
 lightning      PyTorch Lightning: a callback, and the environment of the job
 torchtitan     torchtitan's training loop, or a similar one: a checkpoint manager
+trackers       experiment trackers: runs that go on, with marks about checkpoints
 transformers   Hugging Face's Trainer: a callback
 
 Each gives the names of the module of `trainer_side.frameworks` with the same name.
@@ -14,12 +15,14 @@ Each gives the names of the module of `trainer_side.frameworks` with the same na
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast.integrations import accelerate, epochs, lightning, torchtitan, transformers
+    from holdfast.integrations import accelerate, epochs, lightning, torchtitan, trackers, transformers
 else:
     from holdfast.lazy import lazy_names
 
     __getattr__, __dir__ = lazy_names(
-        __name__, {}, submodules=("accelerate", "epochs", "lightning", "torchtitan", "transformers")
+        __name__,
+        {},
+        submodules=("accelerate", "epochs", "lightning", "torchtitan", "trackers", "transformers"),
     )
 
-__all__ = ["accelerate", "epochs", "lightning", "torchtitan", "transformers"]
+__all__ = ["accelerate", "epochs", "lightning", "torchtitan", "trackers", "transformers"]

@@ -1,6 +1,6 @@
 """The doorbell between stager and flusher: small JSON messages over a unix SOCK_SEQPACKET socket.
 
-    stager  ── hello, begin, chunk, staged, abort, doubt, finish ───────────────────►  flusher
+    stager  ── hello, begin, chunk, staged, abort, doubt, proof, finish ───────────────────►  flusher
             ◄── welcome | refused, began, freed, grown, durable, verified, bad, failed, held, drained ──
 
 A stager whose flusher died says hello to the next one with the attempt that it has: if the welcome says `resumed`, ring
@@ -50,6 +50,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "staged": {"attempt": int, "step": int},
     "abort": {"attempt": int, "step": int, "reason": str},
     "doubt": {},  # the file beside the ring says about which steps
+    "proof": {},  # the file beside the ring says what the step after a checkpoint used
     "finish": {},
     # flusher → stager
     "welcome": {

@@ -14,6 +14,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Annotated, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -23,7 +24,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source
 from holdfast.image.layout import Layout
 from holdfast.image.replicas import drift_of
-from holdfast.image.save_record import StepRecord
+from holdfast.image.save_record import TRACKER_CHARACTERS_MAX, TRACKERS_MAX, StepRecord
 from holdfast.ring.doubts import doubt_about, read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
@@ -36,9 +37,9 @@ _U32 = Annotated[int, Field(ge=0, lt=2**32)]
 _Chunk = tuple[_U32, _Whole, list[tuple[_U32, _U32]]]
 _Digest = Annotated[str, Field(max_length=64)]
 _Drift = Annotated[str, Field(max_length=4096)]
-_ROWS = TypeAdapter(
-    list[tuple[_Whole, _Whole, _Digest, list[_Chunk]] | tuple[_Whole, _Whole, _Digest, list[_Chunk], _Drift]]
-)
+_Short = Annotated[str, Field(max_length=TRACKER_CHARACTERS_MAX)]
+_Trackers = Annotated[dict[_Short, _Short], Field(max_length=TRACKERS_MAX)]
+_ROWS = TypeAdapter(list[tuple[_Whole, _Whole, _Digest, list[_Chunk], _Drift, _Trackers]])
 
 
 class Asked(IntEnum):
@@ -48,6 +49,7 @@ class Asked(IntEnum):
     LAYOUT = 1
     BYTES = 2
     PLACE = 3
+    PROOF = 4
 
 
 class HeldCheckpoint(NamedTuple):
@@ -59,6 +61,7 @@ class HeldCheckpoint(NamedTuple):
         chunks: Chunk → what its slot holds.
         drift: While it is staged: in what its replicas were not the same, or why it may be torn; empty as far as is
             known.
+        trackers: While it is staged: the runs of experiment trackers that it belongs to, by tracker.
     """
 
     attempt: int
@@ -66,6 +69,7 @@ class HeldCheckpoint(NamedTuple):
     staged_digest: str
     chunks: Mapping[int, SlotRecord]
     drift: str = ""
+    trackers: Mapping[str, str] = MappingProxyType({})
 
     def fitting(self, layout: Layout) -> frozenset[int]:
         return frozenset(
@@ -92,10 +96,9 @@ def _held(ring: Ring, key: CheckpointId, chunks: dict[int, SlotRecord]) -> HeldC
         said = None
     if said is None or said.state != "staged":
         return HeldCheckpoint(*key, "", chunks)
-    caveat = drift_of(StepRecord.from_json(said.record), key.step) or doubt_about(
-        read_doubts(ring.directory), key
-    )
-    return HeldCheckpoint(*key, said.layout_digest, chunks, caveat)
+    record = StepRecord.from_json(said.record)
+    caveat = drift_of(record, key.step) or doubt_about(read_doubts(ring.directory), key)
+    return HeldCheckpoint(*key, said.layout_digest, chunks, caveat, record.trackers)
 
 
 def tell_held(held: Iterable[HeldCheckpoint]) -> bytes:
@@ -104,7 +107,7 @@ def tell_held(held: Iterable[HeldCheckpoint]) -> bytes:
         [
             *(one.attempt, one.step, one.staged_digest),
             [[chunk, record.nbytes, record.sources] for chunk, record in one.chunks.items()],
-            *([one.drift] if one.drift else []),
+            *(one.drift, dict(one.trackers)),
         ]
         for one in list(held)[:_TOLD_MAX]
     ]
@@ -136,7 +139,8 @@ def read_held(body: bytes) -> list[HeldCheckpoint]:
                 )
                 for chunk, nbytes, pairs in chunks
             },
-            *drift,
+            drift,
+            trackers,
         )
-        for attempt, step, digest, chunks, *drift in rows
+        for attempt, step, digest, chunks, drift, trackers in rows
     ]

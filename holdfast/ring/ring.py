@@ -43,6 +43,7 @@ from holdfast.ring.directory import (
 from holdfast.ring.doubts import DOUBTS_NAME
 from holdfast.ring.journal import RING_CHUNKS_MAX, Header, Journal, SlotRecord, SlotState
 from holdfast.ring.pages import use_huge_pages
+from holdfast.ring.proofs import PROOFS_NAME
 from holdfast.ring.set_aside import SET_ASIDE_NAME
 from holdfast.ring.side_files import SourceFiles, read_side_file, stager_file, write_side_file
 from holdfast.sealed import seal, unseal
@@ -276,7 +277,9 @@ class Ring:
             directory: It.
             keeps_doubts: Leave what is said of doubtful steps: their manifests are not marked yet.
         """
-        names = {"ring", "journal", SET_ASIDE_NAME, DOUBTS_NAME} - ({DOUBTS_NAME} if keeps_doubts else set())
+        names = {"ring", "journal", SET_ASIDE_NAME, DOUBTS_NAME, PROOFS_NAME} - (
+            {DOUBTS_NAME} if keeps_doubts else set()
+        )
         for path in directory.iterdir():
             known = path.name in names or path.name.startswith(
                 ("checkpoint-", "flush-", "layout-", "sources-", "stager-", ".new-")

@@ -35,6 +35,7 @@ from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from holdfast.telemetry.causes import cause_in
 from holdfast.telemetry.status_document import Transport
+from holdfast.wire.step_proof import ProofVerdict
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a time beside each counter, which nobody here asks for
 
@@ -127,6 +128,14 @@ class Metrics:
         )
         for kind in ("terminate", "rebalance"):
             self._notices.labels(kind)
+        self._resumes = Counter(
+            "holdfast_resumes",
+            "Resumes, by how the first step compares with that of the run before.",
+            ["verdict"],
+            registry=registry,
+        )
+        for verdict in ProofVerdict:
+            self._resumes.labels(verdict.value)
         self._transport = Gauge(
             "holdfast_transport",
             "1 for the way in which the ranks reach the stager; tls is TCP, encrypted.",
@@ -227,6 +236,8 @@ class Metrics:
                 self._divergences.inc()
             case "notice":
                 self._notices.labels(str(fields["kind"])).inc()
+            case "resume_proof":
+                self._resumes.labels(str(fields["verdict"])).inc()
             case "stager_ready":
                 self._transport.labels(str(fields["transport"])).set(1)
             case "stager_attached":
@@ -250,6 +261,7 @@ class Metrics:
                 "flusher_lost",
                 "divergence",
                 "notice",
+                "resume_proof",
                 "stager_ready",
                 "stager_attached",
                 "stager_gone",

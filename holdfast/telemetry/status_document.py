@@ -97,6 +97,8 @@ class StatusDocument(_Words):
         work_ended_at_unix: Flusher without a stager only: when the last one left.
         transport: Stager only; None: it has no job, or is of an older version.
         waits_at: Standing stager without a job only: HOST:PORT, where it waits for one.
+        resume: Stager only: how the first step of this job compares with that of the run before (`resume_proof`);
+            `resume_text`: the same as a sentence; both empty where nothing was resumed.
         interval_why: Stager that has brought the ranks to an interval (`every="auto"`): the reason, for people.
     """
 
@@ -118,6 +120,8 @@ class StatusDocument(_Words):
     work_ended_at_unix: _Number | None = None
     transport: Transport | None = None
     interval_why: _Text = ""
+    resume: Literal["", "verified resume", "differs", "not proven"] = ""
+    resume_text: _Text = ""
     waits_at: _Text = ""
 
 

@@ -31,6 +31,7 @@ from holdfast.telemetry.status_document import (
     Transport,
     checkpoint_status,
 )
+from holdfast.wire.step_proof import ResumeProof
 
 _CAUSES_MAX = 16
 _STATE_ORDER = ("lost", "silent", "coming", "here", "left")
@@ -64,6 +65,7 @@ class StatusState:
         self._attached: bool | None = False if role == "flusher" else None
         self._ended_at: float | None = None
         self._interval_why = ""
+        self._resume: ResumeProof | None = None
         self._transport: Transport | None = None
 
     def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
@@ -87,6 +89,8 @@ class StatusState:
                     self._interval_why = cut(str(fields["why"]))
                 case "interval_loose":
                     self._interval_why = cut(f"powers of two, until the next change: {fields['reason']}")
+                case "resume_proof":
+                    self._resume = ResumeProof.from_json(fields)
                 case "found":
                     self._found(fields, step)
                 case _ if step is not None:
@@ -194,6 +198,8 @@ class StatusState:
                 work_ended_at_unix=self._ended_at,
                 transport=self._transport,
                 interval_why=self._interval_why,
+                resume="" if self._resume is None else self._resume.verdict.value,
+                resume_text="" if self._resume is None else cut(self._resume.text, 4 * TEXT_CHARACTERS_MAX),
             )
 
 

@@ -71,6 +71,7 @@ class Kind(IntEnum):
     HERE = 14
     DOUBT = 15
     FITS = 16
+    PROOF = 17
     WELCOME = 32
     RESERVED = 33
     REFUSED = 34
@@ -105,10 +106,10 @@ class Frame:
     Attributes:
         attempt: Fencing epoch of the run; 0 before WELCOME.
         flags: SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.StepWord`. FETCH and
-            FETCHED: what is asked for (`holdfast.ring.remains.Asked`).
+            FETCHED: what is asked for (`holdfast.ring.remains.Asked`). PROOF: `holdfast.wire.step_proof.ProofPart`.
         arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of
-            the proposal. FETCH: attempt of the checkpoint. FETCHED: 1 if it is there. SEALED, SKIPPED, COMPLETE, VOID:
-            number of the tier. ROOM: bytes.
+            the proposal. FETCH, PROOF: attempt of the checkpoint. FETCHED: 1 if it is there. SEALED, SKIPPED, COMPLETE,
+            VOID: number of the tier. ROOM: bytes.
     """
 
     kind: Kind

@@ -61,6 +61,7 @@ def _summary(url: str, manifest: Manifest) -> Table:
         ("state", manifest.state.value + (f": {manifest.note}" if manifest.note else "")),
         *((("drift", manifest.drift),) if manifest.drift else ()),
         *((("doubt", manifest.doubt),) if manifest.doubt else ()),
+        *((_plain(f"metric {name}"), f"{value:.9g}") for name, value in manifest.metrics.items()),
         ("created", f"{manifest.created} ({age(manifest)} ago)"),
         ("ranks", str(manifest.ranks)),
         ("staged after", seconds(manifest.pgt1_seconds)),

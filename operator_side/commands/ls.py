@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import click
 
+from holdfast.checkpoints.best_finder import BestFinder, BestFound
+from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
 from holdfast.checkpoints.slice_sets import SliceSet
 from holdfast.command.examples import examples
@@ -19,7 +21,6 @@ from holdfast.command.output import (
     plain,
     print_json,
     progress_bar,
-    seconds,
     size,
     table,
 )
@@ -27,8 +28,8 @@ from holdfast.errors import StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.commands.target import URL, Target
 
-_COLUMNS = ("STEP", "SIZE", "STATE", "AGE", "RANKS", "DURABLE IN", "FILE")
-_NUMBERS = ("STEP", "SIZE", "AGE", "RANKS", "DURABLE IN")
+_COLUMNS = ("STEP", "SIZE", "STATE", "AGE", "RANKS", "PROOF", "FILE", "METRICS")
+_NUMBERS = ("STEP", "SIZE", "AGE", "RANKS")
 _ROWS_FIRST = 40  # so short runs are one table
 _ROWS_NEXT = 200
 
@@ -55,13 +56,19 @@ def ls(as_json: bool, target: Target) -> None:
            slices    complete, as slices that ranks wrote: `holdfast assemble` makes a file of them
            partial   slices, of which some are missing
 
+    Proof: whether it is recorded what the step after the checkpoint used, so that a resume from it can be proven.
+
+    After `holdfast rewind` the checkpoints of older branches are dim, and their file is followed by the branch.
+
     JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks", "created",
-    "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "nonfinite"}], "slices": [{"step", "attempt", "state":
-    "slices|partial", "fault", "ranks", "sealed", "nbytes", "doubt"}]}. Values that a damaged manifest does not have
-    are null. pgt1_seconds is the time from save() until the checkpoint was staged, pgt2_seconds until it was durable.
-    drift says which replicas differed; it is empty where none did. doubt says why a checkpoint may be torn, and is
-    else empty. nonfinite is the number of values in floating tensors that are NaN or infinite, counted when the
-    checkpoint was read back; null: not counted.
+    "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "proof", "nonfinite", "metrics": {name: value}, "branch",
+    "current", "is_best"}], "slices": [{"step", "attempt", "state": "slices|partial", "fault", "ranks", "sealed",
+    "nbytes", "doubt"}]}. Values that a damaged manifest does not have are null. pgt1_seconds is the time from save()
+    until the checkpoint was staged, pgt2_seconds until it was durable. drift says which replicas differed; it is
+    empty where none did. doubt says why a checkpoint may be torn, and is else empty. nonfinite is the number of
+    values in floating tensors that are NaN or infinite, counted when the checkpoint was read back; null: not counted.
+    is_best is true for the best good one by the run's best_metric. branch is the number of the branch that wrote it,
+    from 1; current tells whether restore may take it: it does not after `holdfast rewind` has left it.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
     look = target.catalog().look()
     if look.is_empty:
@@ -70,15 +77,32 @@ def ls(as_json: bool, target: Target) -> None:
     doubts = look.doubted_slices() if sets else {}
     # Where the rows themselves go to a terminal, they show how far it is.
     hidden = sys.stdout.isatty() and not as_json
-    documents = []
+    documents, finder, branches = [], BestFinder(), look.branches or Branches()
     with progress_bar("manifests", sum(one.nbytes for one in look.names), hidden=hidden) as advance:
-        items = look.items(progress=advance)
+        items = _seen(look.items(progress=advance), finder, branches)
         if as_json:
-            documents = [_document(item) for item in items]
+            documents = [_document(item, branches) for item in items]
         else:
-            _print(look.url, sets, doubts, items)
+            _print(look.url, sets, doubts, items, branches)
+    best = finder.best()
+    if not as_json and best is not None:
+        console().print(plain(_told(best)), markup=False, style="green", soft_wrap=True)
     if as_json:  # one document, so only when all is known
+        for one in documents:
+            one["is_best"] = best is not None and best.order == (one["attempt"], one["step"])
         print_json({"url": look.url, "checkpoints": documents, "slices": [_slices(s, doubts) for s in sets]})
+
+
+def _seen(items: Iterator[CatalogItem], finder: BestFinder, branches: Branches) -> Iterator[CatalogItem]:
+    for item in items:
+        if branches.is_current(item.order):
+            finder.see(item)
+        yield item
+
+
+def _told(best: BestFound) -> str:
+    step, attempt = best.order.step, best.order.attempt
+    return f"best {best.rule.told()}: {best.value:.6g}, step {step} of attempt {attempt}"
 
 
 def _is_published(look: CatalogLook, found: SliceSet) -> bool:
@@ -88,28 +112,37 @@ def _is_published(look: CatalogLook, found: SliceSet) -> bool:
 
 
 def _print(
-    url: str, sets: Sequence[SliceSet], doubts: Mapping[CheckpointId, str], items: Iterator[CatalogItem]
+    url: str,
+    sets: Sequence[SliceSet],
+    doubts: Mapping[CheckpointId, str],
+    items: Iterator[CatalogItem],
+    branches: Branches,
 ) -> None:
     """Print the rows while they are read, a few at a time, and then what is to be said of some of them."""
     out = console()
-    rows = [_slice_row(found, doubts) for found in sets] + _read_rows(items, _ROWS_FIRST)
+    rows = [_slice_row(found, doubts) for found in sets] + _read_rows(items, _ROWS_FIRST, branches)
     if not rows:
         out.print(f"{url}: the run has no checkpoint yet", markup=False)
         return
     notes: list[tuple[str, str]] = []
-    widths = [len(name) for name in _COLUMNS]
+    columns: tuple[str, ...] = _COLUMNS
     is_first = True
+    widths = [len(name) for name in columns]
     while rows:
+        if is_first and not any(row.cells[-1] for row in rows):  # of a run without metrics
+            columns = _COLUMNS[:-1]
         widths = [max(*at) for at in zip(widths, *(map(len, row.cells) for row in rows), strict=True)]
-        shown = table(*_COLUMNS, right=_NUMBERS)
+        shown = table(*columns, right=_NUMBERS)
         shown.show_header = is_first
-        for column, width in zip(shown.columns, widths, strict=True):
+        for column, width in zip(shown.columns, widths, strict=False):
             column.min_width = width  # so that the next rows stand below these
         for row in rows:
-            shown.add_row(*row.cells, style=row.style)
+            shown.add_row(*row.cells[: len(columns)], style=row.style)
             notes += row.notes
         out.print(shown)
-        rows, is_first = _read_rows(items, _ROWS_NEXT), False
+        rows, is_first = _read_rows(items, _ROWS_NEXT, branches), False
+    if branches.rewinds:
+        notes.append((branches.sentence(), ""))
     for text, style in notes:
         out.print(plain(text), markup=False, style=style, soft_wrap=True)
 
@@ -122,8 +155,16 @@ class _ListedRow(NamedTuple):
     notes: tuple[tuple[str, str], ...]
 
 
-def _read_rows(items: Iterator[CatalogItem], count: int) -> list[_ListedRow]:
-    return [_row(item) for item in itertools.islice(items, count)]
+def _read_rows(items: Iterator[CatalogItem], count: int, branches: Branches) -> list[_ListedRow]:
+    rows = []
+    for item in itertools.islice(items, count):
+        row = _row(item)
+        if not branches.is_current(item.order):
+            *cells, file, metrics = row.cells
+            cells.append(f"{file} (branch {branches.number(item.attempt)})")
+            row = row._replace(cells=(*cells, metrics), style=row.style or "dim")
+        rows.append(row)
+    return rows
 
 
 def _row(item: CatalogItem) -> _ListedRow:
@@ -147,15 +188,16 @@ def _broken(item: CatalogItem) -> str:
 def _cells(item: CatalogItem) -> tuple[str, ...]:
     manifest = item.manifest
     if manifest is None:
-        return (str(item.step), size(item.file_bytes), item.state, "-", "-", "-", item.name)
+        return (str(item.step), size(item.file_bytes), item.state, "-", "-", "-", item.name, "")
     return (
         str(item.step),
         size(item.file_bytes),
         item.state,
         age(manifest),
         str(manifest.ranks),
-        seconds(manifest.pgt2_seconds),
+        "yes" if item.has_proof else "no",
         manifest.file,
+        plain("  ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items())),
     )
 
 
@@ -166,7 +208,7 @@ def _slice_row(found: SliceSet, doubts: Mapping[CheckpointId, str]) -> _ListedRo
 
 def _slice_cells(found: SliceSet) -> tuple[str, ...]:
     where = f"{len(found.seals)} of {found.ranks} slices, attempt {found.attempt}"
-    return (str(found.step), size(found.nbytes), _state(found), "-", str(found.ranks), "-", where)
+    return (str(found.step), size(found.nbytes), _state(found), "-", str(found.ranks), "-", where, "")
 
 
 def _state(found: SliceSet) -> str:
@@ -186,7 +228,7 @@ def _slices(found: SliceSet, doubts: Mapping[CheckpointId, str]) -> dict[str, An
     }
 
 
-def _document(item: CatalogItem) -> dict[str, Any]:
+def _document(item: CatalogItem, branches: Branches) -> dict[str, Any]:
     manifest = item.manifest
     return {
         "step": item.step,
@@ -201,5 +243,9 @@ def _document(item: CatalogItem) -> dict[str, Any]:
         "pgt2_seconds": manifest.pgt2_seconds if manifest else None,
         "drift": item.drift,
         "doubt": item.doubt,
+        "proof": item.has_proof,
         "nonfinite": manifest.nonfinite.values if manifest and manifest.nonfinite else None,
+        "metrics": manifest.metrics if manifest else {},
+        "branch": branches.number(item.attempt),
+        "current": branches.is_current(item.order),
     }

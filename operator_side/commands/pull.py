@@ -10,17 +10,19 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import click
 
 from holdfast import crc
 from holdfast.checkpoints.assembly import copy_out
+from holdfast.checkpoints.best_finder import find_best
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, load_set
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json, progress_bar
 from holdfast.command.place import place, unwritable, write_whole
-from holdfast.errors import DamageError, StoreMissing
+from holdfast.errors import ConfigError, DamageError, StoreMissing
 from holdfast.image.manifest import Manifest, step_file_name
 from holdfast.ring.pages import direct_window
 from holdfast.store.base import Store
@@ -38,13 +40,27 @@ _READS_MAX = 2  # a wrong chunk may have changed only on its way here
     epilog=examples(
         "holdfast pull s3://bucket/run .              # the newest good checkpoint, under its own name",
         "holdfast pull s3://bucket/run@1000 step.pt",
+        "holdfast pull s3://bucket/run best.pt --best val_loss",
     ),
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
+@click.option("--best", metavar="METRIC", help="Copy the best good checkpoint by this metric.")
+@click.option(
+    "--mode",
+    type=click.Choice(["min", "max"]),
+    help="The value of METRIC that is best: min is the lowest, max the highest. Default: as the run's best_mode says.",
+)
 @forced("DEST")
 @json_option
-def pull(as_json: bool, target: Target, destination: Path, force: bool) -> None:
+def pull(
+    as_json: bool,
+    target: Target,
+    destination: Path,
+    best: str | None,
+    mode: Literal["min", "max"] | None,
+    force: bool,
+) -> None:
     """Copy a checkpoint of the run at URL to DEST, which is a file name or a directory.
 
     Without @STEP the command copies the newest good checkpoint. It checks every byte, and DEST appears only when all of
@@ -58,12 +74,16 @@ def pull(as_json: bool, target: Target, destination: Path, force: bool) -> None:
 
     JSON: {"url", "step", "file", "destination", "nbytes", "crc32", "kept_bytes"}.
     """
+    if best is None and mode is not None:
+        raise ConfigError(f"--mode {mode} is for a metric; give --best METRIC with it")
+    if best is not None and target.step is not None:
+        raise ConfigError(f"--best {best} and @{target.step} name a checkpoint each; leave one of them out")
     catalog = target.catalog()
     try:
-        manifest = catalog.get(target.step)
+        manifest = catalog.get(target.step) if best is None else find_best(catalog, best, mode)
     except StoreMissing:
         sets = [found for found in complete_sets(catalog.slices()) if target.step in (None, found.step)]
-        if not sets:
+        if best is not None or not sets:
             raise
         _pull_slices(catalog, sets, destination, force=force, as_json=as_json)
         return

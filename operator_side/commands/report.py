@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from holdfast import __version__
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json
 from holdfast.command.place import place, write_whole
@@ -72,7 +71,7 @@ def report(
     notes: list[str] = []
     stored = _stored(target, notes, may_fail=not events)
     facts = gather(target.url, log, stored, dollars_per_hour=dollars_per_hour, notes=notes)
-    made = page(facts, made_at_unix=time.time(), version=__version__)
+    made = page(facts, made_at_unix=time.time())
 
     def fill(fd: int) -> None:
         rest = memoryview(made)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -32,13 +33,15 @@ from operator_side.commands.options import (
 
 if TYPE_CHECKING:
     from holdfast.config import StagerConfig
+    from operator_side.notify.notifier import Destination
     from operator_side.supervise.hosts import Fleet
     from operator_side.supervise.supervisor_messages import Launch
     from operator_side.supervise.verdict import Verdict
 
 
 _FORWARDED = ("HOLDFAST_", "NCCL_", "FI_", "OMP_", "PYTORCH_", "TORCH_")
-_NOT_FORWARDED = ("HOLDFAST_EVENTS",)  # a path of this machine; the stager is told by an argument
+# A path of this machine, of which the stager is told by an argument; and secrets.
+_NOT_FORWARDED = ("HOLDFAST_EVENTS", "HOLDFAST_NOTIFY")
 _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 
 
@@ -48,12 +51,14 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
         "0 the job is done, and its newest checkpoint is durable",
         "9 hosts or ranks were lost too often",
         "11 the job is done, but its newest checkpoint is not durable",
+        "75 with --launcher torchrun: preempted, or processes were lost: start the job again",
         "130 ended by SIGTERM, Ctrl-C or SIGHUP (a closed terminal)",
         "137 a process was killed because memory ran out",
         "other the exit code of the process that crashed",
     )
     + examples(
         "holdfast run -n 8 --store s3://bucket/run -- python train.py",
+        "holdfast run --launcher torchrun -n 2 --store /mnt/nfs/run -- python train.py",
         "holdfast run -n 16 --min-ranks 8 --hosts hosts --store /mnt/nfs/run -- python train.py",
         "holdfast run -n 8 --set keep_last=5 --set ring_bytes=8GiB --store s3://bucket/run -- python train.py",
     ),
@@ -63,6 +68,14 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 @count(
     "--min-ranks",
     "Smallest number of training ranks to start with where hosts are missing. Default: the value of --ranks.",
+)
+@click.option(
+    "--launcher",
+    type=click.Choice(["mpirun", "torchrun"]),
+    default="mpirun",
+    show_default=True,
+    help="Launcher of the ranks. torchrun: on this machine alone, beside a stager of its own; torchrun restarts the "
+    "ranks, and the command prints what several machines need.",
 )
 @click.option("--store", help="URL of the run: a path, s3://bucket/run, or another URL that fsspec knows.")
 @click.option(
@@ -111,7 +124,8 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 )
 @count(
     "--restarts-max",
-    "Largest number of restarts in a row without a newer checkpoint; after that the command gives up.",
+    "Largest number of restarts in a row without a newer checkpoint; after that the command gives up. With --launcher "
+    "torchrun: of all restarts, and 3 where it is not given.",
     8,
     least=0,
 )
@@ -126,6 +140,22 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     "Seconds without a newly staged checkpoint, after which the attempt is ended. Default: no limit.",
 )
 @number("--hosts-seconds-max", "Seconds to wait until there are enough hosts.", 1800.0)
+@click.option(
+    "--notify",
+    multiple=True,
+    metavar="URL",
+    envvar="HOLDFAST_NOTIFY",
+    help="URL that gets a POST for each preemption, resumption and problem: a webhook of Slack or Discord, "
+    "https://ntfy.sh/TOPIC, ntfy://HOST/TOPIC, or any other for JSON; repeatable. The variable HOLDFAST_NOTIFY keeps "
+    "it out of the list of processes.",
+)
+@click.option(
+    "--notify-command",
+    multiple=True,
+    metavar="COMMAND",
+    help="Shell command to run for each of them, with the message as JSON on stdin and in HOLDFAST_EVENT and "
+    "HOLDFAST_TEXT; repeatable.",
+)
 @number("--poll-seconds", "Seconds between two looks at the list of hosts.", 15.0, least=0.05)
 @COMMAND
 def run(command: tuple[str, ...], **options: Any) -> int:
@@ -136,11 +166,18 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     times in a row without a newer checkpoint counts as a bug: the command then ends and shows the end of the log of the
     rank that crashed. If these crashes follow the restore of one checkpoint, the command sets that checkpoint aside
     first and resumes the job from the one before it, at most --set-aside-max times in a row.
+
+    With --launcher torchrun COMMAND may be a program, a script (train.py) or a module (-m NAME). A stager that dies is
+    started again. SIGTERM and Ctrl-C are a preemption notice to the ranks, which have --grace-seconds; a second one
+    kills them.
     """
     from holdfast.command.output import say
     from holdfast.config import StagerConfig
     from holdfast.ring.directory import runtime_directory
     from holdfast.store import refuse_missing_parent
+    from operator_side.notify.alert_command import AlertCommand
+    from operator_side.notify.notifier import Notifier
+    from operator_side.notify.webhook import Webhook
     from operator_side.supervise.core import Core
     from operator_side.supervise.job_processes import JobProcesses, RunFiles
     from operator_side.supervise.limits import Limits
@@ -152,11 +189,18 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     logging.getLogger("holdfast.run").setLevel(logging.INFO)
     if options["create"]:
         options["settings"] = (*options["settings"], "create=true")
+    if options["launcher"] == "torchrun":
+        return _run_torchrun(command, options)
     config = StagerConfig.from_sources(store=options["store"], **settings_of(options["settings"]))
     refuse_missing_parent(config.store, create=config.create)
     fleet = _fleet(options)
+    destinations: list[Destination] = [
+        *map(Webhook, options["notify"]),
+        *map(AlertCommand, options["notify_command"]),
+    ]
     logs = _logs(options["logs"], config.store)
     lock = _lock(logs)
+    notifier = Notifier(destinations, run=_without_secrets(config.store))
     try:
         events = config.events or logs / "events.jsonl"
         limits = Limits(
@@ -194,8 +238,9 @@ def run(command: tuple[str, ...], **options: Any) -> int:
             is_done = verdict.cause is Cause.DONE
             return _unless_not_durable(verdict, core.newest_step, config.store) if is_done else verdict
 
-        verdict = Supervisor(core, job, watch, files, last_look=last_look).run()
+        verdict = Supervisor(core, job, watch, files, last_look=last_look, tell=notifier.tell).run()
     finally:
+        notifier.close()
         lock.close()
     if verdict.exit_code:
         stopped = verdict.cause.value == "stopped"
@@ -206,12 +251,50 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     return int(getattr(class_of(verdict.exception), "exit_code", verdict.exit_code))
 
 
+def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
+    from holdfast.config import StagerConfig
+    from holdfast.store import refuse_missing_parent
+    from operator_side.commands.run_with_torchrun import check_options, say_for_several_machines, torchrun_job
+    from operator_side.supervise.verdict import Cause, Verdict
+
+    check_options(settings_of(options["settings"]))
+    config = StagerConfig.from_sources(store=options["store"], **settings_of(options["settings"]))
+    refuse_missing_parent(config.store, create=config.create)
+    logs = _logs(options["logs"], config.store)
+    with _lock(logs):
+        events = config.events or logs / "events.jsonl"
+        say_for_several_machines(command, config.store, options)
+        job = torchrun_job(
+            command,
+            config,
+            options,
+            stager_arguments=_stager_arguments(config, events, options),
+            events=events,
+            newest_step=_newest_step(config.store),
+            pause_seconds=_pause_seconds,
+        )
+        code, message = job.run()
+        if code == 0:
+            done = Verdict(Cause.DONE, "the job is done", "done", exit_code=0)
+            verdict = _unless_not_durable(done, job.newest_step, config.store)
+            code, message = verdict.exit_code, verdict.message
+    if code and message:
+        _say_why(message, [], logs)
+    return code
+
+
 def _say_why(message: str, words: Sequence[str], logs: Path) -> None:
     from holdfast.command.output import say
 
     for word in words:
         say(word)
     say(f"holdfast run: {message}; logs: {logs}")
+
+
+def _without_secrets(url: str) -> str:
+    """The URL without a password or query."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
 
 
 def _fleet(options: dict[str, Any]) -> Fleet:
@@ -236,11 +319,9 @@ def _fleet(options: dict[str, Any]) -> Fleet:
 
 def _logs(given: Path | None, store: str) -> Path:
     if given is None:
-        import platformdirs
-
         from holdfast.ring.directory import run_key
 
-        given = Path(platformdirs.user_state_dir("holdfast", appauthor=False)) / "runs" / run_key(store)
+        given = log_directory(run_key(store))
     try:
         given.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -248,6 +329,13 @@ def _logs(given: Path | None, store: str) -> Path:
             f"--logs {given}: this directory cannot be made: {error.strerror}; name another one"
         ) from error
     return given.absolute()
+
+
+def log_directory(key: str) -> Path:
+    """The log directory of the run with this key, unless `--logs` names another one."""
+    import platformdirs
+
+    return Path(platformdirs.user_state_dir("holdfast", appauthor=False)) / "runs" / key
 
 
 def _lock(logs: Path) -> IO[str]:
@@ -311,8 +399,8 @@ def _mpirun(
     from operator_side.supervise.rank import STAGER, TRAINER
 
     keeper = [sys.executable, "-P", "-m", "operator_side.supervise.rank"]
-    settings = {**settings_of(options["settings"]), "store": config.store, "events": str(events)}
-    stager = [*keeper, STAGER, sys.executable, "-P", "-m", "holdfast", "stager", *_arguments(settings)]
+    arguments = _stager_arguments(config, events, options)
+    stager = [*keeper, STAGER, sys.executable, "-P", "-m", "holdfast", "stager", *arguments]
     more = ["--output", "tag", *shlex.split(options["mpirun_options"])]
     if options["agent"]:
         more += ["--prtemca", "plm_ssh_agent", options["agent"]]
@@ -333,6 +421,11 @@ def _mpirun(
         stager_host=options["stager_host"] or socket.gethostname(),
         options=more,
     )
+
+
+def _stager_arguments(config: StagerConfig, events: Path, options: dict[str, Any]) -> list[str]:
+    settings = settings_of(options["settings"])
+    return _arguments({**settings, "store": config.store, "events": str(events)})
 
 
 def _arguments(settings: dict[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`holdfast status`: watch a run in the terminal, print its state once, or as JSON."""
+"""`holdfast status`: watch a run in the terminal or in a browser, print its state once, or as JSON."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ import click
 
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json
-from holdfast.errors import StoreMissing
-from operator_side.commands.options import DOLLARS_PER_HOUR, check_dollars_per_hour, exit_codes, file, number
+from holdfast.errors import ConfigError
+from operator_side.commands.options import (
+    DOLLARS_PER_HOUR,
+    check_dollars_per_hour,
+    count,
+    exit_codes,
+    file,
+    number,
+)
 
 _ROWS_LEAST = 14  # of one run in a window: who, how far, how much is at risk
 
 if TYPE_CHECKING:
     from operator_side.status.run_status import RunStatus
-    from operator_side.status.run_watch import RunWatch
+    from operator_side.status.run_watches import RunWatches
 
 
 @click.command(
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
     + examples(
         "holdfast status",
         "ssh -t stager holdfast status --dollars-per-hour 12.40",
+        "holdfast status --web",
         "holdfast status s3://bucket/run --json",
     ),
 )
@@ -36,6 +44,15 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Print the state once and end; this is the default where stdout is not a terminal.",
 )
+@click.option("--web", is_flag=True, help="Serve the status as a live page on 127.0.0.1 until Ctrl-C.")
+@count("--port", "Port of the page; 0 takes any that is free.", 8765, least=0, most=65535)
+@file(
+    "--events events",
+    "With --web and RUN: event log, or log directory of `holdfast run`; repeatable. Default: where `holdfast run` of "
+    "this machine and user puts them.",
+    metavar="FILE",
+    multiple=True,
+)
 @number("--interval-seconds", "Seconds between two updates.", 1.0, least=0.1, most=3600)
 @DOLLARS_PER_HOUR
 @file("--runtime-dir", "Directory with the rings of this machine. Default: /dev/shm/holdfast-UID.")
@@ -44,6 +61,9 @@ def status(
     as_json: bool,
     run: str | None,
     once: bool,
+    web: bool,
+    port: int,
+    events: tuple[Path, ...],
     interval_seconds: float,
     dollars_per_hour: float | None,
     runtime_dir: Path | None,
@@ -54,12 +74,28 @@ def status(
     on the stager's machine: `ssh stager holdfast status`. It asks the stager and the flusher while they live, and reads
     the ring and, without a flusher, the store.
 
+    With --web a browser shows it: the command prints the URL, and the ssh line for a browser elsewhere. The page loads
+    nothing from other hosts. Goodput, losses and kills come from the event logs.
+
     JSON: {"runs": [{"run", "attempt", "is_running", "levels", "loss_trainers", "loss_node", "flights", "ring",
     "ranks", …}]}; docs/status.md describes every field.
     """
     check_dollars_per_hour(dollars_per_hour)
-    watches = _Watches(run, runtime_dir, dollars_per_hour)
+    if web and (once or as_json):
+        raise ConfigError(
+            "--web serves a page: leave out --once and --json; the page has a link to its JSON document"
+        )
+    if events and not (web and run):
+        raise ConfigError("--events: expected with --web and RUN, whose logs they are")
+    from operator_side.status.run_watches import RunWatches
+
+    watches = RunWatches(run, runtime_dir, dollars_per_hour)
     found = watches.look()
+    if web:
+        from operator_side.commands.status_web import serve_web
+
+        serve_web(watches, port, interval_seconds, events, dollars_per_hour)
+        return
     if as_json:
         print_json({"runs": [one.document() for one in found]})
         return
@@ -72,42 +108,7 @@ def status(
     _live(watches, found, interval_seconds)
 
 
-class _Watches:
-    """The runs that are shown: the named one, or all runs of this machine. A run that has ended stays."""
-
-    def __init__(self, run: str | None, runtime_dir: Path | None, dollars_per_hour: float | None) -> None:
-        from holdfast.config import FlusherConfig
-
-        # Read the setting as the roles do; the class wants a store, which does not matter here if none is named.
-        self._base = FlusherConfig.from_sources(store=run or "none", runtime_dir=runtime_dir).runtime_dir
-        self._dollars_per_hour = dollars_per_hour
-        self._run = run
-        self._watches: dict[Path, RunWatch] = {}
-
-    def look(self) -> list[RunStatus]:
-        self._find()
-        if not self._watches:
-            raise StoreMissing(
-                f"{self._run or self._base}: there is no such run on this machine; name the URL of a run, or start the "
-                "command on the machine of its stager (`ssh HOST holdfast status`)"
-            )
-        found = [watch.look() for watch in self._watches.values()]
-        return sorted(found, key=lambda one: one.newest_unix, reverse=True)
-
-    def _find(self) -> None:
-        from holdfast.ring.directory import runtime_directory
-        from operator_side.status.run_watch import RunWatch, runs_in
-
-        place = self._base if self._run is None else Path(self._run)
-        for directory in runs_in(place.absolute()):
-            if directory not in self._watches:
-                self._watches[directory] = RunWatch(directory, dollars_per_hour=self._dollars_per_hour)
-        if not self._watches and self._run is not None:
-            directory = runtime_directory(self._run, self._base)
-            self._watches[directory] = RunWatch(directory, self._run, dollars_per_hour=self._dollars_per_hour)
-
-
-def _live(watches: _Watches, found: list[RunStatus], interval_seconds: float) -> None:
+def _live(watches: RunWatches, found: list[RunStatus], interval_seconds: float) -> None:
     """Show the runs until Ctrl-C; then the last one stays in the terminal."""
     from rich.console import Group
     from rich.live import Live

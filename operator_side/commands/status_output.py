@@ -6,9 +6,7 @@ A pure function: status ─► renderable. With a height the lists (ranks, lines
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -16,17 +14,18 @@ from rich.text import Text
 
 from holdfast.command.output import plain, seconds, size, table
 from holdfast.telemetry.status_document import RankStatus, StatusLine
-from operator_side.status.loss import Lost
-from operator_side.status.run_status import LEVELS, Peer, RunStatus, Timings, UnderWay
+from operator_side.page.words import dollars
+from operator_side.status.run_status import LEVELS, RunStatus, Timings, UnderWay
+from operator_side.status.status_text import age, head_lines, line_text, lost_steps, resumes_from
 
 _BAR_CELLS = 16
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN = 8, 6, 3
 _RANKS_SHOWN_LEAST, _FLIGHTS_SHOWN_LEAST, _LINES_SHOWN_LEAST = 1, 1, 1
 _HOST_CHARACTERS_MAX = 20
-_OVER = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
 # Dropped first where the window is too small.
 _DROPPED = ("timings", "notices", "declined", "ring", "flights", "ranks", "notes", "troubles")
+_RESUME_STYLE = {"verified resume": "", "differs": "red", "not proven": "yellow"}
 _RANK_STYLE = {"lost": "red", "silent": "yellow", "coming": "dim", "left": "dim"}
 
 
@@ -85,39 +84,13 @@ def _lines(parts: Iterable[RenderableType]) -> int:
 
 
 def _head(status: RunStatus) -> list[RenderableType]:
-    clock = datetime.fromtimestamp(status.now_unix, UTC).strftime("%H:%M:%S UTC")
-    where = f"attempt {status.attempt}, {clock}" if status.attempt else clock
-    return [
+    lines: list[RenderableType] = [
         Text(plain(status.run), style="bold"),
-        Text(f"{where}; {_who(status)}"),
-        Text(
-            f"{_peer('stager', status.stager, status)}{_OVER.get(status.transport or '', '')}; "
-            f"{_peer('flusher', status.flusher, status)}"
-        ),
+        *(Text(plain(line)) for line in head_lines(status)),
     ]
-
-
-def _peer(name: str, peer: Peer, status: RunStatus) -> str:
-    if peer.state == "gone":
-        return f"no {name}"
-    if name == "stager" and status.waits_at:
-        return f"stager process {peer.pid} waits for a job at {plain(status.waits_at)}"
-    process = "" if peer.pid is None else f" process {peer.pid}"
-    if peer.state == "silent":
-        return f"{name}{process} does not answer ({plain(peer.note)})"
-    since = "" if peer.since_unix is None else f", {_age(status, peer.since_unix)}"
-    return f"{name}{process}{since}"
-
-
-def _who(status: RunStatus) -> str:
-    if not status.ranks:
-        return "no training job is running" if not status.is_running else "the ranks are not known"
-    counts = Counter(rank.state for rank in status.ranks)
-    counts["here"] += status.ranks_total - counts.total()  # the status names the ranks in a worse state first
-    named = [
-        f"{counts[state]} {state}" for state in ("here", "coming", "silent", "left", "lost") if counts[state]
-    ]
-    return f"{status.ranks_total} ranks: {', '.join(named)}"
+    if status.resume_text:
+        lines.append(Text(plain(status.resume_text), style=_RESUME_STYLE[status.resume]))
+    return lines
 
 
 def _levels(status: RunStatus) -> Table:
@@ -127,7 +100,7 @@ def _levels(status: RunStatus) -> Table:
         if level is None:
             rows.add_row(f"newest {name}", "-", "-", "-", style="dim")
             continue
-        at = "-" if not level.at_unix else _age(status, level.at_unix)
+        at = "-" if not level.at_unix else age(status.now_unix, level.at_unix)
         broken = f", {level.nonfinite:,} numbers not finite" if level.nonfinite else ""
         style = "yellow" if broken else ""
         rows.add_row(f"newest {name}{broken}", str(level.step), at, str(level.attempt), style=style)
@@ -147,22 +120,8 @@ def _loss(status: RunStatus) -> Table:
         ("of all trainers", status.loss_trainers),
         ("and of the stager's node", status.loss_node),
     ):
-        rows.add_row(what, _steps(lost), seconds(lost.seconds), _dollars(lost), _from(lost))
+        rows.add_row(what, lost_steps(lost), seconds(lost.seconds), dollars(lost.dollars), resumes_from(lost))
     return rows
-
-
-def _steps(lost: Lost) -> str:
-    if lost.steps is None:
-        return "?"
-    return f"~{lost.steps}" if lost.is_estimate else str(lost.steps)
-
-
-def _dollars(lost: Lost) -> str:
-    return "-" if lost.dollars is None else f"${lost.dollars:.2f}"
-
-
-def _from(lost: Lost) -> str:
-    return "the beginning" if lost.since_step is None else f"step {lost.since_step}"
 
 
 # -- what is on its way ------------------------------------------------------------------------------------------------
@@ -291,7 +250,7 @@ def _declined(status: RunStatus) -> list[RenderableType]:
     ]
     if status.declined:
         last = status.declined[-1]
-        found.append(Text(f"  last: {_line(last, status.now_unix)}"))
+        found.append(Text(f"  last: {plain(line_text(last, status.now_unix))}"))
     return found
 
 
@@ -299,12 +258,11 @@ def _said(title: str, lines: Sequence[StatusLine], now_unix: float, shown: int) 
     if not lines:
         return []
     more = f", {len(lines) - shown} earlier ones not shown" if len(lines) > shown else ""
-    return [Text(), Text(f"{title}{more}"), *(Text(f"  {_line(line, now_unix)}") for line in lines[-shown:])]
-
-
-def _line(line: StatusLine, now_unix: float) -> str:
-    step = "" if line.step is None else f" step {line.step}"
-    return f"{seconds(max(0.0, now_unix - line.at_unix))} ago {plain(line.event)}{step}: {plain(line.text)}"
+    return [
+        Text(),
+        Text(f"{title}{more}"),
+        *(Text(f"  {plain(line_text(line, now_unix))}") for line in lines[-shown:]),
+    ]
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
@@ -327,7 +285,3 @@ def spark(values: Sequence[float], ascii_only: bool = False) -> str:
     if span <= 0:
         return marks[len(marks) // 2] * len(values)
     return "".join(marks[min(len(marks) - 1, int((value - least) / span * len(marks)))] for value in values)
-
-
-def _age(status: RunStatus, at_unix: float) -> str:
-    return seconds(max(0.0, status.now_unix - at_unix))

@@ -5,7 +5,7 @@
       └─ findings (pure): resumed, lost, recovery, samples ◄── events, status, diary      compare ◄── both stores
 
 run_drill, kill_plan                  runs the script twice, with kills drawn from a seed
-job, supervised_run, torchrun_run     one run: `holdfast run`, or torchrun beside a stager
+job, supervised_run, torchrun_run     one run: `holdfast run`, with mpirun or with torchrun
 run_progress                          the progress that is shown meanwhile
 findings, batches                     the finding of each kill; the batches that a resumed run trained on
 compare, measured_times, values       checkpoints compared value by value; times that a clock measured

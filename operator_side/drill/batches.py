@@ -13,16 +13,26 @@ from operator_side.drill.findings import KillFinding, Struck
 
 Lines = Sequence[Mapping[str, Any]]
 _Batches = Mapping[tuple[int, int], Sequence[int]]  # rank and step → CRC of each
-_AHEAD = (
-    "the script draws batches before it saves, and draws others when it resumes. Draw the batch of a step after "
-    "the checkpoint of the step before, or save what was drawn"
+_REMEDY = (
+    "draw through ResumableDraw (docs/data.md), or draw the batch of a step after the checkpoint before it"
+)
+_IN_HAND = (
+    "the script had a batch in hand when it saved, and draws another one when it resumes. After restore(), "
+    + _REMEDY
 )
 _BEFORE = (
-    "the script draws its first batch before restore(), and the one that it had drawn ahead of the checkpoint is lost. "
-    "Draw the batch of a step after the checkpoint of the step before"
+    "the script draws its first batch before restore(), and the batch in hand at the checkpoint is lost. After "
+    "restore(), " + _REMEDY
+)
+_TWICE = (
+    "the script trains again on the last batch before the checkpoint. ResumableDraw is for a batch that is drawn "
+    "ahead; a script that draws none ahead needs the RngState alone"
 )
 _AGAIN = "the script begins its data again. Save the place in the data, as ResumableSampler does"
-_OTHER = "save the place in the data, as ResumableSampler does, and the random numbers that choose samples"
+_OTHER = (
+    "save the place in the data, as ResumableSampler does, and the random numbers that choose samples. If the script "
+    "saves them, it had a batch in hand when it saved: after restore(), " + _REMEDY
+)
 
 
 def name_other_batches(
@@ -76,7 +86,7 @@ def _sentence(step: int, differ: Sequence[int], got: _Batches, want: _Batches) -
             f"{abs(away)} {'batch' if abs(away) == 1 else 'batches'} {'later' if away > 0 else 'earlier'}"
         )
         what = f"the batch that the undisturbed run had {number}, at step {calls[own + away][0]}"
-        advice = _AHEAD if away > 0 else _AGAIN
+        advice = _IN_HAND if away > 0 else _TWICE if away == -1 and own > 1 else _AGAIN
     if all(want.get((one, step + 1), []) == got.get((one, step + 1)) for one in differ):
         advice = _BEFORE
     return (

@@ -1,7 +1,7 @@
 """One run of a drill: a job with a store, logs and a diary of its own, on this machine.
 
-    DrillRun ─┬─ SupervisedRun    holdfast run ─► mpirun ─► ranks, stager      supervised_run.py
-              └─ TorchrunRun      torchrun ─► ranks · holdfast stager          torchrun_run.py
+    DrillRun ── SupervisedRun    holdfast run ─► mpirun ─► ranks, stager           supervised_run.py
+                   └─ TorchrunRun    the same ─► torchrun ─► ranks · stager        torchrun_run.py
        └─ follows ◄── diary.jsonl (ranks) · events.jsonl (ranks, stager, flusher) · what is told of starts and losses
 
 Signals go to the processes of this run alone: its children, and ranks named in its diary.
@@ -15,7 +15,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from holdfast.supervised import DIARY_VARIABLE
 from operator_side.drill.kill_plan import Kill
 from operator_side.supervise.job_output import Follower
 from operator_side.supervise.supervisor import environment_of_job
+from operator_side.supervise.tied import tied
 
 _END_SECONDS = 60.0
 _TORCHRUN_FAILS = re.compile(r"^[EW]\d{4} [\d:.]+ \d+ \S*torch/distributed/elastic", re.MULTILINE)
@@ -138,9 +138,8 @@ class DrillRun(abc.ABC):
 
     def _start(self, line: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         # Tied to this process, so that a killed drill leaves nothing behind.
-        tied = [sys.executable, "-P", "-m", "operator_side.supervise.attempt", str(os.getpid())]
         return subprocess.Popen(
-            [*tied, *line], stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, env=env
+            tied(line), stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, env=env
         )
 
     def _rank(self, rank: int) -> list[int]:

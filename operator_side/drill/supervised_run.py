@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from operator_side.drill.job import DrillRun, Setup, end, parent_of
@@ -21,22 +23,20 @@ class SupervisedRun(DrillRun):
 
     def __init__(self, setup: Setup, folder: Path, *, kills: int) -> None:
         super().__init__(setup, folder)
-        line = [
-            sys.executable,
-            "-P",
-            "-m",
-            "holdfast",
-            "run",
-            "-n",
-            str(setup.ranks),
-            "--store",
-            str(self.store),
-        ]
-        line += ["--logs", str(self.logs), "--set", "keep_last=0"]
-        line += [word for setting in setup.settings for word in ("--set", setting)]
-        line += [] if kills else ["--crashes-max", "1", "--set-aside-max", "0"]
-        line += [*setup.options, "--", *setup.command]
-        self._process = self._start(line, {**self._env, "HOLDFAST_STORE": str(self.store)})
+        self._kills = kills
+        self._process = self._start_run()
+
+    def _start_run(self) -> subprocess.Popen[bytes]:
+        line = [sys.executable, "-P", "-m", "holdfast", "run", "--launcher", self._setup.launcher]
+        line += ["-n", str(self._setup.ranks), "--store", str(self.store), "--logs", str(self.logs)]
+        line += ["--set", "keep_last=0"]
+        line += [word for setting in self._setup.settings for word in ("--set", setting)]
+        line += [*self._limits(), *self._setup.options, "--", *self._setup.command]
+        return self._start(line, {**self._env, "HOLDFAST_STORE": str(self.store)})
+
+    def _limits(self) -> Sequence[str]:
+        """Options that say how often the job is started again."""
+        return () if self._kills else ("--crashes-max", "1", "--set-aside-max", "0")
 
     def _end(self) -> None:
         end(self._process)
@@ -56,21 +56,27 @@ class SupervisedRun(DrillRun):
             case KillTarget.STAGER:
                 return self._signal([*self._stager(), *self._ranks()], signal.SIGKILL)
             case KillTarget.LAUNCHER:
-                return self._signal(self._mpirun(), signal.SIGKILL)
+                return self._signal(self._launcher(), signal.SIGKILL)
             case KillTarget.WRAPPER:
                 parents = [parent for pid in self._rank(kill.rank) if (parent := parent_of(pid)) > 1]
                 return self._signal(parents, signal.SIGKILL)
 
-    def _mpirun(self) -> list[int]:
+    def _children(self) -> Iterator[int]:
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-        return [pid for pid in pids if parent_of(pid) == self._process.pid]
+        return (pid for pid in pids if parent_of(pid) == self._process.pid)
+
+    def _launcher(self) -> list[int]:
+        return list(self._children())
 
     def _stager(self) -> list[int]:
-        session = [pid for mpirun in self._mpirun() for pid in processes_of_session(mpirun)]
-        found = []
-        for pid in session:
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if b"stager" in words and b"operator_side.supervise.rank" not in words:
-                    found.append(pid)
-        return [pid for pid in found if pid not in self._mpirun()]
+        launchers = self._launcher()
+        session = [pid for launcher in launchers for pid in processes_of_session(launcher)]
+        return [pid for pid in session if pid not in launchers and is_stager(pid)]
+
+
+def is_stager(pid: int) -> bool:
+    """Whether this process is a stager itself, and not the one around it."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"stager" in words and b"operator_side.supervise.rank" not in words
+    return False

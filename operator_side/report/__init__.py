@@ -4,7 +4,9 @@
     manifests ──┘   attempts.py                  each attempt, how it ended, and the way back
                     goodput.py                   the parts of the time
     facts.py: all of it ─► sentences.py          what happened, and what to look at
-                        └► page.py ─► page.html (Jinja) ◄─ chart.py, words.py (times, money)
+                        ├► run_tiles.py          goodput, lost steps, cost, interruptions, the last good step
+                        ├► run_charts.py         what its charts show
+                        └► page.py ─► report.html, of the parts in operator_side/page
 
 Pure: operator_side/commands/report.py reads the files, whose contents are input from outside. docs/report.md says what
 each figure means.

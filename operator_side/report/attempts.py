@@ -8,9 +8,11 @@ stager_ready ─────► restore ─────────────�
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, number, text, whole
+from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise.resumption import MARKS
 from operator_side.supervise.verdict import Cause
 
@@ -31,6 +33,7 @@ class ReportedAttempt:
         restored_step: The step that it resumed from; -1: the beginning; None: not known.
         lost_at_unix: The first sign of its bad end. `ended_at_unix` is the time of the verdict.
         heard_at_unix: The last sign of life.
+        proof: How its first step compares with that of the attempt before; None: nobody has said it.
         cause: As the supervisor calls it; `left`: the trainers left the stager; empty while it runs.
         phases: Seconds of each phase from the launch to training, by the name of the phase's end.
     """
@@ -44,6 +47,7 @@ class ReportedAttempt:
     training_at_unix: float | None = None
     restored_attempt: int | None = None
     restored_step: int | None = None
+    proof: ResumeProof | None = None
     lost_at_unix: float | None = None
     ended_at_unix: float | None = None
     sign: str = ""
@@ -70,6 +74,9 @@ def gather_attempts(events: Sequence[LoggedEvent]) -> list[ReportedAttempt]:
     is_told = any(event.event == "launched" and event.role == "supervisor" for event in events)
     attempts: list[ReportedAttempt] = []
     for event in events:
+        if event.event == "resume_proof" and attempts:
+            with suppress(ValueError):  # a broken line
+                attempts[-1].proof = ResumeProof.from_json(event.fields)
         if is_told:
             _told(event, attempts)
         else:

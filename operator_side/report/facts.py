@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from holdfast.telemetry.event_reading import Log, LoggedEvent, text
+from holdfast.telemetry.event_reading import Log, LoggedEvent, number, text
 from holdfast.telemetry.event_text import NOTICES, TROUBLES, event_text
 from holdfast.telemetry.rows import CheckpointRow, CheckpointRows, StoredCheckpoint, gather_checkpoints
 from operator_side.report.attempts import ReportedAttempt, gather_attempts
 from operator_side.report.goodput import Goodput, Interruption, goodput_of, interruptions_of
 
-_MORE_TROUBLES = frozenset({"stager_lost", "damaged", "skipped", "interval_loose", "set_aside"})
+_MORE_TROUBLES = frozenset({"stager_lost", "damaged", "skipped", "interval_loose", "set_aside", "rewound"})
+_LOSS_MAX = 1e15
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class RunFacts:
 
     Attributes:
         begin_unix: The first time that is known, as `end_unix` is the last; both None if nothing is known of the run.
+        losses: Steps with the training loss that a rank logged for them, in order of the steps.
         over: The supervisor's last message, if it ended.
         unknown: Sentences on what cannot be told of the run, and why.
     """
@@ -57,6 +60,7 @@ class RunFacts:
     happened: list[Happened]
     begin_unix: float | None
     end_unix: float | None
+    losses: list[tuple[int, float]] = field(default_factory=list)
     over: str = ""
     unknown: list[str] = field(default_factory=list)
 
@@ -96,6 +100,7 @@ def gather(
         _happened(log.events),
         begin,
         end,
+        _losses(log.events, stored),
         text(over[-1].fields.get("message")) if over and _is_last(over[-1], attempts) else "",
     )
     facts.unknown = [
@@ -128,6 +133,29 @@ def _worked_until(attempts: Sequence[ReportedAttempt], events: Sequence[LoggedEv
         return last.stopped_at_unix
     said = [event.time for event in events if event.role == "supervisor" or not last.is_told]
     return max([last.stopped_at_unix, *said[-1:]])
+
+
+def _losses(events: Iterable[LoggedEvent], stored: Iterable[StoredCheckpoint]) -> list[tuple[int, float]]:
+    """The loss of each step that tells of one. A step that was done twice has the newest."""
+    said = [(one.step, one.record) for one in stored] + [(event.step, event.fields) for event in events]
+    found = {
+        step: loss for step, fields in said if step is not None and (loss := _loss_in(fields)) is not None
+    }
+    return sorted(found.items())
+
+
+def _loss_in(fields: Any) -> float | None:
+    """The loss that an event, or the record of a checkpoint, has: its own, or one among the metrics of rank 0."""
+    if not isinstance(fields, Mapping):
+        return None
+    loss = number(fields.get("loss"), least=-_LOSS_MAX)
+    metrics = fields.get("metrics")
+    if loss is None and isinstance(metrics, Mapping):
+        named = sorted((len(name), name) for name in metrics if isinstance(name, str) and "loss" in name)
+        loss = number(metrics[named[0][1]], least=-_LOSS_MAX) if named else None
+    if loss is None and isinstance(ranks := fields.get("ranks"), Mapping):
+        loss = _loss_in(ranks.get("0"))
+    return _loss_in(fields.get("record")) if loss is None else loss
 
 
 def _happened(events: Iterable[LoggedEvent]) -> list[Happened]:

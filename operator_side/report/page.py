@@ -1,90 +1,81 @@
-"""Renders the report: page.html, a Jinja template over the facts. One file; it loads nothing and runs nothing.
-
-Logs and manifests are input from outside: Jinja escapes every value, and control characters are spelled out.
-"""
+"""The report: report.html over the facts, with tiles and charts of them. One file that loads nothing."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Iterable, Sequence
-from importlib import resources
+from functools import partial
 from typing import TypeVar
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
-from holdfast.command.output import plain, size
 from holdfast.telemetry.event_text import cut
 from holdfast.telemetry.rows import CheckpointRow, NotTaken, RankTimes
-from operator_side.report import words
+from operator_side.page.render_page import render_page
+from operator_side.page.words import moment, plural
 from operator_side.report.attempts import ReportedAttempt
-from operator_side.report.chart import timeline_chart
 from operator_side.report.facts import Happened, RunFacts, ring_bytes, spread_of
 from operator_side.report.goodput import PARTS
+from operator_side.report.run_charts import durations_chart, goodput_chart, losses_chart, timeline_chart
+from operator_side.report.run_tiles import last_good_tile, run_tiles
 from operator_side.report.sentences import look_at, what_happened
 
 _URL_CHARACTERS_MAX = 300
-_CELL_CHARACTERS_MAX = 300
 _FILES_SHOWN = 20
-_BARS_MAX = 400  # of a lane in the chart
+_BARS_MAX = 400  # of a lane, or points of a line, in a chart
+_ROWS_MAX = 200  # of a table
 _DETAILED_MAX = 12  # checkpoints shown rank by rank
 _RANKS_MAX = 16
 _SECONDS_MIN = 1e-6  # in less nothing was copied
 _Item = TypeVar("_Item")
 
 
-def page(facts: RunFacts, *, made_at_unix: float, version: str) -> bytes:
+def page(facts: RunFacts, *, made_at_unix: float) -> bytes:
     """Make the whole file."""
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, finalize=_printable, trim_blocks=True, lstrip_blocks=True
-    )
-    for one in (words.moment, words.brief, words.dollars, words.rate, size, thinned, spread_of):
-        environment.filters[one.__name__] = one
-    environment.filters |= {"digest": _digest, "cell": _cell, "worst": _worst_ranks}
-    template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
-    begin, end = facts.begin_unix, facts.end_unix
-    bars = (
+    saved = [row for row in facts.rows if row.saved_at_unix is not None]
+    timeline = timeline_chart(
         thinned(facts.attempts, _BARS_MAX),
-        thinned([row for row in facts.rows if row.saved_at_unix is not None], _BARS_MAX),
+        thinned(saved, _BARS_MAX),
         thinned(facts.checkpoints.not_taken, _BARS_MAX),
     )
-    return template.render(
+    durations = durations_chart(
+        *(
+            [
+                (row.step, value)
+                for row in thinned(facts.rows, _BARS_MAX)
+                if (value := getattr(row, name)) is not None
+            ]
+            for name in ("stall_seconds", "pgt1_seconds", "pgt2_seconds")
+        )
+    )
+    return render_page(
+        "report/report.html",
         facts=facts,
         run=cut(facts.run, _URL_CHARACTERS_MAX),
-        made_at=words.moment(made_at_unix),
-        version=version,
+        made_at=moment(made_at_unix),
         sources=_sources(facts),
+        tiles_of_run=[*run_tiles(facts), last_good_tile(facts)],
         happened=what_happened(facts),
         hints=look_at(facts),
         parts=PARTS,
-        share=words.share,
-        plural=words.plural,
-        chart=None if begin is None or end is None else timeline_chart(*bars, begin, end),
+        timeline=timeline,
+        durations=durations,
+        goodput_parts=goodput_chart(facts.goodput) if facts.goodput else None,
+        losses=losses_chart(thinned(facts.losses, _BARS_MAX)),
         seconds={
             "stall of training (slowest rank)": _known(row.stall_seconds for row in facts.rows),
             "save() to staged": _known(row.pgt1_seconds for row in facts.rows),
             "save() to durable": _known(row.pgt2_seconds for row in facts.rows),
         },
-        ring=[] if end is None else [nbytes for _, nbytes in ring_bytes(facts.rows, end)],
+        ring=[]
+        if facts.end_unix is None
+        else [nbytes for _, nbytes in ring_bytes(facts.rows, facts.end_unix)],
         rates={
             "save() to staged": _rates(facts.rows, "pgt1_seconds"),
             "save() to durable": _rates(facts.rows, "pgt2_seconds"),
         },
         detailed=_worth_details(facts.rows),
-    ).encode()
-
-
-def _printable(value: object) -> object:
-    return value if isinstance(value, Markup) else "-" if value is None else plain(str(value))
-
-
-def _cell(value: object) -> object:
-    return cut(value, _CELL_CHARACTERS_MAX) if isinstance(value, str) else value
-
-
-def _digest(style: str) -> str:
-    return base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+        few=partial(thinned, most=_ROWS_MAX),
+        spread_of=spread_of,
+        worst=_worst_ranks,
+    )
 
 
 def _sources(facts: RunFacts) -> str:
@@ -92,8 +83,8 @@ def _sources(facts: RunFacts) -> str:
     names = ", ".join(files[:_FILES_SHOWN])
     if len(files) > _FILES_SHOWN:
         names += f" and {len(files) - _FILES_SHOWN} more"
-    logs = f" and {words.plural(len(facts.log.events), 'event')} of {names}" if files else ""
-    return f"{words.plural(sum(row.in_store for row in facts.rows), 'manifest')}{logs}"
+    logs = f" and {plural(len(facts.log.events), 'event')} of {names}" if files else ""
+    return f"{plural(sum(row.in_store for row in facts.rows), 'manifest')}{logs}"
 
 
 def thinned(items: Sequence[_Item], most: int) -> list[_Item]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from holdfast.telemetry.event_text import cut
+from holdfast.wire.step_proof import ProofVerdict
+from operator_side.page.words import brief, dollars, moment, plural, share
 from operator_side.report.facts import RunFacts
 from operator_side.report.goodput import Interruption
-from operator_side.report.words import brief, dollars, moment, plural, share
 
 _NAMED_MAX = 3
 _REASON_CHARACTERS_MAX = 160
@@ -38,7 +40,7 @@ def what_happened(facts: RunFacts) -> list[str]:
         return [
             "Nothing is known of this run: there is no checkpoint in the store, and no event in the logs."
         ]
-    return [*_course(facts), *_interruptions(facts), *_checkpoints(facts), *_time(facts)]
+    return [*_course(facts), *_interruptions(facts), *_resumes(facts), *_checkpoints(facts), *_time(facts)]
 
 
 def _course(facts: RunFacts) -> Iterator[str]:
@@ -93,6 +95,22 @@ def _interruptions(facts: RunFacts) -> Iterator[str]:
         yield f"{brief(sum(known))} of work had to be done again."
 
 
+def _resumes(facts: RunFacts) -> Iterator[str]:
+    proofs = [one.proof for one in facts.attempts if one.proof is not None]
+    if not proofs:
+        return
+    counts = Counter(proof.verdict for proof in proofs)
+    told = {
+        ProofVerdict.VERIFIED: "went on as before, as the first step shows",
+        ProofVerdict.DIFFERS: "differed",
+        ProofVerdict.NOT_PROVEN: "not proven",
+    }
+    named = [f"{counts[verdict]} {words}" for verdict, words in told.items() if counts[verdict]]
+    yield f"{plural(len(proofs), 'resume')} compared with the attempt before: {'; '.join(named)}."
+    for proof in [one for one in proofs if one.verdict is ProofVerdict.DIFFERS][:_NAMED_MAX]:
+        yield f"{proof.text[:1].upper()}{proof.text[1:]}."
+
+
 def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
 
@@ -142,6 +160,8 @@ def _checkpoints(facts: RunFacts) -> Iterator[str]:
     for one in facts.happened:
         if one.event == "set_aside":
             yield f"{one.text[:1].upper()}{one.text[1:]}."
+        if one.event == "rewound":
+            yield f"The run was {one.text}."
     if facts.checkpoints.not_taken:
         causes = ", ".join(
             f"{count:,} {cause}" for cause, count in facts.checkpoints.causes.most_common(_NAMED_MAX)

@@ -16,6 +16,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import StepRecord
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import (
+    CHECKPOINTS_MAX,
     CheckpointStatus,
     RankStatus,
     StatusDocument,
@@ -107,6 +108,8 @@ class RunStatus:
 
     Attributes:
         waits_at: HOST:PORT of a standing stager that has no job; else empty.
+        resume: How the first step after the last resume compares with that of the run before: `verified resume`,
+            `differs` or `not proven`; empty where nothing was resumed. `resume_text`: the same as a sentence.
     """
 
     run: str
@@ -117,6 +120,8 @@ class RunStatus:
     stager: Peer
     transport: Transport | None
     waits_at: str
+    resume: str
+    resume_text: str
     ranks: tuple[RankStatus, ...]
     ranks_total: int
     levels: Mapping[str, Level]
@@ -128,6 +133,7 @@ class RunStatus:
     pgt2: Timings
     stall: Timings
     interval: Interval | None
+    checkpoints: tuple[CheckpointStatus, ...]
     not_taken: Mapping[str, int]
     declined: tuple[StatusLine, ...]
     notices: tuple[StatusLine, ...]
@@ -147,9 +153,11 @@ class RunStatus:
     def document(self) -> dict[str, Any]:
         """The document of `--json` (docs/status.md)."""
         found = dataclasses.asdict(
-            dataclasses.replace(self, ranks=(), declined=(), notices=(), problems=(), ring=None)
+            dataclasses.replace(
+                self, ranks=(), checkpoints=(), declined=(), notices=(), problems=(), ring=None
+            )
         )
-        for name in ("declined", "notices", "problems", "ranks"):
+        for name in ("checkpoints", "declined", "notices", "problems", "ranks"):
             found[name] = [row.model_dump() for row in getattr(self, name)]
         found["flights"] = list(found["flights"])
         found["notes"] = list(self.notes)
@@ -208,6 +216,8 @@ def compose(
     ranks, ranks_total = _ranks(flusher_said, stager_said, ring)
     there = [rank for rank in ranks if rank.state in {"coming", "here", "silent"}]
     is_running = stager.state != "gone" and (stager_said is None or bool(there))
+    # Ranks that are still coming have done no work that a kill could lose.
+    may_work = is_running and (not there or any(rank.state != "coming" for rank in there))
     since = stager.since_unix if stager.since_unix is not None else flusher.since_unix
     levels = {name: level for name in LEVELS if (level := _newest(rows, name)) is not None}
     saved = [(key, row.saved_at_unix) for key, row in sorted(rows.items()) if row.saved_at_unix is not None]
@@ -216,7 +226,7 @@ def compose(
         interval = dataclasses.replace(interval, why=stager_said.interval_why)
     known = LossInputs(
         now_unix,
-        (now_unix if since is None else since) if is_running else None,
+        (now_unix if since is None else since) if may_work else None,
         staged=_point(rows, levels.get("staged")),
         durable=_point(rows, levels.get("durable")),
         newest=SavedPoint(*saved[-1][0], saved[-1][1]) if saved else None,
@@ -233,6 +243,8 @@ def compose(
         stager=stager,
         transport=stager_said.transport if stager_said is not None else None,
         waits_at=stager_said.waits_at if stager_said is not None else "",
+        resume=stager_said.resume if stager_said is not None else "",
+        resume_text=stager_said.resume_text if stager_said is not None else "",
         ranks=ranks,
         ranks_total=ranks_total,
         levels=levels,
@@ -244,6 +256,7 @@ def compose(
         pgt2=_timings(rows, "pgt2_seconds"),
         stall=_timings(rows, "stall_seconds"),
         interval=interval,
+        checkpoints=tuple(row for _, row in sorted(rows.items()))[-CHECKPOINTS_MAX:],
         not_taken=said.not_taken if said else {},
         declined=said.declined if said else (),
         notices=_lines(stager_said, flusher_said, "notices"),

@@ -180,7 +180,7 @@ class RunWatch:
                 f"{store.url}: this machine has neither a flusher nor a ring of this run ({self.directory}), and there "
                 "is nothing at this URL; check the URL"
             )
-        newest = list(itertools.islice(look.items(), _CHECKPOINTS_MAX))
+        newest = list(itertools.islice(look.items(look.current), _CHECKPOINTS_MAX))
         manifests = [item.manifest for item in newest if item.manifest is not None]
         self._stored = tuple(stored for one in manifests if (stored := StoredCheckpoint.of(one)) is not None)
         notes = [item.fault for item in newest if item.fault]
@@ -190,4 +190,6 @@ class RunWatch:
             notes.append(
                 f"{writer} has the claim on the run: it runs on another machine, is ending, or was killed"
             )
+        if look.branches is not None:
+            notes.append(look.branches.sentence())
         self._store_notes = tuple(notes)

@@ -7,11 +7,15 @@ supervisor ── events ─► core ── actions ─► supervisor     core, 
     │                                          │  flusher        kept with its ring, and waited for at the end
     └─ rank           around each process of the job: reports how it ended, which mpirun does not
 
+    torchrun_job ─► kept_stager, `holdfast rank` around torchrun     the same with torchrun, which restarts the ranks
+
 `holdfast rank`, for other engines: wrapped_rank ── what one machine sees ─► exit_codes ─► verdict ─► an exit code
 
 core, record, limits, verdict, suspicion, resumption    decisions, all pure
 supervisor, supervisor_messages                  the loop around the core; its events and actions
 hosts, flusher, job_processes, job_output, attempt    what the loop works with
+torchrun_job, kept_stager                        a job under torchrun, and the standing stager beside it
+tied                                             a command that dies with the process that starts it
 rank                                             around each process of a job: reports how it ended
 wrapped_rank, exit_codes                         `holdfast rank`
 """

@@ -3,9 +3,6 @@
 mpirun and everything it starts here are one session, tied to this process: they end when it is killed. (The flusher has
 a session of its own.) mpirun makes a process group of each rank, so the whole session is swept, not a group. On other
 hosts the daemons of mpirun end their ranks when the connection to mpirun ends.
-
-`python -m operator_side.supervise.attempt PID COMMAND …` becomes COMMAND, and dies with the process PID that started
-it: a supervisor that is killed must not leave a job behind, which would collide with the next one.
 """
 
 from __future__ import annotations
@@ -14,13 +11,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from holdfast.process import tie
+from operator_side.supervise.tied import tied
 
 _SWEEP_SECONDS_MAX = 10.0
 _SESSION_FIELD = 3  # of /proc/PID/stat, counted from behind the command's name
@@ -33,7 +29,7 @@ class Attempt:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "operator_side.supervise.attempt", str(os.getpid()), *command],
+            tied(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -121,15 +117,3 @@ def processes_of_session(session: int) -> list[int]:
         if int(fields[_SESSION_FIELD]) == session and fields[_STATE_FIELD] not in "ZX":
             found.append(int(directory.name))
     return found
-
-
-def main() -> None:
-    parent = int(sys.argv[1])
-    tie(signal.SIGTERM)
-    if os.getppid() != parent:  # the parent died before this process was tied to it
-        os._exit(1)
-    os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the command line is this program's own
-
-
-if __name__ == "__main__":
-    main()

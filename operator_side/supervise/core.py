@@ -21,6 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.wire.step_proof import ProofVerdict
 from operator_side.supervise.hosts import Host, place
 from operator_side.supervise.limits import Limits, Patience
 from operator_side.supervise.record import RunRecord
@@ -44,6 +45,7 @@ from operator_side.supervise.supervisor_messages import (
     RankDead,
     RankRestored,
     RankSilence,
+    ResumeCompared,
     StepDurable,
     Stepped,
     StepStaged,
@@ -114,6 +116,9 @@ class Core:
                 return self._hosts(hosts, now)
             case Exited(status):
                 return self._exited(status, now)
+            case ResumeCompared(_, step, proof):
+                is_loud = proof.verdict is ProofVerdict.DIFFERS
+                return [Note("resume_proof", proof.text, {"step": step, **proof.to_json()}, loud=is_loud)]
             case ClockTick():
                 return self._tick(now)
             case _:

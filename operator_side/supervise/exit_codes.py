@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from holdfast.errors import PeerLost
+from holdfast.lost_peer import says_lost_connection, says_lost_peer
 from operator_side.supervise.job_output import exception_of
 from operator_side.supervise.limits import no_progress
 from operator_side.supervise.verdict import Cause, Death, Evidence, Verdict, class_of, judge
@@ -26,22 +27,6 @@ from operator_side.supervise.verdict import Cause, Death, Evidence, Verdict, cla
 AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed later
 _RANKS_MAX = 1 << 30
 _SHELL_SIGNALED = 128
-_LOST_A_PEER = frozenset(
-    {
-        "PeerLost",
-        "DistNetworkError",
-        "DistStoreError",
-        "RendezvousClosedError",
-        "RendezvousConnectionError",
-        "RendezvousTimeoutError",
-    }
-)
-_OF_COLLECTIVES = frozenset({"RuntimeError", "DistBackendError"})
-# Errors of gloo, NCCL and its watchdog, all about a connection to another process.
-_LOST_CONNECTION = re.compile(
-    r"Connection (?:closed|reset) by peer|remote process exited|ncclRemoteError|Broken pipe|Socket closed"
-    r"|Timed out waiting \d+ms for (?:recv|send) operation|Watchdog caught collective operation timeout"
-)
 # torchrun's summary, and what it has ended itself.
 _FAILURE = re.compile(r"^ *rank +: (\d+) .*\n *exitcode +: (-?\d+) \(pid: (\d+)\)", re.MULTILINE)
 _CLOSED = re.compile(r"Sending process (\d+) closing signal|Unable to shutdown process (\d+) via")
@@ -205,12 +190,9 @@ def _death(failure: _Failure, job: _Job, seen: Seen) -> Death:
         failure.status == -signal.SIGABRT and job.size > 1
     ):  # so NCCL's watchdog ends a rank whose peer is gone
         text = seen.tail
-        lost_peer = bool(_LOST_CONNECTION.search(text))
+        lost_peer = says_lost_connection(text)
     else:
-        short = exception.rpartition(".")[2]
-        lost_peer = short in _LOST_A_PEER or (
-            short in _OF_COLLECTIVES and bool(_LOST_CONNECTION.search(text))
-        )
+        lost_peer = says_lost_peer(exception.rpartition(".")[2], text)
     lost_peer |= failure.status == AGAIN
     return Death(failure.rank, failure.status, exception, failure.closed, lost_peer, seen.out_of_memory)
 

@@ -19,6 +19,7 @@ from typing import IO, Any, BinaryIO, NamedTuple
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.supervised import LAST_WORDS, MARK
 from holdfast.telemetry.event_files import is_same, numbered
+from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise.supervisor_messages import (
     Ended,
     Event,
@@ -28,12 +29,13 @@ from operator_side.supervise.supervisor_messages import (
     RankDead,
     RankRestored,
     RankSilence,
+    ResumeCompared,
     StepDurable,
     Stepped,
     StepStaged,
 )
 
-Report = ProcessBegan | Ended | RankRestored | Stepped
+Report = ProcessBegan | Ended | RankRestored | Stepped | ResumeCompared
 
 _TAG = re.compile(r"\[\d+,(\d+)\]<(stdout|stderr)>: ?")
 _LINE_BYTES_MAX = 1 << 20  # a progress bar that never ends its line
@@ -74,6 +76,8 @@ def parse_report(text: str) -> Report | None:
             return Ended(rank, fields["status"], out_of_memory=fields.get("out_of_memory") is True)
         if kind == "stepped" and type(fields["step"]) is int:
             return Stepped(rank, fields["step"])
+        if kind == "proof" and type(fields["step"]) is int:
+            return ResumeCompared(rank, fields["step"], ResumeProof.from_json(fields))
         if kind == "restored" and type(fields["step"]) is int:
             attempt, before = fields.get("attempt", 0), fields.get("before")
             if type(attempt) is int:

@@ -47,6 +47,7 @@ from operator_side.supervise.verdict import Verdict
 _log = logging.getLogger("holdfast.run")
 
 _TURN_SECONDS = 0.1
+_DRAIN_SECONDS_MAX = 600.0  # at the end, until the flusher has made everything durable
 
 
 class FleetWatch(threading.Thread):
@@ -108,7 +109,7 @@ class Supervisor:
     Args:
         watch: Asks the fleet for its hosts; started here.
         last_look: Gives the verdict to end with, once the flusher has ended or is left to itself.
-        drain_seconds_max: Seconds to wait at the end until the flusher has made everything durable.
+        tell: Called with each event of the run, as a line of the event log has it; must return at once.
     """
 
     def __init__(
@@ -119,13 +120,13 @@ class Supervisor:
         files: RunFiles,
         *,
         last_look: Callable[[Verdict], Verdict],
-        drain_seconds_max: float = 600.0,
+        tell: Callable[[Mapping[str, Any]], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core, self._job, self._watch, self._clock = core, job, watch, clock
         self._ring = files.ring
         self._follower = Follower(files.events)
-        self._last_look, self._drain_seconds_max = last_look, drain_seconds_max
+        self._last_look, self._tell = last_look, tell
         self._status = EventLog(files.logs / "status.jsonl", role="supervisor")
         self._signals: list[int] = []
         self._is_told = False  # to end
@@ -183,6 +184,7 @@ class Supervisor:
 
     def _follow(self) -> None:
         for said in self._follower.read():
+            self._tell(said)
             event = meaning(said)
             if event is not None:
                 self._take(event)
@@ -221,11 +223,12 @@ class Supervisor:
     def _note(self, event: str, message: str, fields: Mapping[str, Any], *, loud: bool) -> None:
         _log.log(logging.WARNING if loud else logging.INFO, "%s", message)
         self._status.emit(event, {"message": message, **fields})
+        self._tell({"event": event, "role": "supervisor", "message": message, **fields})
 
     def _wait_for(self, flusher: KeptFlusher) -> None:
         """Wait until everything staged is durable and the ring is removed."""
         flusher.let_go()
-        deadline = self._clock() + self._drain_seconds_max
+        deadline = self._clock() + _DRAIN_SECONDS_MAX
         if not flusher.ends_within(_TURN_SECONDS):
             message = "waiting until the flusher has made every staged checkpoint durable"
             self._note("draining", message, {}, loud=False)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise.hosts import Host
 from operator_side.supervise.verdict import Verdict
 
@@ -50,6 +51,14 @@ class Stepped(NamedTuple):
 
     rank: int
     step: int
+
+
+class ResumeCompared(NamedTuple):
+    """The first step after a resume was compared with that of the run before."""
+
+    rank: int
+    step: int
+    proof: ResumeProof
 
 
 class Ended(NamedTuple):
@@ -112,6 +121,7 @@ Event = (
     | Joined
     | RankRestored
     | Stepped
+    | ResumeCompared
     | Ended
     | Exited
     | StepStaged

@@ -33,7 +33,7 @@ from holdfast.errors import HoldfastError
 _OWN_FAULTS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
 )
-_SETTLED = frozenset({"ConfigError", "StateError"})
+_SETTLED = frozenset({"ConfigError", "StateError", "ResumeDiffers"})
 _USAGE_EXIT_CODE = 2
 INTERRUPTED = 130
 OUT_OF_MEMORY = "out of memory"  # mark of such verdicts

@@ -134,7 +134,7 @@ def manifest(data: bytes) -> None:
     assert again.model_copy(update={"record": {}}) == found.model_copy(update={"record": {}})
     check_name(found.file)
     stored = StoredCheckpoint.of(found)
-    page(gather("/mnt/run", Log(), [] if stored is None else [stored]), made_at_unix=2e9, version="0")
+    page(gather("/mnt/run", Log(), [] if stored is None else [stored]), made_at_unix=2e9)
     if found.image_bytes <= 1 << 16:
         store.objects[found.file] = bytes(found.image_bytes)
         verify_file(store, found, threads=1).summary()
@@ -184,7 +184,7 @@ def events(data: bytes) -> None:
     json.dumps(
         [facts.unknown, [one._asdict() for one in look_at(facts)], what_happened(facts)], allow_nan=False
     )
-    made = page(facts, made_at_unix=2e9, version="0")
+    made = page(facts, made_at_unix=2e9)
     assert b"<script" not in made
     assert len(made) < _PAGE_BYTES_MAX
 

@@ -15,23 +15,12 @@ from yamllint import linter  # type: ignore[import-untyped]
 from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
 from operator_side.supervise.exit_codes import AGAIN
-from tests.infra.misspelt import fields_of, misspelt_at
 from tests.infra.pods import add_to_pod, tls_additions
 from tests.infra.toolbox import INFRA, Unavailable, manifest_python
 
 FOLDER = INFRA / "kubernetes"
 FILES = sorted(FOLDER.glob("*.yaml"))
 PAGE = INFRA.parent / "docs" / "exit-codes.md"
-OPEN = {
-    "labels",
-    "annotations",
-    "matchLabels",
-    "nodeSelector",
-    "requests",
-    "limits",
-    "stringData",
-    "torch",
-}  # names are the user's
 
 
 @pytest.fixture(scope="session")
@@ -97,24 +86,6 @@ def test_three_pods_hear_notices_and_three_have_a_ring() -> None:
 def test_the_published_models_know_every_word(path: Path, checker: Path) -> None:
     given = documents(path)
     assert check(checker, given) == [[] for _ in given]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_misspelt_field_is_refused_wherever_it_is(path: Path, checker: Path) -> None:
-    wrong = [mutant for document in documents(path) for mutant in misspelt(document)]
-    assert len(wrong) >= 4
-    unseen = [
-        where
-        for (where, _), found in zip(wrong, check(checker, [one for _, one in wrong]), strict=True)
-        if not found
-    ]
-    assert unseen == []
-
-
-def misspelt(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for path in fields_of(document, (), OPEN):
-        if path[0] not in {"apiVersion", "kind"}:
-            yield ".".join(map(str, path)), misspelt_at(document, path)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

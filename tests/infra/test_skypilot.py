@@ -6,7 +6,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from yamllint import linter  # type: ignore[import-untyped]
 from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
 from operator_side.supervise.exit_codes import AGAIN
-from tests.infra.misspelt import fields_of, misspelt_at
 from tests.infra.toolbox import INFRA, Unavailable, sky_python
 from tests.support.doc_commands import shown
 
@@ -24,7 +23,6 @@ FOLDER = INFRA / "skypilot"
 FILES = sorted(FOLDER.glob("*.yaml"))
 PAGE = INFRA.parent / "docs" / "exit-codes.md"
 SECRETS = ("HOLDFAST_KEY", "STAGER_CERT", "STAGER_KEY", "STAGER_CA")
-USERS_NAMES = frozenset({"envs", "secrets"})
 Parsed = list[dict[str, Any]]
 
 
@@ -107,22 +105,6 @@ def tasks(path: Path) -> dict[str, dict[str, Any]]:
 
 def test_skypilot_takes_them_as_they_are(as_parsed: dict[str, dict[str, Any]]) -> None:
     assert {name: found["faults"] for name, found in as_parsed.items()} == {path.stem: [] for path in FILES}
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_misspelt_field_is_refused_wherever_it_is(path: Path, parse: Callable[[list[str]], Parsed]) -> None:
-    given = documents(path)
-    wrong = dict(misspelt(given))
-    assert len(wrong) >= 12
-    unseen = [
-        where for where, found in zip(wrong, parse(list(wrong.values())), strict=True) if not found["faults"]
-    ]
-    assert unseen == []
-
-
-def misspelt(given: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    for path in fields_of(given, (), USERS_NAMES):
-        yield ".".join(map(str, path)), yaml.safe_dump_all(misspelt_at(given, path))
 
 
 def test_the_ranks_call_the_stager_by_the_name_that_skypilot_gives_it(

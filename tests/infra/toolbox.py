@@ -116,8 +116,10 @@ def _install_environment(home: Path, requirements: tuple[str, ...]) -> None:
     if stamp.exists() and stamp.read_text() == "\n".join(requirements):
         return
     shutil.rmtree(home, ignore_errors=True)
-    _run([sys.executable, "-m", "venv", str(home)])
-    _run([str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", *requirements])
+    _run([sys.executable, "-m", "venv", "--without-pip", str(home)])
+    # The pip of this environment does it: another one would take seconds to be installed itself.
+    python = str(home / "bin" / "python")
+    _run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *requirements])
     stamp.write_text("\n".join(requirements))
 
 
@@ -136,7 +138,7 @@ def _install_provider() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     with tempfile.TemporaryDirectory(dir=_HOME) as temporary:
-        download = [str(tool("python")), "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary]
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary]
         _run([*download, _BINDINGS])
         (wheel,) = Path(temporary).glob("*.whl")
         (folder / "schema.json").write_text(json.dumps(extract(wheel, used)))

@@ -67,16 +67,17 @@ def check_inductor(monkeypatch: pytest.MonkeyPatch, pattern: str, mode: str) -> 
     _check(monkeypatch, pattern, by_backend("inductor", mode=mode))
 
 
-@pytest.mark.parametrize(
-    "options", [{"fused": True}, {"foreach": True}, {"capturable": False, "amsgrad": True}]
-)
-def test_variants_of_an_optimizer(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def check_variant(monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]) -> None:
+    """Of the optimizer, in a step that is compiled as a whole."""
     _check(monkeypatch, "whole", by_backend("aot_eager"), **options)
 
 
 @pytest.mark.parametrize("pattern", ["backward and step", "step per parameter"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_backward_pass(backend: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_backward_pass(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_backward(monkeypatch, pattern, "aot_eager")
+
+
+def check_backward(monkeypatch: pytest.MonkeyPatch, pattern: str, backend: str) -> None:
     """Optimizers that step in hooks of gradients are called out of compiled code."""
     with torch._dynamo.config.patch(compiled_autograd=True):
         _check(monkeypatch, pattern, by_backend(backend))

@@ -75,9 +75,9 @@ def test_a_batch_that_is_drawn_ahead_is_named_in_one_line_and_the_runs_are_follo
     step = kill["resumed_from"] + 1
     assert kill["wrong"][0] == (
         f"only the batches differ, as far as can be seen: the state it resumed from is equal, but step {step} began "
-        f"with the batch that the undisturbed run had 1 batch later, at step {step + 1}: the script draws batches "
-        "before it saves, and draws others when it resumes. Draw the batch of a step after the checkpoint of the step "
-        "before, or save what was drawn"
+        f"with the batch that the undisturbed run had 1 batch later, at step {step + 1}: the script had a batch in "
+        "hand when it saved, and draws another one when it resumes. After restore(), draw through ResumableDraw "
+        "(docs/data.md), or draw the batch of a step after the checkpoint before it"
     )
     assert "eval_runtime" not in str(kill["wrong"])
     assert said["measured"] == ["log/json/log_history/*/eval_runtime"]

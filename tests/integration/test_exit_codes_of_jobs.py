@@ -271,16 +271,3 @@ def test_a_kill_for_memory_is_told_from_a_preemption(group: Path, tmp_path: Path
     done = in_group(group, *wrapped, runtime=tmp_path / "runtime")
     assert done.returncode == 137, done.stderr
     assert "was killed by the kernel because the memory was used up" in done.stderr
-
-
-@pytest.mark.mpi
-def test_a_kill_for_memory_ends_a_supervised_job_by_name(group: Path, tmp_path: Path) -> None:
-    (group / "memory.limit_in_bytes").write_text(str(1 << 30))  # with room for the stager
-    run = [HOLDFAST, "run", "-n", "1", "--store", str(tmp_path / "store"), "--logs", str(tmp_path / "logs")]
-    run += ["--restarts-max", "0", "--set", "ring_bytes=4MiB", "--set", "chunk_bytes=64KiB"]
-    done = in_group(group, *run, "--", sys.executable, "-c", _HUNGRY, runtime=tmp_path / "runtime")
-    assert done.returncode == 137, done.stderr
-    assert (
-        f"rank 0 on {os.uname().nodename} was killed by the kernel because the memory was used up"
-        in done.stderr
-    )

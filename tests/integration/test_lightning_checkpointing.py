@@ -1,4 +1,6 @@
-"""`Trainer(enable_checkpointing=False)` with a HoldfastCallback: Lightning saves nothing, and holdfast does."""
+"""`Trainer(enable_checkpointing=False)` with a HoldfastCallback: Lightning saves nothing, and holdfast does. SIGTERM is
+holdfast's as well.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from tests.support.torchrun import torchrun_command
 
 SECONDS_MAX = 250.0
 _SCRIPT = """
+import os
+import signal
 import sys
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -24,6 +28,10 @@ class Model(LightningModule):
 
     def training_step(self, batch, _):
         return self.layer(batch[0]).square().mean()
+
+    def on_train_batch_start(self, *_):
+        if steps == "6" and self.trainer.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -69,6 +77,9 @@ def test_holdfast_saves_and_lightning_does_not(tmp_path: Path) -> None:
     done = fit("6")
     assert done.returncode == 0, done.stderr
     assert "begins at 4" in done.stdout
+    # SIGTERM was a notice: Lightning's own handler would have ended the training, and on several ranks waited for all.
+    assert "rank 0 received a preemption notice" in done.stderr
+    assert "Received SIGTERM" not in done.stderr
     assert not [*tmp_path.rglob("*.ckpt")]
     # What Lightning saves itself is still switched off by name.
     done = fit("8", "and its own")

@@ -104,19 +104,3 @@ def test_a_lost_machine_is_made_good_by_the_store_and_by_the_other_rank(cluster:
     read_bytes = sum(report["bytes_read"] for report in reports)
     assert read_bytes == made.layout.image_bytes
     assert reports[0]["sources"][cluster.tier(0)] > 0
-
-
-def test_a_lost_machine_that_nothing_makes_good_is_no_new_run(cluster: Cluster) -> None:
-    cluster.save(2, 5, 6)
-    shutil.rmtree(cluster.tiers / "machine-1")
-    before = _content(cluster.tiers / "machine-0")
-    done = cluster.launch(2, "restore", str(cluster.run), str(cluster.tiers), str(cluster.root))
-    assert done.returncode not in (0, None), (done.stdout, done.stderr)
-    said = " ".join((done.stdout + done.stderr).split())
-    assert "there are checkpoints, and none is whole" in said
-    assert f"rank 1 on host {socket.gethostname()} has no slice of it in {cluster.tier(1)}" in said
-    assert _content(cluster.tiers / "machine-0") == before
-
-
-def _content(machine: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in machine.rglob("*.slots")}

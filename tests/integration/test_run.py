@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from tests.support.cluster import SMALL, Cluster, check_continued, wait_until
 from tests.support.events import read_events
 from tests.support.job import REPOSITORY, environment
 from tests.support.main_job import EVERY, PAUSE_AT, SAVED, STEPS
+from tests.support.post_server import SECRET, PostServer
 
 pytestmark = [pytest.mark.mpi]
 SECONDS_MAX = 250.0
@@ -171,12 +173,24 @@ def check_resumed(run: Run, reference: Path, cause: str) -> None:
 
 
 def test_a_job_whose_ranks_are_killed_goes_on_by_itself(run: Run, reference: Path) -> None:
-    """All is durable, and the flusher's grace is over at once: the ring is there all the same."""
-    run.main_job(options=("--no-ulfm",), env={"HOLDFAST_GRACE_SECONDS": "0"})
-    run.pause()
-    for rank in range(2):
-        os.kill(run.pid(rank), signal.SIGKILL)
-    check_resumed(run, reference, "killed")
+    """All is durable, and the flusher's grace is over at once: the ring is there all the same. People are told."""
+    told = run.directory / "told"
+    with contextlib.closing(PostServer()) as people:
+        run.main_job(
+            options=("--no-ulfm", "--notify-command", f'echo "$HOLDFAST_EVENT" >> {told}'),
+            env={"HOLDFAST_GRACE_SECONDS": "0", "HOLDFAST_NOTIFY": people.url},
+        )
+        run.pause()
+        for rank in range(2):
+            os.kill(run.pid(rank), signal.SIGKILL)
+        check_resumed(run, reference, "killed")
+        said = {one["event"]: one for one in people.said()}
+    assert "was killed by SIGKILL from outside" in said["killed"]["text"]
+    assert f"step {SAVED + 1} is done" in said["resumed"]["text"]
+    assert (said["over"]["title"], said["over"]["run"]) == ("done", run.store)
+    assert {"killed", "resumed", "over"} <= set(told.read_text().split()) <= set(said)
+    assert "notifications go to http://127.0.0.1/…, --notify-command" in run.said()
+    assert SECRET not in run.said()
     assert "was killed by SIGKILL from outside" in run.said()
     assert run.restored_from() == [(SAVED, {RING})] * 2
 
@@ -210,7 +224,7 @@ def check_a_step_not_yet_in_the_store_is_restored_from_the_ring(run: Run, refere
     flusher.kill()  # the next one has no such limit, and tries at once: this one waits longer each time
     check_resumed(run, reference, "killed")
     assert run.restored_from() == [(SAVED, {RING})] * 2
-    assert sorted(int(path.name[5:14]) for path in run.folder.glob("step-*.json")) == [3, 7, 11]
+    assert sorted(int(path.name[5:14]) for path in run.folder.glob("step-*.pt")) == [3, 7, 11]
 
 
 def test_a_bug_ends_the_run_and_shows_its_traceback(run: Run) -> None:
@@ -279,11 +293,27 @@ def test_a_wrong_setting_is_said_once(run: Run) -> None:
     run.assert_nothing_left()
 
 
-def test_sigterm_leaves_nothing(run: Run) -> None:
-    run.main_job(options=("--grace-seconds", "60"))
+def test_a_running_job_refuses_a_second_supervisor_hears_sigusr1_and_leaves_nothing_at_sigterm(
+    run: Run,
+) -> None:
+    run.main_job(options=("--grace-seconds", "60"), env={"HOLDFAST_WATCH": "sigusr1"})
     run.pause()
-    assert run.process is not None
-    run.process.terminate()
+    first = run.process
+    assert first is not None
+    run.main_job()
+    assert run.wait() == 8, run.said()
+    assert f"process {first.pid} already supervises this run" in run.said()
+    run.process = first
+    first.send_signal(signal.SIGUSR1)
+
+    def noticed() -> set[int]:
+        said = [line for line in read_events(run.logs / "events.jsonl") if line["event"] == "notice"]
+        return {line["told_rank"] for line in said if line["source"] == "sigusr1"}
+
+    wait_until(lambda: noticed() == {0, 1}, SECONDS_MAX, f"{noticed()} heard it:\n{run.said()}")
+    assert first.poll() is None
+    assert all(psutil.pid_exists(run.pid(rank)) for rank in range(2))
+    first.terminate()
     assert run.wait() == 130, run.said()
     assert [line["cause"] for line in run.status("over")] == ["stopped"]
     # The stager left last and by itself: a last checkpoint of the trainers would still have been taken.
@@ -293,32 +323,3 @@ def test_sigterm_leaves_nothing(run: Run) -> None:
     ] == "stager_ended"
     run.assert_nothing_left()
     assert {item.step for item in Catalog(open_store(run.store)).list()} == {3, 7}
-
-
-def test_sigusr1_reaches_every_rank_and_ends_nobody(run: Run) -> None:
-    run.main_job(env={"HOLDFAST_WATCH": "sigusr1"})
-    run.pause()
-    assert run.process is not None
-    run.process.send_signal(signal.SIGUSR1)
-
-    def noticed() -> set[int]:
-        said = [line for line in read_events(run.logs / "events.jsonl") if line["event"] == "notice"]
-        return {line["told_rank"] for line in said if line["source"] == "sigusr1"}
-
-    wait_until(lambda: noticed() == {0, 1}, SECONDS_MAX, f"{noticed()} heard it:\n{run.said()}")
-    assert run.process.poll() is None
-    assert all(psutil.pid_exists(run.pid(rank)) for rank in range(2))
-    run.process.terminate()
-    assert run.wait() == 130, run.said()
-
-
-def test_a_second_supervisor_is_refused(run: Run) -> None:
-    run.main_job()
-    run.pause()
-    first = run.process
-    run.main_job()
-    assert run.wait() == 8, run.said()
-    assert first is not None
-    assert f"process {first.pid} already supervises this run" in run.said()
-    first.terminate()
-    assert first.wait(SECONDS_MAX) == 130

@@ -98,13 +98,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_suite_started_with_sigint_ignored_passes() -> None:
-    """As under `nohup make test &` in a script."""
-    test = "tests/unit/holdfast/command/test_cli.py::test_ctrl_c_in_a_real_process_is_130"
-    done = run_pytest(REPOSITORY, test, before=("env", "--ignore-signal=INT"))
-    assert done.returncode == 0, done.stdout
-
-
 def test_a_unit_test_over_its_budget_fails_with_its_children_counted(tmp_path: Path) -> None:
     folder = tmp_path / "tests" / "unit"
     folder.mkdir(parents=True)

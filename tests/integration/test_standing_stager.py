@@ -103,17 +103,12 @@ def test_torchrun_restarts_the_workers_when_one_is_killed_and_the_stager_takes_t
     assert "was left behind: its job was started again" in scene.stager.output()
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["killed", "told to stop"])
-def test_training_goes_on_when_the_stager_ends_and_another_one_takes_the_next_job(
-    scene: Scene, reference: Path, told: bool
+def test_training_goes_on_when_the_stager_is_killed_and_another_one_takes_the_next_job(
+    scene: Scene, reference: Path
 ) -> None:
     with scene.start([*RUN, str(PAUSE_AT)], HOLDFAST_ON_NOT_DURABLE="warn") as job:
         scene.wait_for_pause(job)
-        if told:
-            assert scene.stager.stop() == PeerLost.exit_code, scene.stager.output()
-            assert "told to stop before its job had ended" in scene.stager.output()
-        else:
-            scene.stager.kill()
+        scene.stager.kill()
         (scene.cluster.out(1) / "go-on").touch()
         job.succeed(240)
         assert "no checkpoints are taken until it is reached again" in job.output()
@@ -137,7 +132,7 @@ def test_sigterm_to_torchrun_is_a_notice_and_the_stager_brings_all_ranks_to_one_
             with contextlib.suppress(ProcessLookupError):
                 os.kill(scene.pid(rank), signal.SIGKILL)
         job.wait(120)
-    (file,) = (scene.directory / "store").glob("step-*.json")
+    (file,) = (scene.directory / "store").glob("step-*[0-9].json")
     saved = int(file.name[5:14])
     with scene.start([str(saved + 3), str(NEVER)]) as job:
         job.succeed(240)

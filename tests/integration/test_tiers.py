@@ -196,6 +196,7 @@ def test_without_stager_and_tiers_the_message_names_both(tmp_path: Path) -> None
     with cluster.start(1, *RUN, stager=False) as job:
         assert job.wait(60) != 0
     assert "no stager in this job of 1 trainers" in job.output()
+    assert ": -n 1 holdfast stager --store URL" in " ".join(job.output().split())
     assert "HOLDFAST_TIERS" in job.output()
 
 

@@ -98,31 +98,6 @@ def _of(ran: Ran, event: str) -> list[dict[str, Any]]:
     return [line for line in ran.events if line["event"] == event and line["role"] == "stager"]
 
 
-class WithoutStager:
-    """The same trainers, nobody to talk to."""
-
-    def __init__(self, tmp_path: Path, out: Path) -> None:
-        command = mpirun_command(
-            2, [sys.executable, transfer.__file__, str(out), "plain", str(IMAGE_BYTES), "1"]
-        )
-        process = subprocess.Popen(
-            command,
-            env=environment(tmp_path / "runtime"),
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            self.output, _ = process.communicate(timeout=SECONDS_MAX)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        self.code = process.returncode
-
-
 def check_images_larger_than_the_ring_arrive_bit_for_bit(tmp_path: Path) -> None:
     ran = Ran(tmp_path, "plain", steps=4)
     assert ran.code == 0, ran.output
@@ -162,22 +137,6 @@ def test_ranks_with_other_tensors_are_refused(tmp_path: Path) -> None:
     ran.assert_nothing_left()
 
 
-def test_a_killed_rank_costs_only_the_checkpoint_it_was_sending(tmp_path: Path) -> None:
-    ran = Ran(tmp_path, "die", steps=3)
-    (survivor,) = ran.said
-    assert {int(step): how["state"] for step, how in survivor["steps"].items()} == {
-        0: "staged",
-        1: "staged",
-        2: "failed",
-    }
-    assert "rank 1 is dead" in survivor["steps"]["2"]["reason"]
-    assert survivor["problem"] == "", "the stager lives"
-    assert [line["step"] for line in _of(ran, "failed")] == [2]
-    assert _of(ran, "stager_ended")
-    ran.assert_files({0, 1})
-    ran.assert_nothing_left()
-
-
 def check_a_killed_flusher_costs_no_step(tmp_path: Path) -> None:
     """The images are larger than the ring: a step that the kill interrupts waits for the next flusher, which goes on
     with what the dead one had written.
@@ -196,31 +155,9 @@ def check_a_killed_flusher_costs_no_step(tmp_path: Path) -> None:
     ran.assert_nothing_left()
 
 
-def test_a_stager_that_cannot_start_says_so_to_every_trainer(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    ran = Ran(tmp_path, "plain", steps=1, stager={"store": str(tmp_path / "file" / "run")})
-    assert ran.code != 0
-    assert len(ran.said) == 2
-    for said in ran.said:
-        assert str(tmp_path / "file") in said["error"]["message"]
-        assert said["error"]["code"] != "peer_lost"
-    ran.assert_nothing_left()
-
-
 def test_a_wrong_setting_of_the_stager_is_told_to_every_trainer(tmp_path: Path) -> None:
     ran = Ran(tmp_path, "plain", steps=1, stager={"chunk-bytes": "1000"})
     assert ran.code == ConfigError.exit_code, ran.output
     assert [said["error"]["code"] for said in ran.said] == ["config", "config"]
     assert "chunk_bytes" in ran.said[0]["error"]["message"]
     ran.assert_nothing_left()
-
-
-def test_without_a_stager_the_trainer_says_what_to_add(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    ran = WithoutStager(tmp_path, out)
-    assert ran.code == 0, ran.output
-    for path in out.iterdir():
-        error = json.loads(path.read_text())["error"]
-        assert error["code"] == "config"
-        assert ": -n 1 holdfast stager --store URL" in error["message"]

@@ -126,6 +126,9 @@ def test_a_killed_rank_is_noticed_at_once_and_costs_one_step(tmp_path: Path) -> 
         )
         assert ran.good(0) == {0, 1}
         assert ran.steps(0)[2] == "failed"
+        survivor = json.loads((ran.out / "rank-0.json").read_text())
+        assert "rank 1 is dead" in survivor["steps"]["2"]["reason"]
+        assert survivor["problem"] == "", "the stager lives"
         assert [line["step"] for line in ran.events("failed")] == [2]
         assert ran.events("stager_ended")
         ran.assert_files({0, 1})

@@ -1,4 +1,4 @@
-"""One small job with everybody watching: `/metrics`, traces, `holdfast status` in a terminal and as JSON, niceness.
+"""One small job with everybody watching: `/metrics`, traces, `holdfast status` in a terminal, as JSON and as a page.
 
 train ─► two checkpoints verified, ranks stand still: scraped, asked ─► ranks are killed ─► all has ended: asked again
 """
@@ -6,6 +6,7 @@ train ─► two checkpoints verified, ranks stand still: scraped, asked ─► 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -35,6 +36,7 @@ from tests.support.collector import Collector, collecting
 from tests.support.events import read_events
 from tests.support.job import HOLDFAST, environment
 from tests.support.main_job import EVERY, PAUSE_AT, RUN, SAVED
+from tests.unit.operator_side.page.reading import Page, loads_nothing, tiles_of
 
 pytestmark = [pytest.mark.mpi]
 RANKS, SAVES = 2, 2
@@ -121,6 +123,41 @@ class NoTerminal:
         pass
 
 
+class Browser:
+    """`holdfast status --web`, and a browser that asks it."""
+
+    def __init__(self, env: dict[str, str], *arguments: str) -> None:
+        command = [HOLDFAST, "status", "--web", "--port", "0", *arguments]
+        self._server = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        assert self._server.stdout is not None
+        self._url = self._server.stdout.readline().strip()
+        self.ssh = self._server.stdout.readline()
+
+    def get(self, name: str = "") -> str:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(self._url + name, timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def close(self) -> int:
+        """The exit code after Ctrl-C."""
+        self._server.send_signal(signal.SIGINT)
+        try:
+            self._server.communicate(timeout=SECONDS_MAX)
+        finally:
+            self._server.kill()
+        return self._server.returncode
+
+
+def browse(env: dict[str, str], *arguments: str) -> list[str]:
+    """The ssh line, the page, its JSON document, its main part, and the exit code after Ctrl-C."""
+    browser = Browser(env, *arguments)
+    try:
+        seen = [browser.ssh, *(browser.get(name) for name in ("", "status.json", "main"))]
+    finally:
+        code = browser.close()
+    return [*seen, str(code)]
+
+
 @dataclass
 class Watched:
     """What was seen of the job: while its ranks stood still, and after all had ended."""
@@ -133,6 +170,7 @@ class Watched:
     pids: list[int]
     niceness: dict[str, int]
     screen: str
+    browsed: list[str]
     run_after: dict[str, Any]
     lines_after: list[dict[str, Any]]
     collector: Collector
@@ -173,6 +211,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
                 live.wait_for(rf"newest verified +{SAVED} ")
                 live.wait_for("2 ranks: 2 here")
                 run = document(runtime, store, "--dollars-per-hour", "3600")
+                browsed = browse(
+                    environment(runtime), store, "--events", str(log), "--dollars-per-hour", "3600"
+                )
                 pids = [int((out / f"pid-{rank}").read_text()) for rank in range(RANKS)]
                 of = {role: int(run[role]["pid"]) for role in ("stager", "flusher")}
                 niceness = {
@@ -201,6 +242,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             pids,
             niceness,
             screen,
+            browsed,
             run_after,
             read_events(log),
             collector,
@@ -287,6 +329,21 @@ def test_the_terminal_keeps_its_last_picture(watched: Watched) -> None:
         pytest.skip("no tmux here")
     assert re.search(rf"newest verified +{SAVED} ", watched.screen)
     assert "ended with 0" in watched.screen
+
+
+def test_the_page_shows_the_job_while_it_runs(watched: Watched) -> None:
+    ssh, page, document, main, code = watched.browsed
+    loads_nothing(page, ("#", "data:", "status.json"))
+    tiles = tiles_of(page)
+    assert tiles["newest verified step"] == tiles["newest staged step"] == str(SAVED)
+    assert tiles["interruptions"] == "0"
+    assert "2 ranks: 2 here" in Page(page).text
+    assert f"resumes from step {SAVED}" in Page(main).text
+    (run,) = json.loads(document)["runs"]
+    assert [row["step"] for row in run["checkpoints"]][-1] == run["levels"]["verified"]["step"] == SAVED
+    assert {"progress", "durations", "timeline", "ranks"} <= {one["id"] for one in Page(page).of("section")}
+    assert re.search(r"ssh -N -L (\d+):127\.0\.0\.1:\1 \S+", ssh)
+    assert code == "0"
 
 
 def test_status_says_what_has_been_when_all_has_ended(watched: Watched) -> None:

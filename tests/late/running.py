@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.late.provision import LateRuntime, NoLateRuntime, install
 
-SECONDS_MAX = 900
+SECONDS_MAX = 1200
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -24,9 +25,18 @@ def late_runtime() -> LateRuntime:
 
 def run_late(*arguments: str) -> None:
     """`python -m tests.late ARGUMENTS`, which must pass."""
+    _pass(*arguments, "-q")
+
+
+def run_late_files(policies: str, files: Sequence[str]) -> None:
+    """The tests of these files, each file in a process of its own."""
+    _pass("--policies", policies, "--python", "-m", "tests.late.forked", policies, *files)
+
+
+def _pass(*arguments: str) -> None:
     late_runtime()
     done = subprocess.run(
-        [sys.executable, "-m", "tests.late", *arguments, "-q"],
+        [sys.executable, "-m", "tests.late", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -74,34 +74,6 @@ def test_no_command_hides_in_a_block_without_the_tag() -> None:
     ] == []
 
 
-WRONG = (
-    "holdfast lst s3://bucket/run",
-    "holdfast ls --jsn s3://bucket/run",
-    "holdfast ls",
-    "holdfast status --interval-seconds often",
-    "holdfast cluster upp --nodes 8",
-    "holdfast run -n 2 --set ring_byte=8GiB --store s3://bucket/run -- python train.py",
-    "holdfast run -n 2 --set keep_last=few --store s3://bucket/run -- python train.py",
-    "holdfast ls s3://bucket/run | holdfast verfy",
-    'eval "$(holdfast completions bash)"',
-    "ssh -t stager holdfast state",
-    "mpirun -n 2 python train.py : -n 1 holdfast stagger --store s3://bucket/run",
-    "mpirun -n 2 --rank-by-core python train.py",
-    "mpirun -n 2 python train.py : -n 1 holdfast stager --store /mnt/run --ring-bytes 64MiB",
-    "make tests",
-    'make test PYTESTS="tests/unit"',
-    "pip install '.[trainers]'",
-    "cp infra/examples/maximal .",
-    "HOLDFAST_EVERY=2 frobnicate",
-)
-WRONG_IN_PROSE = ("holdfast lst", "holdfast run --slrm", "holdfast cluster upp")
-
-
-def test_wrong_commands_are_found() -> None:
-    assert [text for text in WRONG if not why_not(with_files(text))] == []
-    assert [text for text in WRONG_IN_PROSE if not why_not_spoken(text)] == []
-
-
 # -- what a test types -------------------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,9 @@ VARIABLES_BESIDE_SETTINGS = {
     "HOLDFAST_DOLLARS_PER_HOUR",
     "HOLDFAST_CONFIG",
     "HOLDFAST_RUN_ATTEMPT",
+    "HOLDFAST_NOTIFY",
+    "HOLDFAST_EVENT",
+    "HOLDFAST_TEXT",
     "HOLDFAST_AZURE_METADATA_URL",
     "HOLDFAST_TEST_NFS",
     "HOLDFAST_TEST_PM",
@@ -227,3 +230,11 @@ def test_a_guide_ends_in_its_boundaries(page: str) -> None:
 
 def test_the_readme_takes_ten_minutes() -> None:
     assert len(text("README.md").split()) <= 900
+
+
+def test_the_path_of_a_reader_has_at_most_8000_words() -> None:
+    roles = (
+        f"docs/{name}.md"
+        for name in ("tutorial", "architecture", "trainer", "stager", "flusher", "operations")
+    )
+    assert sum(len(text(page).split()) for page in ("README.md", *roles)) <= 8000

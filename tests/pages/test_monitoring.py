@@ -15,8 +15,6 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from yamllint import linter  # type: ignore[import-untyped]
-from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
 from holdfast.ring.ring import Ring
 from holdfast.telemetry.metrics import Metrics, RingChunks, StoreRetries
@@ -37,10 +35,6 @@ class Selected(NamedTuple):
     matchers: list[Any]
 
 
-def documents() -> list[Path]:
-    return [*PROMETHEUS.glob("*.yml"), *(ROOT / "infra/grafana").rglob("*.yml")]
-
-
 def rules() -> list[dict[str, Any]]:
     groups = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
     return [rule for group in groups for rule in group["rules"]]
@@ -51,14 +45,14 @@ def panels() -> list[dict[str, Any]]:
     return found
 
 
-def annotations() -> list[dict[str, Any]]:
+def marks() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["annotations"]["list"]
     return found
 
 
 def dashboard_queries() -> list[Query]:
     asked = [(panel["title"], target["expr"]) for panel in panels() for target in panel["targets"]]
-    return [*asked, *((note["name"], note["expr"]) for note in annotations())]
+    return [*asked, *((note["name"], note["expr"]) for note in marks())]
 
 
 def queries() -> list[Query]:
@@ -142,12 +136,12 @@ def test_dashboard_asks_only_about_the_chosen_run_and_source() -> None:
         chosen = [one for one in metrics if any(matcher.value == VARIABLE for matcher in one.matchers)]
         assert {one.name for one in chosen} == {"holdfast_info"}, where
         assert len(chosen) * 2 == len(metrics), f"{where}: each metric is joined with the run"
-    asked = [*panels(), *(target for panel in panels() for target in panel["targets"]), *annotations()]
+    asked = [*panels(), *(target for panel in panels() for target in panel["targets"]), *marks()]
     assert {one["datasource"]["uid"] for one in asked} == {"${source}"}
 
 
 def test_dashboard_marks_kills_and_shows_their_loss_first() -> None:
-    assert any("holdfast_ranks_lost_total" in note["expr"] for note in annotations())
+    assert any("holdfast_ranks_lost_total" in note["expr"] for note in marks())
     first = min(panels(), key=lambda panel: (panel["gridPos"]["y"], panel["gridPos"]["x"]))
     assert "holdfast_newest_saved_timestamp_seconds" in first["targets"][0]["expr"]
 
@@ -182,12 +176,6 @@ def test_alarms_say_what_is_the_case_and_how_bad_it_is() -> None:
     for rule in rules():
         assert rule["annotations"]["summary"], rule
         assert rule["labels"]["severity"] in {"info", "warning", "critical"}, rule
-
-
-def test_the_files_are_lint_clean() -> None:
-    assert len(documents()) == 4
-    for path in documents():
-        assert not list(linter.run(path.read_text(), YamlLintConfig("extends: default"))), path
 
 
 def test_prometheus_scrapes_the_ports_that_the_compose_file_sets() -> None:

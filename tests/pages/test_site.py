@@ -77,13 +77,6 @@ def seen(site: Path) -> dict[str, Seen]:
     return found
 
 
-def test_every_page_of_docs_is_there(seen: dict[str, Seen]) -> None:
-    for source in (REPOSITORY / "docs").rglob("*.md"):
-        path = source.relative_to(REPOSITORY / "docs").with_suffix("")
-        page = path.parent if path.name == "index" else path
-        assert str(page / "index.html") in seen
-
-
 def test_the_site_loads_nothing_from_another_host(site: Path, seen: dict[str, Seen]) -> None:
     away = {
         f"{page}: {url}"
@@ -107,15 +100,6 @@ def test_no_page_has_what_makes_the_scripts_of_the_theme_ask_another_host(site: 
     drawn = re.compile(r"""class="[^"]*\bmermaid\b|data-md-component="source\"""")
     asking = [path for path in site.rglob("*.html") if drawn.search(path.read_text(encoding="utf-8"))]
     assert not asking
-
-
-def test_files_outside_docs_are_pages_too(site: Path, seen: dict[str, Seen]) -> None:
-    operations = seen["operations/index.html"].links
-    assert "../repository/infra/#what-it-costs-while-it-stands" in operations
-    assert "../repository/holdfast/config.py/" in operations
-    source = (site / "repository/holdfast/config.py/index.html").read_text(encoding="utf-8")
-    assert "StagerConfig" in source
-    assert "repository/infra/index.html" in seen
 
 
 def test_the_interface_is_there_with_what_its_docstrings_say(site: Path, seen: dict[str, Seen]) -> None:

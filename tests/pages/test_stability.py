@@ -13,7 +13,9 @@ import pytest
 import trainer_side
 from holdfast import errors
 from holdfast.checkpoints import lease
+from holdfast.checkpoints.branches import Rewind
 from holdfast.command.cli import cli
+from holdfast.image import proof_record
 from holdfast.image.manifest import Manifest
 from holdfast.image.slices import SliceSeal
 from holdfast.ring import doorbell as ipc
@@ -104,7 +106,9 @@ def with_json(path: str, command: click.Command) -> Iterator[str]:
 def test_versions_are_those_of_the_source(page: str) -> None:
     assert {what: version for what, version, _ in rows(page, "Files, messages, metrics")} == {
         "portable file and manifest": Manifest.model_fields["format"].default,
+        "records of rewinds": Rewind.model_fields["format"].default,
         "slices in the store": SliceSeal.model_fields["format"].default,
+        "proof of a resume": proof_record.FORMAT,
         "claims": lease._LeaseRecord.model_fields["format"].default,
         "values in an exported safetensors file": safetensors_format.VALUES_FORMAT,
         "slot file of a local tier": str(slot_format.VERSION),

@@ -160,6 +160,9 @@ class Taken:
     def doubt(self) -> None:
         pass
 
+    def prove(self) -> None:
+        pass
+
     def begin(self, key: CheckpointId, layout: object) -> None:
         assert key == CheckpointId(7, 12)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.gpu.test_device_rehearsal import (
     UNTIMED,
     WAY,
     _nvidia_smi,
+    _on_the_late_device,
     _rehearsed,
     _said,
 )
@@ -90,3 +92,35 @@ def test_published_and_resumed_state_is_exact(tmp_path: Path) -> None:
     assert all(one["resumed_first_step"] == [6] for one in jobs.values()), jobs
     assert jobs["ddp"]["ranks"] == 2
     assert of["jobs"]["nccl_with_two_ranks_on_one_card"].startswith("refused")  # there is no NCCL
+
+
+def test_a_phase_that_dies_loses_neither_its_figures_nor_the_others(tmp_path: Path) -> None:
+    done = _on_the_late_device("-m", "tests.gpu.jobs.dying_phase", str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "phases.jsonl").read_text().splitlines()]
+    found = {line["phase"]: line for line in lines}
+    assert done.returncode == 1, _said(done, found)
+    assert {name: line["status"] for name, line in found.items()} == {
+        "facts": "done",
+        "hangs": "out of time",
+        "late": "left out",
+        "first": "done",
+        "raises": "failed with exit code 1",
+        "second": "done",
+        "killed": "failed with exit code -9",
+        "third": "done",
+        "lacks": "left out",
+        "fourth": "done",
+        "killed-alone": "failed with exit code -9",
+        "beside": "done",
+        "fifth": "done",
+    }
+    assert "planted" in found["raises"]["error"]
+    assert "no_such_package" in found["lacks"]["error"]
+    pids = {name: line["figures"]["pid"] for name, line in found.items() if "pid" in line.get("figures", {})}
+    assert len(pids) == 11, "a phase that died has lost its figure"
+    assert pids["first"] == pids["raises"] != pids["second"] == pids["killed"] != pids["third"]
+    assert pids["hangs"] != pids["third"] == pids["lacks"] == pids["fourth"] == pids["fifth"]
+    assert len({pids["killed-alone"], pids["beside"], pids["fifth"]}) == 3
+    assert all(line["on"]["card"] == "Late (no device)" for line in found.values())
+    left = Path(f"/proc/{found['hangs']['figures']['left']}/cmdline")
+    assert not left.exists() or b"sleep" not in left.read_bytes(), "what the phase had started outlives it"

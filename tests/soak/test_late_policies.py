@@ -8,16 +8,15 @@ import pytest
 
 from tests.gpu.test_late_rules import FILES
 from tests.gpu.test_on_the_late_device import WAYS, resumes_exactly
-from tests.late.running import run_late
+from tests.late.running import run_late, run_late_files
 
 pytestmark = pytest.mark.timeout(1800)
 POLICIES = pytest.mark.parametrize("policy", ["side_lazy", "eager", "dice:1"])
 
 
 @POLICIES
-@pytest.mark.parametrize("file", FILES)
-def test_the_rules_hold(file: str, policy: str) -> None:
-    run_late("--policies", policy, file)
+def test_the_rules_hold(policy: str) -> None:
+    run_late_files(policy, FILES)
 
 
 @POLICIES

@@ -39,7 +39,7 @@ __all__ = [
     "why_not_spoken",
 ]
 
-LANGUAGES = {"", "text", "sh", "python", "json", "toml", "yaml"}
+LANGUAGES = {"", "text", "sh", "python", "json", "toml", "yaml", "diff"}
 ELSEWHERE = {
     "aws": "needs an account of AWS",
     "terraform": "needs providers and an account of AWS; tests/infra plays what it can where terraform is installed",

@@ -55,11 +55,21 @@ def install() -> Path:
         if not stamp.exists() or stamp.read_text() != _REQUIREMENT:
             _log.info("installing %s into %s", _REQUIREMENT, _HOME)
             shutil.rmtree(_HOME, ignore_errors=True)
-            subprocess.run(
-                [sys.executable, "-m", "venv", str(_HOME)], check=True, capture_output=True, text=True
-            )
-            pip = [str(_HOME / "bin" / "python"), "-m", "pip", "install", "--quiet", _REQUIREMENT]
-            subprocess.run(pip, check=True, capture_output=True, text=True)
+            # The pip of this environment does it: another one would take seconds to be installed itself.
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "--python",
+                str(_HOME / "bin" / "python"),
+                "install",
+                "--quiet",
+            ]
+            for command in (
+                [sys.executable, "-m", "venv", "--without-pip", str(_HOME)],
+                [*pip, _REQUIREMENT],
+            ):
+                subprocess.run(command, check=True, capture_output=True, text=True)
             stamp.write_text(_REQUIREMENT)
     return _HOME / "bin"
 

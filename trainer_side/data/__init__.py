@@ -1,1 +1,1 @@
-"""Samplers and streams that resume at the exact sample, on any number of ranks."""
+"""Samplers, streams and draws that resume at the exact sample, on any number of ranks."""

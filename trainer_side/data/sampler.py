@@ -7,7 +7,8 @@
     sampler.ahead(n) ─► workers of a loader, prefetch ─► sampler.follow(loader) ─► loop    `follow` moves the cursor
 
 The cursor counts the samples of this epoch that the training loops of all ranks have got. It is global, so a run that
-resumes with another number of ranks goes on at the same sample.
+resumes with another number of ranks goes on at the same sample. After `holdfast rewind --skip-batches` the cursor jumps
+over the samples of the steps that are left out (skipped_samples.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import torch
 from holdfast import supervised as diary
 from holdfast.errors import StateError
 from trainer_side.data.permutation import Permutation
+from trainer_side.data.skipped_samples import SkippedSamples, StepCount, StepSize
 from trainer_side.opaque import OpaqueIterator, opaque_methods
+from trainer_side.state.data_place import DataPlace
 from trainer_side.state.rng import apart
 from trainer_side.whole_number import shown, whole_number
 
@@ -39,7 +42,7 @@ class _Position(NamedTuple):
 
 
 @opaque_methods
-class ResumableSampler:
+class ResumableSampler(DataPlace):
     """Gives each rank its samples: each sample exactly once per epoch, however often the run is interrupted.
 
     Put it into the state of the `Checkpointer`, and take samples in the training loop through one of
@@ -91,7 +94,8 @@ class ResumableSampler:
             raise StateError(f"sampler: on_change: expected 'refuse' or 'next-epoch', got {on_change!r}")
         self._length, self._seed, self._rank, self._ranks = length, seed, rank, ranks
         self._shuffle, self._drop_last, self._on_change = shuffle, drop_last, on_change
-        self._position = _Position(0, 0)
+        self._position = self._mark = _Position(0, 0)
+        self._skipped, self._count = SkippedSamples(), StepCount()
         self._loads = 0
         self._read_ahead = self._followed = False
 
@@ -172,9 +176,45 @@ class ResumableSampler:
         Raises:
             StateError: `saved` was made with another length, seed or order, or is not the state of a sampler.
         """
-        self._position = self._found(saved)
+        self._position, self._skipped = self._found(saved)
+        self._mark = self._position
+        self._count = StepCount(StepSize.of_state(saved.get("step")), step=None)
         self._loads += 1
         self._read_ahead = self._followed = False
+
+    def mark_place(self) -> None:
+        """Remember the place, for the proof of a resume."""
+        self._mark = self._position
+
+    def place(self) -> dict[str, Any]:
+        """The place of the next sample, and where it was at the mark: epoch and sample."""
+        return {"from": list(self._mark), "to": list(self._position)}
+
+    def stepped(self, step: int) -> None:
+        """Note that a training step is done, as `Checkpointer.step` and `save` do: so the sampler knows how many
+        batches a step takes.
+        """
+        self._count.stepped(step)
+
+    def skip_batches(self, after: int, steps: int) -> None:
+        """Leave out the batches of `steps` training steps, behind those of the next `after` steps.
+
+        `Checkpointer.restore` calls it after `holdfast rewind --skip-batches`. A step counts as many samples as it had
+        in the checkpoint, so that the same samples are left out on any number of ranks.
+
+        Raises:
+            StateError: The checkpoint does not say how many samples a step takes.
+        """
+        samples, batches = self._count.known("sampler")
+        position = self._position
+        begins = []
+        for number in (after * batches, steps * batches):
+            for _ in range(number):
+                _, position = self._next(samples, position)
+            position, _ = self._next(samples, position)
+            begins.append(self._place(position))
+        self._skipped = SkippedSamples([*self._skipped.spans, (begins[0], begins[1])])
+        self._loads += 1  # what a loader has read ahead is not what comes
 
     def _following(self, loader: Iterable[_Batch], batch_size: int) -> Iterator[_Batch]:
         self._followed = True
@@ -193,7 +233,8 @@ class ResumableSampler:
             yield batch
 
     def _note(self, batch_size: int, begin: _Position) -> None:
-        """Note the samples that the loop gets, for `holdfast drill`."""
+        """Note the samples that the loop gets, also for `holdfast drill`."""
+        self._count.took(batch_size * self._ranks)
         place = begin.cursor + self._rank * batch_size
         diary.note("samples", [begin.epoch, place, batch_size, self._length])
 
@@ -214,6 +255,14 @@ class ResumableSampler:
         return None
 
     def _described(self, position: _Position) -> dict[str, Any]:
+        described = self._data(position)
+        if self._count.size is not None:
+            described["step"] = list(self._count.size)
+        if skipped := self._skipped.later(self._place(position)):
+            described["skipped"] = skipped
+        return described
+
+    def _data(self, position: _Position) -> dict[str, Any]:
         return {
             "epoch": position.epoch,
             "cursor": position.cursor,
@@ -222,9 +271,9 @@ class ResumableSampler:
             "order": _ORDER if self._shuffle else "as it is",
         }
 
-    def _found(self, saved: Any) -> _Position:
-        """The place in a saved state. If the state is of other data, `on_change` decides."""
-        mine = self._described(self._position)
+    def _found(self, saved: Any) -> tuple[_Position, SkippedSamples]:
+        """The place in a saved state, and what is left out. If the state is of other data, `on_change` decides."""
+        mine = self._data(self._position)
         if not isinstance(saved, dict) or not set(mine) <= set(saved):
             raise StateError(
                 f"sampler: expected a dict with {', '.join(mine)}, the checkpoint has {saved!r}; give the sampler the "
@@ -239,7 +288,7 @@ class ResumableSampler:
         found = _Position(*place)
         changed = [name for name in ("length", "seed", "order") if saved[name] != mine[name]]
         if not changed:
-            return found
+            return found, SkippedSamples((first, end) for first, end in saved.get("skipped", ()))
         said = "; ".join(f"{name}: expected {saved[name]!r}, got {mine[name]!r}" for name in changed)
         if self._on_change == "refuse":
             raise StateError(
@@ -255,7 +304,7 @@ class ResumableSampler:
             found.epoch,
             left,
         )
-        return _Position(found.epoch + 1, 0)
+        return _Position(found.epoch + 1, 0), SkippedSamples()
 
     def _span(self, batch_size: int, position: _Position) -> tuple[_Position, _Position]:
         """The begin and the end of the next global batch."""
@@ -265,23 +314,34 @@ class ResumableSampler:
                 f"sampler: {self._ranks} ranks of batch size {batch_size} need {global_batch} samples per step, "
                 f"the data set has {self._length}"
             )
+        return self._next(global_batch, position)
+
+    def _next(self, samples: int, position: _Position) -> tuple[_Position, _Position]:
+        """The begin and the end of the next `samples` samples that are one global batch."""
+        skipped, place = self._skipped, self._skipped.begin(self._place(position))
         if not self._drop_last:
-            epochs, cursor = divmod(position.cursor + global_batch, self._length)
-            return position, _Position(position.epoch + epochs, cursor)
-        begin = (
-            position if position.cursor + global_batch <= self._length else _Position(position.epoch + 1, 0)
-        )
-        return begin, _Position(begin.epoch, begin.cursor + global_batch)
+            return self._at(place), self._at(skipped.end(place, samples))
+        while skipped.count(place, ends := (place // self._length + 1) * self._length) < samples:
+            place = skipped.begin(ends)
+        begin = self._at(place)
+        return begin, _Position(begin.epoch, skipped.end(place, samples) - begin.epoch * self._length)
+
+    def _place(self, position: _Position) -> int:
+        return position.epoch * self._length + position.cursor
+
+    def _at(self, place: int) -> _Position:
+        return _Position(*divmod(place, self._length))
 
     def _samples(self, batch_size: int, begin: _Position) -> list[tuple[int, int]]:
         """Epoch and index of each sample of this rank in the global batch that begins at `begin`."""
-        place, left = begin.cursor + self._rank * batch_size, batch_size
+        mine = self._skipped.end(self._place(begin), self._rank * batch_size)
         samples: list[tuple[int, int]] = []
-        while left:
-            epochs, first = divmod(place, self._length)
-            epoch, count = begin.epoch + epochs, min(left, self._length - first)
-            samples += [(epoch, index) for index in self._order(epoch, first, count)]
-            place, left = place + count, left - count
+        for place, left in self._skipped.runs(mine, batch_size):
+            while left:
+                epoch, first = divmod(place, self._length)
+                count = min(left, self._length - first)
+                samples += [(epoch, index) for index in self._order(epoch, first, count)]
+                place, left = place + count, left - count
         return samples
 
     def _order(self, epoch: int, first: int, count: int) -> Iterable[int]:
@@ -343,4 +403,4 @@ class _BatchReader(Iterator[_Indices]):
         Raises:
             StateError: As `ResumableSampler.load_state_dict`.
         """
-        self._position = self._sampler._found(saved)
+        self._position, _ = self._sampler._found(saved)

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from holdfast.errors import StateError
+from trainer_side.data.skipped_samples import SkippedSamples, StepCount, StepSize
 from trainer_side.opaque import OpaqueIterator, opaque_methods
+from trainer_side.state.data_place import DataPlace
 from trainer_side.state.rng import apart
+from trainer_side.state.value_crc import ValueCrc
 from trainer_side.whole_number import whole_number
 
 
@@ -22,7 +25,7 @@ class _Source(Protocol):
 
 
 @opaque_methods
-class ResumableStream:
+class ResumableStream(DataPlace):
     """Gives each rank its part of an iterable that every rank reads whole: each sample once per pass, on any ranks.
 
     Put it into the state of the `Checkpointer`. Every rank reads all samples and keeps its own, which costs reading
@@ -52,6 +55,8 @@ class ResumableStream:
         self._source, self._rank, self._ranks = source, rank, ranks
         self._iterator: Iterator[Any] | None = None
         self._passes = 0
+        self._read = 0  # since the state was loaded; `_skipped` counts from there
+        self._skipped, self._count = SkippedSamples(), StepCount()
 
     @property
     def passes(self) -> int:
@@ -71,11 +76,17 @@ class ResumableStream:
                 sample = self._next()
                 if number in mine:
                     batch.append(sample)
+            self._count.took(batch_size * self._ranks)
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the next sample; the same on every rank."""
-        return {"source": self._source.state_dict(), "passes": self._passes, "workers": self._workers}
+        described = {"source": self._source.state_dict(), "passes": self._passes, "workers": self._workers}
+        if self._count.size is not None:
+            described["step"] = list(self._count.size)
+        if skipped := self._skipped.later(self._read):
+            described["skipped"] = [[max(0, first - self._read), end - self._read] for first, end in skipped]
+        return described
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on at the place in `saved`, also with another number of ranks or another batch size.
@@ -89,13 +100,40 @@ class ResumableStream:
                 f"samples depends on their number; make the loader with num_workers={saved['workers']}"
             )
         self._source.load_state_dict(saved["source"])
-        self._passes, self._iterator = int(saved["passes"]), None
+        self._passes, self._iterator, self._read = int(saved["passes"]), None, 0
+        self._skipped = SkippedSamples((first, end) for first, end in saved.get("skipped", ()))
+        self._count = StepCount(StepSize.of_state(saved.get("step")), step=None)
+
+    def stepped(self, step: int) -> None:
+        """As `ResumableSampler.stepped`."""
+        self._count.stepped(step)
+
+    def skip_batches(self, after: int, steps: int) -> None:
+        """As `ResumableSampler.skip_batches`. The source is read all the same, and the samples are dropped."""
+        samples, batches = self._count.known("stream")
+        begin = self._skipped.begin(self._skipped.end(self._read, after * batches * samples))
+        end = self._skipped.end(begin, steps * batches * samples)
+        self._skipped = SkippedSamples([*self._skipped.spans, (begin, end)])
+
+    def mark_place(self) -> None:
+        """Nothing is remembered: the source alone can read its places."""
+
+    def place(self) -> dict[str, Any]:
+        """CRC-32 of the place of the next sample."""
+        return {"passes": self._passes, "crc": ValueCrc(self._source.state_dict()).value()}
 
     @property
     def _workers(self) -> int:
         return int(getattr(self._source, "num_workers", 0))
 
     def _next(self) -> Any:
+        if self._skipped:
+            for _ in range(self._skipped.begin(self._read) - self._read):
+                self._read_one()
+        return self._read_one()
+
+    def _read_one(self) -> Any:
+        self._read += 1
         if self._iterator is None:
             self._iterator = self._begun()
         # One try for this pass, one for a source that was restored at its very end, and one for the next pass.

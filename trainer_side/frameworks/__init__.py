@@ -5,6 +5,7 @@ lightning      PyTorch Lightning: a callback, and the environment of the job
 transformers   Hugging Face's Trainer: a callback
 accelerate     Hugging Face's Accelerate: the state of a plain training loop
 torchtitan     torchtitan's training loop, or one that is written like it: a checkpoint manager
+trackers       W&B, TensorBoard, MLflow: runs that go on, with marks about checkpoints
 missing        the error that says which package to install
 
 docs/frameworks.md says what each framework restores exactly, and what it does not.

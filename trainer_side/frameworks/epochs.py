@@ -58,3 +58,11 @@ class EpochLoader:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Let the next iteration begin at the place in `saved`."""
         self._sampler.load_state_dict(saved)
+
+    def stepped(self, step: int) -> None:
+        """As `ResumableSampler.stepped`."""
+        self._sampler.stepped(step)
+
+    def skip_batches(self, after: int, steps: int) -> None:
+        """As `ResumableSampler.skip_batches`."""
+        self._sampler.skip_batches(after, steps)

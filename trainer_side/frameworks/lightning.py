@@ -3,7 +3,8 @@
     Trainer(plugins=[HoldfastEnvironment()], callbacks=[HoldfastCallback(every=100)], strategy="ddp").fit(model, loader)
 
     on_fit_start         makes the Checkpointer and restores, before Lightning makes its loaders and their iterators
-    on_train_start       sets the random numbers again, because making the iterator of a loader has drawn some
+    on_train_start       sets the random numbers again, because making the iterator of a loader has drawn some; takes
+                         SIGTERM back from Lightning
     on_train_batch_start tells Lightning, at the first batch, that it is no longer restarting
     on_train_batch_end   calls step() after the optimizer has stepped, unless something else follows (below)
     on_train_end         saves a step that is still due, and closes the Checkpointer
@@ -16,6 +17,7 @@ after the next batch that another batch follows directly. docs/guides/lightning.
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -160,6 +162,7 @@ class HoldfastCallback(Checkpoint):
         self.checkpointer: Checkpointer | None = None
         self._random = RngAgain()
         self._looked_at = -1
+        self._notice_handler: Any = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -184,16 +187,22 @@ class HoldfastCallback(Checkpoint):
             raise ConfigError(
                 f"HoldfastCallback(state=…): the callback itself saves {', '.join(sorted(twice))}; choose another name"
             )
+        before = signal.getsignal(signal.SIGTERM)
         self.checkpointer = Checkpointer(
             {**own, **self._more, "rng": PerRank(self._random)}, config=self._config, every=self._every
         )
+        handler = signal.getsignal(signal.SIGTERM)
+        self._notice_handler = None if handler == before else handler
         self.checkpointer.restore()
         self._looked_at = trainer.global_step
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the random numbers to the saved ones."""
+        """Set the random numbers to the saved ones, and let SIGTERM be a notice again."""
         self._random.again()
+        if self._notice_handler is not None:
+            # Lightning's handler is a collective of all ranks, so a rank that alone has a notice would stand still.
+            signal.signal(signal.SIGTERM, self._notice_handler)
 
     @override
     def on_train_batch_start(
@@ -212,7 +221,8 @@ class HoldfastCallback(Checkpoint):
             return  # gradients are being accumulated, and no checkpoint has them
         if _something_follows(trainer):
             return
-        self._step(trainer.global_step, self.checkpointer)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self._step(trainer.global_step, self.checkpointer, batch=batch, loss=loss)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -231,11 +241,11 @@ class HoldfastCallback(Checkpoint):
         """Close the Checkpointer where `fit` had nothing left to train."""
         self._close()
 
-    def _step(self, done: int, checkpointer: Checkpointer) -> None:
+    def _step(self, done: int, checkpointer: Checkpointer, *, batch: Any = None, loss: Any = None) -> None:
         """Tell the Checkpointer that `done` steps are done, and save if a checkpoint was due since the last call."""
         put_off = self._every > 0 and (done - 1) // self._every > self._looked_at // self._every
         self._looked_at = done
-        if not checkpointer.step(done - 1) and put_off:
+        if not checkpointer.step(done - 1, batch=batch, loss=loss) and put_off:
             checkpointer.save(done - 1)
 
     def _close(self) -> None:

@@ -10,16 +10,20 @@ from trainer_side.state.rng import RngState
 __all__ = ["RngAgain", "missing"]
 
 
-def missing(framework: str, error: ImportError) -> ConfigError:
+def missing(
+    framework: str, error: ImportError, *, module: str = "", extra: str = "frameworks"
+) -> ConfigError:
     """The error to raise when a framework cannot be imported; it says what to install.
 
     Args:
-        framework: Name of the framework for pip, and last part of the name of the holdfast module that needs it.
+        framework: Name of the framework for pip.
         error: The error of the import.
+        module: Last part of the name of the holdfast module that needs it; empty: the framework's name.
+        extra: The extra of holdfast that has it.
     """
     return ConfigError(
-        f"holdfast.integrations.{framework} needs {framework}, which cannot be imported here: {error}; "
-        f"run: pip install {framework} (holdfast's extra [frameworks] has it)"
+        f"holdfast.integrations.{module or framework} needs {framework}, which cannot be imported here: {error}; "
+        f"run: pip install {framework} (holdfast's extra [{extra}] has it)"
     )
 
 

@@ -9,7 +9,7 @@
     close()                    waits until all checkpoints are durable
 
 torchtitan itself is not imported: any loop may call these. Its steps count from 1, and holdfast's from 0. Optimizers
-are taken out of torchtitan's container, as their steps can be held back one by one. docs/guides/torchtitan.md says more.
+are taken out of torchtitan's container, as their steps can be held back one by one. More: docs/guides/torchtitan.md.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ class HoldfastCallback(TrainerCallback):
         self._groups: list[dict[str, Any]] = []
         self._looked_at = -1
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._last_batch = _LastBatch()
 
     def restore(self, trainer: Trainer) -> str | None:
         """Restore the newest checkpoint. Collective: every rank calls it before `train`.
@@ -105,6 +106,7 @@ class HoldfastCallback(TrainerCallback):
                 f"HoldfastCallback(state=…): the callback itself saves {', '.join(sorted(twice))}; choose another name"
             )
         self.checkpointer = Checkpointer({**own, **self._more}, config=self._config, every=self._every)
+        self._last_batch.of(trainer)
         self._looked_at = self.checkpointer.restore(may_lack=() if scaler is None else ("scaler",))
         if self._looked_at == 0:
             return None
@@ -158,7 +160,9 @@ class HoldfastCallback(TrainerCallback):
     def _step(self, state: TrainerState) -> None:
         if self.checkpointer is not None and state.global_step > self._looked_at:
             self._looked_at = state.global_step
-            self.checkpointer.step(state.global_step - 1)
+            self.checkpointer.step(
+                state.global_step - 1, batch=self._last_batch.batch, loss=self._last_batch.loss
+            )
 
 
 def _refuse_unsupported(trainer: Trainer) -> None:
@@ -227,6 +231,33 @@ class _Scheduler:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._saved = saved
+
+
+class _LastBatch:
+    """The batch and the loss that Trainer used last, for the proof of a resume: it tells callbacks neither.
+
+    Attributes:
+        batch: This rank's last batch; with accumulated gradients a step has had more.
+        loss: Its loss.
+    """
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        self.loss: torch.Tensor | None = None
+        self._trainer: Trainer | None = None
+
+    def of(self, trainer: Trainer) -> None:
+        if self._trainer is trainer:
+            return
+        self._trainer, train = trainer, trainer.training_step
+
+        def training_step(model: torch.nn.Module, inputs: Any, *more: Any, **given: Any) -> torch.Tensor:
+            # A shallow copy: a `compute_loss` may take the labels out of it.
+            self.batch = dict(inputs) if isinstance(inputs, Mapping) else inputs
+            self.loss = loss = train(model, inputs, *more, **given)
+            return loss
+
+        trainer.training_step = training_step  # type: ignore[method-assign]
 
 
 class _Seen:

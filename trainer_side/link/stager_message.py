@@ -6,11 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.proof_record import Digest
 from holdfast.notices.notice import Notice
 from holdfast.wire import frames as wire
 from holdfast.wire.doubt import EARLIER_ATTEMPTS_MAX, Doubt
 from holdfast.wire.frames import Kind
 from holdfast.wire.pace import Wish
+from holdfast.wire.step_proof import ResumeProof, step_frame, verdict_frame
 
 
 class StagerMessage(NamedTuple):
@@ -38,6 +41,16 @@ class StagerMessage(NamedTuple):
             return doubt._replace(earlier_attempts=earlier).to_frame(Kind.DOUBT, attempt=attempts[-1])
 
         return cls(encode, keep_until_unix=math.inf)
+
+    @classmethod
+    def proof(cls, key: CheckpointId, digest: Digest) -> StagerMessage:
+        """The digest of this rank's first step after checkpoint `key`."""
+        return cls(lambda attempts: step_frame(key, digest, attempt=attempts[-1]))
+
+    @classmethod
+    def verdict(cls, key: CheckpointId, proof: ResumeProof) -> StagerMessage:
+        """How the resume from `key` went; rank 0 only."""
+        return cls(lambda attempts: verdict_frame(key, proof, attempt=attempts[-1]))
 
     @classmethod
     def notice(cls, notice: Notice) -> StagerMessage:

@@ -5,6 +5,7 @@
 
 source, open_sources     the interface of a source; chooses the sources, and the rank that polls them
 signals                  signals of this process
+lost_siblings            tells SIGTERM of torchrun after the death of a rank from a notice
 http, aws, azure, gcp    a bounded request to a metadata server; the metadata services of the clouds
 watch                    the thread that polls the sources
 preemption_notices       the notices of this rank, and the one that all ranks have agreed on

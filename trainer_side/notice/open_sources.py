@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from holdfast.config import TrainerConfig
 from holdfast.notices.notice import Notice
+from trainer_side.notice.lost_siblings import LostSiblings, ranks_of_torchrun
 from trainer_side.notice.signals import Signal
 from trainer_side.notice.source import NoticeSource, SourceError
 from trainer_side.notice.watch import NoticeWatch, asks_for_machine
@@ -31,10 +33,16 @@ _DETECT_SECONDS_MAX = 1.0
 
 
 class Watching:
-    """A watch and its signals. Main thread."""
+    """A watch and its signals. Main thread.
 
-    def __init__(self, watch: NoticeWatch, signals: Sequence[Signal]) -> None:
-        self.watch, self._signals = watch, signals
+    Args:
+        siblings: Tells a notice from the end of another rank; None where nothing is known of other ranks.
+    """
+
+    def __init__(
+        self, watch: NoticeWatch, signals: Sequence[Signal], siblings: LostSiblings | None = None
+    ) -> None:
+        self.watch, self._signals, self._siblings = watch, signals, siblings
 
     def heard(self) -> Notice | None:
         """The notice of a signal that has arrived, even if the watch's thread has not handled it yet."""
@@ -44,6 +52,8 @@ class Watching:
         """End it. The handlers of the signals stay."""
         for source in self._signals:
             source.close()
+        if self._siblings is not None:
+            self._siblings.close()
         self.watch.close()
 
 
@@ -59,6 +69,7 @@ def open_watch(
         return None
     environ = os.environ if environ is None else environ
     wakes: SimpleQueue[None] = SimpleQueue()
+    siblings = _siblings(environ, rank=rank) if "sigterm" in config.watch else None
     signals = []
     for name in config.watch:
         if name in _SIGNALS:
@@ -68,6 +79,7 @@ def open_watch(
                         _SIGNALS[name],
                         grace_seconds=config.watch_grace_seconds,
                         wake=lambda: wakes.put(None),
+                        is_void=_is_void(name, siblings),
                     )
                 )
             except ValueError:
@@ -87,7 +99,22 @@ def open_watch(
         wakes=wakes,
     )
     watch.start()
-    return Watching(watch, signals)
+    if siblings is not None:
+        siblings.start(lambda: any(source.ends_by_default for source in signals if source.name == "sigterm"))
+    return Watching(watch, signals, siblings)
+
+
+def _is_void(name: str, siblings: LostSiblings | None) -> Callable[[], bool]:
+    return siblings.any_ended if siblings is not None and name == "sigterm" else lambda: False
+
+
+def _siblings(environ: Mapping[str, str], *, rank: int) -> LostSiblings | None:
+    said = environ.get("LOCAL_WORLD_SIZE", "")
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or "TORCHELASTIC_RUN_ID" not in environ or not said.isdecimal():
+        return None
+    others = ranks_of_torchrun(os.getpid(), int(said))
+    return LostSiblings(others, rank=rank) if others else None
 
 
 def find_servers(names: Sequence[str], environ: Mapping[str, str], *, rank: int = 0) -> list[NoticeSource]:

@@ -34,6 +34,8 @@ class Signal:
         number: SIGTERM or SIGUSR1.
         grace_seconds: How long after the signal the process is expected to be killed.
         wake: Called in the handler; must be safe there (`SimpleQueue.put`).
+        is_void: Whether the signal is no notice now, so that it does what it would do without the watch. Called in the
+            handler.
         clock: Seconds since 1970.
 
     Raises:
@@ -46,11 +48,12 @@ class Signal:
         *,
         grace_seconds: float,
         wake: Callable[[], None],
+        is_void: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name = number.name.lower()
         self._number, self._grace_seconds = number, grace_seconds
-        self._wake, self._clock = wake, clock
+        self._wake, self._is_void, self._clock = wake, is_void, clock
         self._heard_at: float | None = None
         self._process, self._closed = os.getpid(), False
         self._before: Any = None
@@ -72,11 +75,22 @@ class Signal:
             )
         ]
 
+    @property
+    def ends_by_default(self) -> bool:
+        """Whether the signal would end this process without the watch: the script has no handler of its own. Any
+        thread.
+        """
+        installed = getattr(signal.getsignal(self._number), "__self__", None)
+        return installed is self and self._before in (None, signal.SIG_DFL)
+
     def close(self) -> None:
         """From now on the signal is no notice any more. The handler stays."""
         self._closed = True
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process and self.ends_by_default and self._is_void():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         if os.getpid() == self._process:
             now = self._clock()
             same = self._heard_at is not None and 0 <= now - self._heard_at < _SAME_SECONDS

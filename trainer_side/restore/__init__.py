@@ -6,6 +6,7 @@
 restore, restore_attempt         start here: all candidates in turn; one candidate, from its first byte to live objects
 
 inventory, choice                slices and manifests that exist; the candidates, and the source of each byte (pure)
+best_order                       the checkpoints of the store, the best by a metric first (pure)
 ring_slices                      the stager's ring as a source
 structure                        the tree of an image, with tensors that are allocated and not yet read
 read_plan                        which rank reads which bytes, and which ranks take them

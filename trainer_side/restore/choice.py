@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from holdfast.image.checkpoint_id import CheckpointId
@@ -49,6 +50,7 @@ class Holder(NamedTuple):
         absent: Chunks whose frame is missing.
         replicas: Fingerprints of the replicas on the rank that wrote it, from its seal; empty without any. `drift`: a
             known difference between the ranks. `complete`: every rank is known to have sealed that step.
+        trackers: The runs of experiment trackers; in the slice of saved rank 0.
     """
 
     key: SliceKey
@@ -62,6 +64,7 @@ class Holder(NamedTuple):
     replicas: str = ""
     drift: str = ""
     complete: bool = False
+    trackers: Mapping[str, str] = MappingProxyType({})
 
 
 class RankPlace(NamedTuple):
@@ -74,6 +77,7 @@ class RankPlace(NamedTuple):
 class StoreCandidate(NamedTuple):
     """A checkpoint of the store, as its manifest says; `fault` tells why it cannot be used, if so. `drift`: in what its
     replicas were not the same, or why it may be torn. `unopened`: the store lists the manifest and does not give it.
+    `metrics`: given by the script for it. `best_metric`, `best_mode`: by what its writer kept the best; or empty.
     """
 
     number: int
@@ -84,6 +88,9 @@ class StoreCandidate(NamedTuple):
     fault: str
     drift: str = ""
     unopened: bool = False
+    metrics: Mapping[str, float] | None = None
+    best_metric: str = ""
+    best_mode: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,11 @@ class Candidate:
     @property
     def name(self) -> str:
         return str(self.checkpoint)
+
+    @property
+    def trackers(self) -> Mapping[str, str]:
+        """The runs of experiment trackers that its slices name."""
+        return next((one.trackers for one in self.slices.get(0, ()) if one.trackers), {})
 
     @property
     def checkpoint(self) -> CheckpointId:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from holdfast.checkpoints.branches import Branches, Rewind
 from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
 from holdfast.checkpoints.lease import newest_attempt as newest_of_store
 from holdfast.checkpoints.manifest_order import ListedManifest
@@ -164,22 +165,29 @@ def _row(tier: Keeps, kept: Kept) -> list[object]:
     replicas = (record.replicas_digest or "")[:_DIGEST_CHARACTERS_MAX]
     drift = kept.doubt or (record.drift or "" if record.job == RING else "")
     where = [_NEARNESS[tier.nearness], tier.name, kept.place]
-    return [key, seal.rank, *where, sorted(kept.absent), replicas, drift, kept.complete]
+    trackers = [record.trackers] if record.trackers and seal.rank == 0 else []
+    return [key, seal.rank, *where, sorted(kept.absent), replicas, drift, kept.complete, *trackers]
 
 
 class StoreListing:
     """The checkpoints in the store, as rank 0 finds them: newest first, read on demand.
 
     Attributes:
+        step: The only step that is listed; None: all are.
         stored: The manifests read so far, newest first; the same on every rank.
         unread: The newest manifest that was not read; None: all were.
-        newest: The newest of all, whichever step is wanted; None: the store has no checkpoint.
+        newest: The newest of the current line, whichever step is wanted; None: the store has no checkpoint of it.
+        branches: The branches of the run; None if it was never rewound. Checkpoints of older ones are not read.
+        left: How many checkpoints of older branches the store has, of the steps that are wanted.
     """
 
-    def __init__(self, store: Store | None, seconds_max: float) -> None:
+    def __init__(self, store: Store | None, seconds_max: float, step: int | None = None) -> None:
+        self.step = step
         self.stored: list[StoreCandidate] = []
         self.unread: CheckpointId | None = None
         self.newest: CheckpointId | None = None
+        self.branches: Branches | None = None
+        self.left = 0
         self._store, self._seconds_max = store, seconds_max
         self._look: CatalogLook | None = None  # on rank 0
         self._names: list[tuple[int, ListedManifest]] = []  # numbered, of those that were not read
@@ -211,13 +219,19 @@ class StoreListing:
         Raises:
             HoldfastError: Any other failure on rank 0.
         """
-        shelf = cls(store, seconds_max / 2)
+        shelf = cls(store, seconds_max / 2, step)
 
         def begin(store: Store) -> list[StoreCandidate]:
             shelf._look = look = CatalogLook(store, step)
-            names = look.names if look.names or step is None else CatalogLook(store).names
+            shelf.branches, current = look.branches, look.current
+            names = current if current or step is None else CatalogLook(store).current
             shelf.newest = names[0].order if names else None
-            shelf._names = [*enumerate(look.names)]
+            shelf.left = len(look.names) - len(current)
+            shelf._names = [
+                (number, listed)
+                for number, listed in enumerate(look.names)
+                if shelf.branches is None or shelf.branches.is_current(listed.order)
+            ]
             numbers = [number for number, listed in shelf._names if listed.order in also]
             return shelf._read([*shelf._first(1), *numbers])
 
@@ -281,7 +295,10 @@ class StoreListing:
             try:
                 rows = [] if self._store is None else _in_time(read, self._store, self._seconds_max)
                 unread = self._names[0][1].order if self._names else None
-                said = json.dumps([rows, unread, self.newest]).encode()
+                rewinds = (
+                    [one.model_dump(mode="json") for one in self.branches.rewinds] if self.branches else []
+                )
+                said = json.dumps([rows, unread, self.newest, self.left, rewinds]).encode()
             except StoreError as error:
                 silent, said = error, json.dumps({"code": error.code, "text": str(error)}).encode()
             except HoldfastError as error:
@@ -292,7 +309,9 @@ class StoreListing:
         answer = json.loads(peers.broadcast(said if peers.rank == 0 else None))
         if isinstance(answer, dict):
             return silent or peer_error(answer["code"], f"rank 0: {answer['text']}")
-        rows, unread, newest = answer
+        rows, unread, newest, self.left, rewinds = answer
+        if self.branches is None and rewinds:
+            self.branches = Branches(map(Rewind.model_validate, rewinds))
         self.unread, self.newest = (None if one is None else CheckpointId(*one) for one in (unread, newest))
         self.stored = sorted([*self.stored, *(StoreCandidate(*row) for row in rows)])
         return None
@@ -301,8 +320,15 @@ class StoreListing:
 def _candidate(number: int, item: CatalogItem) -> StoreCandidate:
     if item.manifest is None:
         return StoreCandidate(number, item.attempt, item.step, 0, "", item.fault, unopened=item.unopened)
-    ranks, digest = item.manifest.ranks, item.manifest.layout_digest
-    return StoreCandidate(number, item.attempt, item.step, ranks, digest, item.fault, item.caveat)
+    said, rule = item.manifest, item.manifest.best
+    best = () if rule is None else (rule.metric, rule.mode)
+    return StoreCandidate(
+        number,
+        *(item.attempt, item.step, said.ranks, said.layout_digest, item.fault, item.caveat),
+        False,
+        said.metrics,
+        *best,
+    )
 
 
 def _in_time(ask: Callable[[Store], _T], store: Store, seconds_max: float) -> _T:
@@ -359,6 +385,18 @@ def newest_attempt(
     return max(newest, int(peers.broadcast(b"%d" % said if peers.rank == 0 else None)))
 
 
+def _passed_by(shelf: StoreListing, left: int) -> list[Candidate | Passed]:
+    """That there are checkpoints of older branches, as a reason not to begin from the start where no other is left."""
+    if shelf.branches is None or not left:
+        return []
+    fork = shelf.branches.rewinds[-1].fork
+    reason = (
+        f"the run was rewound to {fork}, and checkpoints of older branches are not restored; `holdfast rewind --to` "
+        "goes back to one of them"
+    )
+    return [Passed(fork.attempt, fork.step, reason, lost=shelf.step is None)]
+
+
 class InTurn:
     """All checkpoints, newest first, each as a candidate or with the reason why it cannot be one.
 
@@ -370,6 +408,8 @@ class InTurn:
         peers: The ranks.
         set_aside: Checkpoints that are passed over.
         places: Where each rank is, for people.
+
+    Checkpoints of older branches are none of them; that there are some is the last reason.
     """
 
     def __init__(
@@ -382,6 +422,10 @@ class InTurn:
     ) -> None:
         self._places = places
         self._holders, self._shelf, self._peers, self._set_aside = holders, shelf, peers, set_aside
+        self._passed_by: list[Candidate | Passed] = []
+        if shelf.branches is not None:
+            self._holders = [one for one in holders if shelf.branches.is_current(CheckpointId(*one.key[:2]))]
+            self._passed_by = _passed_by(shelf, shelf.left + len(holders) - len(self._holders))
 
     def __iter__(self) -> Iterator[Candidate | Passed]:
         number = 0
@@ -398,7 +442,8 @@ class InTurn:
 
     def known(self) -> Sequence[Candidate | Passed]:
         """The candidates known so far, in order; others that were not read yet may lie between them. Not collective."""
-        return pass_over(candidates(self._holders, self._shelf.stored, self._places), self._set_aside)
+        listed = pass_over(candidates(self._holders, self._shelf.stored, self._places), self._set_aside)
+        return [*listed, *self._passed_by] if self._passed_by and self._shelf.unread is None else listed
 
     def first(self) -> Candidate | None:
         """The first candidate; all newer checkpoints are known by then. Collective."""

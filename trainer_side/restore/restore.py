@@ -23,12 +23,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
+from holdfast.errors import DamageError, HoldfastError, StateError, StoreError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers
+from trainer_side.restore.best_order import WantedBest, best_first
 from trainer_side.restore.choice import Candidate, Passed
 from trainer_side.restore.device_sections import Locked
 from trainer_side.restore.inventory import InTurn, StoreListing, find
@@ -45,6 +46,7 @@ class RestoreOptions:
 
     Attributes:
         step: Restore only this step, and no other one if it is damaged.
+        best: Restore the best checkpoint of the store by this metric, and the next best if it is damaged.
         seconds_max: Limit for reading one checkpoint, and again for its exchange. A request to a tier or the ring may
             take a tenth of it; then the source counts as hanging, and the next one is asked.
         without_store: If the store does not answer, take the newest checkpoint in the tiers, although the store may
@@ -52,16 +54,19 @@ class RestoreOptions:
         may_lack: Names of the state that the checkpoint need not have; they then stay as they are.
         threads: Requests in flight from this rank.
         set_aside: Checkpoints to skip, each with all later ones of the same attempt.
+        can_skip: Whether an object of this rank's state can leave out batches, as `holdfast rewind` may demand.
         locked: Makes page-locked host memory of a given size, through which bytes go to a device; None: loading brings
             them there, tensor by tensor.
     """
 
     step: int | None = None
+    best: WantedBest | None = None
     seconds_max: float = 600
     without_store: bool = False
     may_lack: frozenset[str] = frozenset()
     threads: int = 4
     set_aside: Collection[CheckpointId] = ()
+    can_skip: bool = False
     locked: Locked | None = None
 
 
@@ -93,8 +98,10 @@ def restore(
     Raises:
         DamageError: There are checkpoints but none is whole, or a tier cannot be listed. The message names each with
             its reason, and for a step that was once whole the places where its slices are missing.
-        StateError: The checkpoint does not fit the state: names, shapes, or a refusal of an object's `load_state_dict`.
-        StoreMissing: There is no checkpoint of `options.step`.
+        StateError: The checkpoint does not fit the state: names, shapes, or a refusal of an object's `load_state_dict`;
+            or batches are to be left out, and no object of any rank can do that.
+        StoreMissing: There is no checkpoint of `options.step`, or none that has the metric of `options.best`.
+        ConfigError: Nobody says which value of that metric is best.
         StoreError: The store failed, was too slow, or gives none of the manifests that it lists.
         PeerLost: A rank is gone.
     """
@@ -123,23 +130,30 @@ def restore(
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
     wanted = [one for one in found.holders if step in (None, one.key.step)]
     listed = InTurn(wanted, shelf, peers, options.set_aside, found.places)
+    if silent is not None and options.best is not None:
+        raise silent  # metrics are in manifests alone
     if silent is not None:
         _go_without(job, silent, listed.first(), without_store=options.without_store)
     if step is not None:
         others = [CheckpointId(one.key.attempt, one.key.step) for one in found.holders]
         newest = max([*others, *([] if shelf.newest is None else [shelf.newest])], default=None)
         _see_step([*listed], step, newest, store)
+    if options.best is not None:
+        where = "the tiers" if store is None else store.url
+        in_turn = iter(best_first([*listed], shelf.stored, options.best, where))
+    else:
+        if (first := listed.first()) is not None:
+            job.tell(_drifted_before(listed.known(), first), "an older checkpoint is preferred")
+        in_turn = iter(listed)
     seconds = {"catalog": time.monotonic() - begun}
-    return _first_good(job, listed, seconds)
+    return _first_good(job, in_turn, seconds, can_skip=options.can_skip)
 
 
-def _first_good(job: RestoreJob, listed: InTurn, seconds: dict[str, float]) -> Restored | None:
+def _first_good(
+    job: RestoreJob, in_turn: Iterator[Candidate | Passed], seconds: dict[str, float], *, can_skip: bool
+) -> Restored | None:
     skipped: list[str] = []
     told, lost, damaged = 0, False, False
-    first = listed.first()
-    if first is not None:
-        job.tell(_drifted_before(listed.known(), first), "an older checkpoint is preferred")
-    in_turn = iter(listed)
     for candidate in in_turn:
         if isinstance(candidate, Passed):
             skipped.append(candidate.reason)
@@ -149,7 +163,10 @@ def _first_good(job: RestoreJob, listed: InTurn, seconds: dict[str, float]) -> R
         if told < len(skipped):
             job.tell(skipped[told:], f"trying {candidate.name} instead")
             told = len(skipped)
-        trial = RestoreAttempt(job, candidate, seconds)
+        rewound = None if job.shelf.branches is None else job.shelf.branches.rewound(candidate.checkpoint)
+        if rewound is not None and rewound.skipped and job.peers.all_agree(not can_skip):
+            raise StateError(rewound.refusal())
+        trial = RestoreAttempt(job, candidate, seconds, rewound)
         problem = trial.read()
         if problem is None:
             if candidate.drift:

@@ -21,12 +21,15 @@ from typing import Any
 
 import torch
 
+from holdfast.checkpoints.branches import Rewound
 from holdfast.errors import DamageError, HoldfastError, StateError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
+from holdfast.image.save_record import StepRecord
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
+from holdfast.wire.step_proof import ResumeProof
 from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.restore.choice import STORE, Candidate
 from trainer_side.restore.device_memory import take_to_device
@@ -71,6 +74,10 @@ class Restored:
             tuples cannot be, so the script takes them from here.
         whole_in: Places known to have all of it: tiers by name, the store by its URL. The same on every rank.
         before: The checkpoint that restore would take if this one were set aside; None if no other exists.
+        proof: How the first step compares with that of the run before; None until that step.
+        rewound: How `holdfast rewind` has brought training back to this step; None otherwise, and as soon as the new
+            branch has checkpoints of its own.
+        kept_trackers: Experiment tracker → its run, as slices in tiers or in the stager's ring name them.
     """
 
     step: int
@@ -84,6 +91,15 @@ class Restored:
     values: dict[str, Any] = field(default_factory=dict)
     whole_in: frozenset[str] = frozenset()
     before: CheckpointId | None = None
+    proof: ResumeProof | None = None
+    rewound: Rewound | None = None
+    kept_trackers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """Experiment tracker → its run, where the script had one when it saved (docs/trackers.md)."""
+        stored = {} if self.manifest is None else StepRecord.from_json(self.manifest.record).trackers
+        return stored | dict(self.kept_trackers)
 
 
 @dataclass(frozen=True)
@@ -118,7 +134,14 @@ class RestoreJob:
 class RestoreAttempt:
     """One candidate. Training thread; every method is collective."""
 
-    def __init__(self, job: RestoreJob, candidate: Candidate, seconds: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        job: RestoreJob,
+        candidate: Candidate,
+        seconds: Mapping[str, float],
+        rewound: Rewound | None = None,
+    ) -> None:
+        self._rewound = rewound
         self._job, self._candidate, self._peers = job, candidate, job.peers
         self._seconds = dict(seconds)
         self._image: Manifest | Layout
@@ -312,6 +335,8 @@ class RestoreAttempt:
             values=values,
             whole_in=self._whole_in,
             before=before,
+            rewound=self._rewound,
+            kept_trackers=candidate.trackers,
         )
 
     @property
@@ -327,9 +352,10 @@ class RestoreAttempt:
     def _report(self, skipped: list[str]) -> None:
         """Say what came from where: rank 0 for all in the log, each rank for itself in its events. Collective."""
         uses = {tier: [use.nbytes, round(use.seconds, 6)] for tier, use in self._reading.uses.items()}
-        parts = []
+        parts, places = [], dict[str, None]()
         for rank, said in enumerate(gather(self._peers, json.dumps(uses).encode())):
             for tier, (nbytes, seconds) in json.loads(said).items():
+                places[tier] = None
                 parts.append(f"rank {rank} {nbytes} bytes from {tier} in {seconds:.3g} s")
         saved_ranks = self._image.ranks
         if self._peers.rank == 0 and saved_ranks != self._peers.ranks:
@@ -344,10 +370,11 @@ class RestoreAttempt:
             took = sum(self._seconds.values())
             # A warning, so that a script without logging of its own shows it: a restart of the job is worth a line.
             _log.warning(
-                "resumed from step %d, attempt %d, in %.1f s",
+                "resumed from step %d, attempt %d, in %.1f s%s",
                 self._candidate.step,
                 self._candidate.attempt,
                 took,
+                f", from {', '.join(places)}" if places else "",
             )
             _log.info(
                 "restored from %s: %s",

@@ -246,7 +246,7 @@ def _slices(known: _Known) -> Iterator[Kept]:
             ranks=layout.ranks,
             layout_digest=layout.digest,
             frame_crc32s=tuple(crcs),
-            record=SaveRecord(job=RING, drift=held.drift).to_json(),
+            record=SaveRecord(job=RING, drift=held.drift, trackers=dict(held.trackers) or None).to_json(),
         )
         yield Kept(seal, layout, "ring", absent=frozenset(absent))
 

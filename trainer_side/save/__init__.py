@@ -5,6 +5,7 @@ continues. Read saver, planner, copier and staging first, in this order.
 
 saver                            one `save()`, from the call until training continues
 finished_step                    the last step that the script has finished, and whether the state is still that step's
+metric_values                    the metrics that a script gives to a save
 rank_context                     the objects that every part of a save needs on this rank
 
 planner, copy_plan               the plan that all ranks agree on; the order and the batches of a copy (pure)

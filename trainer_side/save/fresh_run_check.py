@@ -38,6 +38,11 @@ class FreshRunCheck:
         self._fresh, self._seconds_max = fresh, seconds_max
         self.is_settled = False
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the script has said where it begins."""
+        return self._fresh or self.is_settled
+
     def restored(self) -> None:
         """The script has called `restore()`.
 

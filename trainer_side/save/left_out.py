@@ -292,16 +292,19 @@ def _schedulers(
     state: Mapping[str, Any], tree: Mapping[str, Any], optimizers: list[Optimizer]
 ) -> Iterator[str]:
     for name, value in state.items():
-        driven = getattr(value, "optimizer", None) if isinstance(value, LRScheduler) else None
-        if isinstance(driven, Optimizer) and optimizers and not any(driven is one for one in optimizers):
+        own = getattr(value, "optimizer", None) if isinstance(value, LRScheduler) else None
+        if isinstance(own, Optimizer) and optimizers and not any(own is one for one in optimizers):
             yield (
-                f"{name}: {type(value).__name__} drives a {type(driven).__name__} that is not in the state. Make the "
+                f"{name}: {type(value).__name__} drives a {type(own).__name__} that is not in the state. Make the "
                 "scheduler for the optimizer that is"
             )
     if any(_is_scheduler(node) for node in _dictionaries(tree)):
         return
+    # Schedulers that are not torch's, as timm's, say nothing in their state that tells them.
+    others = [value for value in state.values() if not hasattr(value, "param_groups")]
+    driven = {id(getattr(value, "optimizer", None)) for value in others}
     for optimizer in optimizers:
-        if any("initial_lr" in group for group in optimizer.param_groups):
+        if id(optimizer) not in driven and any("initial_lr" in group for group in optimizer.param_groups):
             yield (
                 f"{_name_of(state, optimizer)}: its groups have initial_lr, as a learning rate scheduler leaves it, "
                 "and the state has no scheduler: a resume would begin its schedule from the start. Put the "

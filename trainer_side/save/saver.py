@@ -86,6 +86,9 @@ class Saver:
         pool: Has areas and slots.
         copier: Copies behind the gate.
         context: Takes the steps to the stager and into local tiers, and counts them.
+
+    Attributes:
+        trackers: Experiment tracker → its run; written into each checkpoint.
     """
 
     def __init__(
@@ -99,10 +102,12 @@ class Saver:
         self._planner, self._pool, self._copier = planner, pool, copier
         self._link, self._tiers = context.link, context.tiers
         self._ledger, self._events = context.ledger, context.events
+        self.trackers: dict[str, str] = {}
         self._warned = ""
         self._late = FinishedStep(state, lambda: copier.updates)
         self._late_step = -1  # the step that was noted there last
         self._late_reason: Reason | None = None  # why it is not taken yet
+        self._late_metrics: dict[str, float] | None = None
         copier.on_update = self.decline_late
 
     def decline_late(self) -> None:
@@ -137,9 +142,11 @@ class Saver:
                 seconds_max,
             )
         self._late.put_back()
-        return step if self.save(step, seconds_max) else -1
+        return step if self.save(step, seconds_max, self._late_metrics) else -1
 
-    def save(self, step: int, wait_seconds_max: float | None = None) -> bool:
+    def save(
+        self, step: int, wait_seconds_max: float | None = None, metrics: dict[str, float] | None = None
+    ) -> bool:
         """See `Checkpointer.save`. `wait_seconds_max`: wait so long for room, whatever the settings say."""
         begun, saved_at_unix = time.monotonic(), time.time()
         self._come_to(step)
@@ -163,7 +170,9 @@ class Saver:
             return self._decline(step, DeclineCause.OUTGROWN.because(outgrown), needed_pickle_bytes=needed)
         except PoolFull as no_room:
             return self._decline(step, no_room.reason)
-        record = SaveRecord(saved_at_unix=saved_at_unix)
+        record = SaveRecord(
+            saved_at_unix=saved_at_unix, metrics=metrics, trackers=dict(self.trackers) or None
+        )
         try:
             # The training thread is here, so what was taken stays as it is meanwhile.
             wait_seconds = self._pool.wait(step, wait_seconds_max)
@@ -173,6 +182,7 @@ class Saver:
                 return self._decline(step, answer, tell=False)  # all were told the same
             place = self._reserve(step, record)
         except PoolFull as no_room:
+            self._late_metrics = metrics
             return self._no_room(step, no_room.reason, is_late=wait_seconds_max is not None)
         record.wait_seconds = wait_seconds
         try:

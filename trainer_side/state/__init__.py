@@ -19,5 +19,7 @@ stand_ins                        placeholders of full size for split tensors and
 stages                           one common tree for ranks with different tensors (pipeline stages)
 
 accelerator                      CUDA, ROCm or XPU, as torch reports it
-drill_notes                      notes for `holdfast drill`: batches, and counters on modules
+drill_notes, value_crc           notes for `holdfast drill`: batches, and counters on modules; CRC-32 of a batch
+data_place                       the place in the data, and where it was at the last checkpoint
+skippable                        values that can leave out batches after `holdfast rewind`
 """

@@ -50,6 +50,10 @@ class StreamEvent(Protocol):
         """Wait until the device has come there."""
         ...
 
+    def query(self) -> bool:
+        """Whether the device has come there."""
+        ...
+
 
 def record(device: torch.device) -> StreamEvent:
     """Where the current stream of a device is now."""

@@ -6,15 +6,15 @@ script, even if it draws its next batch before the checkpoint. Calls in evaluati
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from holdfast import supervised as diary
-from holdfast.crc import crc32
 from trainer_side.state.per_rank import PerRank
+from trainer_side.state.value_crc import tensor_crc, tensors_in
 
 _ATTRIBUTES_MAX = 10_000
 
@@ -56,7 +56,6 @@ def _numbers(state: Mapping[str, Any]) -> list[tuple[str, float]]:
     return found
 
 
-_DEPTH_MAX = 8
 _CALLS_MAX = 256  # in one step; the last stands for all that follow
 _calls: list[int] = []  # since the last step
 
@@ -89,16 +88,6 @@ def note_call(module: torch.nn.Module, args: tuple[Any, ...], named: Mapping[str
     if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
         return
     crc = _calls.pop() if len(_calls) == _CALLS_MAX else 0
-    for tensor in _tensors([args, named], 0):
-        with suppress(Exception):  # without bytes of its own: sparse, nested, on `meta`
-            here = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            crc = crc32(here.numpy().data, crc)
+    for tensor in tensors_in([args, named]):
+        crc = tensor_crc(tensor, crc)
     _calls.append(crc)
-
-
-def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth < _DEPTH_MAX and isinstance(value, Mapping | list | tuple):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(one, depth + 1)

@@ -1,7 +1,7 @@
 """A training loop that saves after every step, and says what its script was told when something is wrong.
 
 `python guarded.py OUT SCENARIO STEPS`. Scenarios: `plain`; `hold`: wait after the first step until OUT/go is there;
-`layouts`: rank 1 has another model; `untiered`: rank 1 has no local tiers; `numpy`, `numpy-rank-0`: an array in the
+`layouts`: rank 1 has another model; `untiered`: rank 1 has no local tiers; `numpy-rank-0`: an array in the
 state; `rank-0-alone`: only rank 0 calls `step()`, and rank 1 waits for it as in a collective call. In the first four
 each step waits until it is durable. Writes to OUT, per rank: how far it came, what it restored, and the error that
 ended it.
@@ -55,7 +55,7 @@ def train(out: Path, scenario: str, steps: int, rank: int, said: dict[str, Any])
     wide = scenario == "layouts" and rank == 1
     model = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.Linear(50, 30 if wide else 20))
     state: dict[str, Any] = {"model": model, "extra": {"history": [0.5, 1.5]}}
-    if scenario == "numpy" or (scenario == "numpy-rank-0" and rank == 0):
+    if scenario == "numpy-rank-0" and rank == 0:
         state["extra"]["history"].append(np.arange(3))
     with Checkpointer(state, every=1 if scenario == "rank-0-alone" else 0) as checkpointer:
         said["start"] = checkpointer.restore()
@@ -75,7 +75,7 @@ def train(out: Path, scenario: str, steps: int, rank: int, said: dict[str, Any])
                 wait_for((out / "rank-0.json").exists)
             else:
                 checkpointer.save(step)
-            if scenario not in {"numpy", "numpy-rank-0", "rank-0-alone"}:
+            if scenario not in {"numpy-rank-0", "rank-0-alone"}:
                 wait_for(lambda step=step: checkpointer.durable_step >= step)
             if scenario == "hold" and step == 0:
                 (out / f"holding-{rank}").touch()

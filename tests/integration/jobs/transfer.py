@@ -41,15 +41,14 @@ WAIT_SECONDS_MAX = 120.0
 class Slice:
     """A SliceSource over plain memory."""
 
-    def __init__(self, data: bytes, *, ready_bytes: int | None = None) -> None:
+    def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
-        self.ready = len(data) if ready_bytes is None else ready_bytes
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         return self._data[offset : offset + nbytes]
 
     def is_ready(self, offset: int) -> bool:
-        return offset < self.ready
+        return True
 
 
 def layout(image_bytes: int, chunk_bytes: int, ranks: int) -> Layout:
@@ -152,14 +151,8 @@ def run(link: ToStager, scenario: str, image_bytes: int, steps: int, said: dict[
             continue
         if scenario == "flusher" and step == 1 and link.job.rank == 0:
             kill_flusher()
-        die = scenario == "die" and step == steps - 1 and link.job.rank == 1
         data = my_slice(plan, image(plan, step, patched=False), link.job.rank)
-        source = Slice(data, ready_bytes=len(data) // 2 if die else None)
-        transfer = link.offer(step, source, SaveRecord(saved_at_unix=time.time()), plan)
-        if die:
-            while not transfer.record.sent_bytes:
-                time.sleep(0.001)
-            os.kill(os.getpid(), signal.SIGKILL)
+        transfer = link.offer(step, Slice(data), SaveRecord(saved_at_unix=time.time()), plan)
         settled = transfer.settled.wait(WAIT_SECONDS_MAX) and transfer.released.wait(WAIT_SECONDS_MAX)
         if scenario == "wait-at-3" and step == 3:
             wait_for(Path(sys.argv[1]).with_name("go-on"))

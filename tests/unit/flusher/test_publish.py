@@ -19,6 +19,7 @@ from holdfast.checkpoints.publish import (
     writer_id,
 )
 from holdfast.errors import BusyError
+from holdfast.image.best_rule import BestRule
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.entries import REPLICATED, SPLIT, Entry, TensorInfo
 from holdfast.image.index import LayoutIndex
@@ -62,6 +63,21 @@ def test_manifest_survives_its_own_round_trip_with_all_fields() -> None:
     assert [entry.crc32 for entry in made.entries] == [0, 1, 2, 3]
     assert made.record["flusher"] == {"write_seconds": 1.0}
     assert len(made.tensors) == 4
+
+
+def test_a_manifest_has_the_metrics_of_rank_0_and_the_rule_of_the_writer() -> None:
+    layout, rule = IMAGE.layout, BestRule(metric="loss", mode="min")
+    record = {"ranks": {"0": {"metrics": {"loss": 0.5}}, "1": {"metrics": {"loss": 0.1}}}}
+    crcs = tuple(range(layout.chunks)), tuple(range(len(layout.entries)))
+    made = build_manifest(
+        Publish(CheckpointId(1, 7), LayoutIndex(layout), 1, *crcs),
+        run="run",
+        file="step-000000007.pt",
+        write_id="w",
+        facts=ManifestFacts(Times(10.0, 12.5), record, best=rule),
+        writer_record={},
+    )
+    assert (made.metrics, made.best) == ({"loss": 0.5}, rule)
 
 
 def test_a_manifest_says_how_tensors_were_split_for_split_ones_only() -> None:

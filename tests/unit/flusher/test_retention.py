@@ -9,6 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flusher.retention import Keep, StoredStep, to_remove
+from holdfast.checkpoints.branches import Branches, Rewind
+from holdfast.image.best_rule import BestMode, BestRule
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import State, step_file_name
 
@@ -293,3 +295,91 @@ def test_set_aside_checkpoints_change_nothing_for_the_others(
     removed = to_remove(run, Keep(keep_last), set_aside)
     assert not {one.order for one in removed} & set(set_aside)
     assert removed == to_remove([one for one in run if one.order not in set_aside], Keep(keep_last))
+
+
+# -- the best ----------------------------------------------------------------------------------------------------------
+
+LOSS = BestRule(metric="loss", mode="min")
+
+
+def rated(values: dict[int, float | None], state: State = State.VERIFIED) -> list[StoredStep]:
+    """A checkpoint of each of these steps, with this loss; None: without one."""
+    return [
+        replace(checkpoint(step, state), metrics={} if value is None else {"loss": value})
+        for step, value in values.items()
+    ]
+
+
+@pytest.mark.parametrize(("mode", "removed"), [("min", [2, 3, 5]), ("max", [1, 2, 4])])
+def test_the_best_by_a_metric_stay(mode: BestMode, removed: list[int]) -> None:
+    run = rated({1: 0.2, 2: None, 3: 0.9, 4: 0.1, 5: 0.5, 6: 0.3})
+    assert steps(to_remove(run, Keep(1, best=2, rule=BestRule(metric="loss", mode=mode)))) == removed
+    assert steps(to_remove(run, Keep(1, rule=LOSS))) == [1, 2, 3, 4, 5], "none is asked for"
+
+
+def test_the_first_of_equal_values_stays() -> None:
+    assert steps(to_remove(rated({1: 0.5, 2: 0.5, 3: 0.5, 4: 0.6}), Keep(1, best=1, rule=LOSS))) == [2, 3]
+
+
+def test_a_bad_one_is_never_best_and_a_doubtful_one_only_for_want_of_others() -> None:
+    bad, good = rated({1: 0.0}, State.BAD), rated({3: 0.5, 4: 0.4, 5: None})
+    doubtful = [replace(one, is_doubtful=True, state=State.DURABLE) for one in rated({2: 0.1})]
+    run = [*bad, *doubtful, *good]
+    assert steps(to_remove(run, Keep(1, best=2, rule=LOSS))) == [1, 2]
+    assert steps(to_remove(run, Keep(1, best=3, rule=LOSS))) == [1]
+
+
+def test_a_better_one_that_may_turn_out_bad_or_doubtful_does_not_replace_a_sure_one() -> None:
+    unread = rated({3: 0.1, 4: 0.2}, State.DURABLE)
+    run = [*rated({1: 0.5, 2: 0.6}), *unread, *rated({5: None})]
+    assert to_remove(run, Keep(1, best=2, rule=LOSS)) == []
+    behind = [replace(one, is_proven=False) for one in rated({2: 0.1})]
+    run = [*rated({1: 0.5}), *behind, *rated({3: None})]
+    assert to_remove(run, Keep(1, best=1, rule=LOSS)) == []
+
+
+def test_a_store_without_room_keeps_the_best() -> None:
+    keep = Keep(1, hourly=24, daily=7, best=1, rule=LOSS).without_rungs()
+    assert steps(to_remove(rated({1: 0.5, 2: 0.1, 3: 0.5, 4: 0.5}), keep)) == [1, 3]
+
+
+ratings = st.lists(
+    st.tuples(st.sampled_from(State), st.none() | st.sampled_from([0.0, 0.5, 1.0]), st.booleans()),
+    max_size=20,
+)
+
+
+@given(ratings, st.integers(1, 4), st.integers(0, 4))
+def test_removal_keeps_the_best_good_ones_and_not_many_more(
+    told: list[tuple[State, float | None, bool]], last: int, best: int
+) -> None:
+    run = [
+        replace(checkpoint(step, state), metrics={} if value is None else {"loss": value}, is_proven=proven)
+        for step, (state, value, proven) in enumerate(told)
+    ]
+    keep = Keep(last, best=best, rule=LOSS)
+    removed = to_remove(run, keep)
+    left = [one for one in run if one not in removed]
+    good = [one for one in run if one.state is not State.BAD and "loss" in one.metrics]
+    assert all(one in left for one in sorted(good, key=lambda one: (one.metrics["loss"], one.step))[:best])
+    without = to_remove(run, Keep(last))
+    assert {one.step for one in removed} <= {one.step for one in without}
+    assert len(without) - len(removed) <= 2 * best + 1
+    assert to_remove(left, keep) == []
+
+
+def test_an_older_branch_neither_takes_a_place_nor_loses_one() -> None:
+    """Nothing goes by a rewind alone, and the new branch has all places for itself."""
+    old = [checkpoint(step) for step in (10, 20, 30, 40)]
+    made = Rewind(attempt=2, write_id="", to=(1, 20), newest=(1, 40))
+    branches = Branches([made])
+    assert to_remove(old, Keep(2), branches=branches) == [], (
+        "10 and 20 are the line, 30 and 40 the older branch"
+    )
+    new = [checkpoint(step, attempt=3) for step in (21, 22, 23)]
+    removed = to_remove(old + new, Keep(2), branches=branches)
+    assert [(one.attempt, one.step) for one in removed] == [(1, 10), (3, 21)], "20 is where the branch began"
+    late = [*old, checkpoint(50), *new]
+    assert (1, 30) in [(one.attempt, one.step) for one in to_remove(late, Keep(2), branches=branches)]
+    back = Branches([made, Rewind(attempt=4, write_id="", to=(1, 40), newest=(3, 23))])
+    assert steps(to_remove(old + new, Keep(1), branches=back)) == [10, 30, 21, 22]

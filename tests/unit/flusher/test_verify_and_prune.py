@@ -18,6 +18,7 @@ from flusher.workers import Inbox
 from flusher.writer_lease import WriterLease
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import StoreError
+from holdfast.image.best_rule import BestRule
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import READ_BACK, Manifest, State, is_manifest_name, manifest_name
 from holdfast.ring.doubts import DoubtedSteps
@@ -420,3 +421,39 @@ def test_a_checkpoint_that_the_supervisor_set_aside_is_not_removed(
     rig.wait()
     assert rig.is_listed(rig.old)
     assert rig.is_listed(rig.new)
+
+
+def test_the_best_stay_through_a_restart_and_a_manifest_that_cannot_be_read_is_left_alone(
+    tmp_path: Path, held: contextlib.ExitStack
+) -> None:
+    """The second flusher knows nothing of the first but the store."""
+    root, left = tmp_path / "run", list[list[int]]()
+
+    def add(step: int, loss: float, state: State = State.DURABLE) -> Manifest:
+        manifest = publish(root, step, {"x": torch.full((9,), float(step))})
+        manifest = manifest.model_copy(update={"metrics": {"loss": loss}, "state": state})
+        (root / manifest_name(manifest.file)).write_bytes(manifest.to_bytes())
+        return manifest
+
+    add(1, 0.1, State.VERIFIED)
+    unreadable = root / manifest_name(add(2, 0.0, State.VERIFIED).file)
+    whole = unreadable.read_bytes()
+    unreadable.write_bytes(whole[:-9])
+    for steps in ((3, 4), (5, 6)):
+        store, inbox = PosixStore(root), Inbox()
+        with contextlib.ExitStack() as flusher:
+            flusher.callback(inbox.close)
+            lease = WriterLease(store, 30.0)
+            flusher.callback(lease.end)
+            context = FlusherContext(store, lease, inbox, EventLog(None, role="flusher"))
+            keep = Keep(1, best=1, rule=BestRule(metric="loss", mode="min"))
+            maintenance = Maintenance(context, MaintenanceRules(verify=True, keep=keep))
+            flusher.callback(maintenance.stop)
+            for step in steps:
+                manifest = add(step, 0.5 + step)
+                maintenance.published(manifest.order, manifest)
+                wait_until(lambda found=maintenance: found.idle, SECONDS_MAX, "it is not idle")  # type: ignore[misc]
+        left.append(sorted(int(path.name[5:14]) for path in root.glob("step-*.pt")))
+    assert left == [[1, 2, 4], [1, 2, 6]]
+    unreadable.write_bytes(whole)
+    assert Catalog(PosixStore(root)).get(2).metrics == {"loss": 0.0}

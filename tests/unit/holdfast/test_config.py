@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.config import RING_CHUNKS_MIN, FlusherConfig, StagerConfig, TrainerConfig, parse_size
 from holdfast.errors import ConfigError
+from holdfast.image.best_rule import BestRule
 from holdfast.image.checkpoint_id import CheckpointId
 
 MIB = 1024 * 1024
@@ -362,3 +363,17 @@ def test_in_the_file_the_trainers_stager_stands_in_their_table() -> None:
     write_toml('stager = "host:29411"')
     with pytest.raises(ConfigError, match=r"expected the table \[stager\], got 'host:29411'"):
         TrainerConfig()
+
+
+def test_keep_best_needs_a_metric_and_the_metric_a_mode() -> None:
+    whole = StagerConfig(store="s", keep_best=3, best_metric="val_loss", best_mode="min")
+    assert whole.best_rule == BestRule(metric="val_loss", mode="min")
+    assert StagerConfig(store="s").best_rule is None
+    with pytest.raises(ConfigError, match="keep_best: expected 0 where best_metric is not set"):
+        StagerConfig(store="s", keep_best=3)
+    with pytest.raises(
+        ConfigError, match="best_mode: expected min or max: whether the lowest or the highest acc"
+    ):
+        StagerConfig(store="s", best_metric="acc")
+    with pytest.raises(ConfigError, match="best_metric: expected the name of a metric"):
+        StagerConfig(store="s", best_metric=" acc", best_mode="max")

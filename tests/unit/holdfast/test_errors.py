@@ -15,6 +15,7 @@ TREE = {
     "HoldfastError": ("Exception", "holdfast", 1),
     "ConfigError": ("HoldfastError", "config", 2),
     "StateError": ("HoldfastError", "state", 3),
+    "ResumeDiffers": ("StateError", "resume_differs", 12),
     "StoreError": ("HoldfastError", "store", 4),
     "StoreMissing": ("StoreError", "missing", 5),
     "DamageError": ("HoldfastError", "damage", 6),

@@ -326,6 +326,33 @@ def test_step_saves_at_the_interval_and_at_the_appointed_step(link: FakeLink) ->
     assert steps_begun(rank, range(31, 41)) == [39]  # due twice, saved once
 
 
+def test_metrics_travel_with_the_step_that_is_saved(link: FakeLink, caplog: pytest.LogCaptureFixture) -> None:
+    rank = Rank(link)
+    rank.checkpointer._every = 2
+    for step in range(6):
+        rank.checkpointer._copier.gate.wait()
+        metrics = {"loss": torch.tensor(step / 4)}
+        saved = rank.checkpointer.step(step, metrics=metrics)
+        if saved or (step == 4 and rank.checkpointer.save(4, metrics=metrics)):
+            link.bytes_of(step)
+            link.stage(step)
+    rank.checkpointer.close()
+    records = {step: transfer.record.metrics for step, (transfer, _) in link.offers.items()}
+    assert records == {1: {"loss": 0.25}, 3: {"loss": 0.75}, 4: {"loss": 1.0}, 5: {"loss": 1.25}}
+    lost = [line for line in caplog.messages if "are lost" in line]
+    assert [line.partition(":")[0] for line in lost] == ["the metrics of step 0 are lost"]
+
+
+def test_metrics_of_a_last_step_that_finds_room_at_the_end_are_saved(link: FakeLink) -> None:
+    rank = Rank(link)
+    assert rank.save(0)
+    link.bytes_of(0)
+    assert not rank.checkpointer.save(1, metrics={"loss": 0.5})
+    link.stage(0)
+    rank.checkpointer.close()
+    assert link.offers[1][0].record.metrics == {"loss": 0.5}
+
+
 def test_a_notice_that_comes_too_late_saves_nothing_and_can_be_seen(link: FakeLink) -> None:
     rank = Rank(link)
     link.appoint(3, Terms(False, "the deadline has passed", _END))

@@ -307,7 +307,12 @@ def test_ls_tells_what_is_wrong_below_the_table(store: MemoryStore, run: Any) ->
                 "pgt1_seconds",
                 "pgt2_seconds",
                 "drift",
+                "proof",
                 "nonfinite",
+                "metrics",
+                "is_best",
+                "branch",
+                "current",
             ],
         )
     }

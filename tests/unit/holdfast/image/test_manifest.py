@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError
+from holdfast.image.best_rule import BestRule
 from holdfast.image.manifest import Manifest, State, is_manifest_name, manifest_name, step_file_name
 from holdfast.image.split_record import RUNS_MAX, SPLITS_MAX
 from tests.support.checkpoints import SMALL_TENSORS, manifest_of, small_image
@@ -181,6 +182,33 @@ def test_splits_that_are_none_or_too_many_are_refused(splits: list[Any]) -> None
     tensors = [tensor.model_dump() | {"split": 0} for tensor in MANIFEST.tensors]
     with pytest.raises(DamageError, match="cannot read the manifest"):
         Manifest.from_bytes(changed(splits=splits, tensors=tensors), source="there")
+
+
+def test_metrics_stand_before_the_entries_and_only_where_there_are_some() -> None:
+    """An older version wrote the same bytes for a checkpoint without metrics, and passes over the fields of others."""
+    assert not {"metrics", "best"} & json.loads(DATA).keys()
+    rule = BestRule(metric="val/loss", mode="min")
+    rated = MANIFEST.model_copy(update={"metrics": {"val/loss": 0.1, "acc": 1.0}, "best": rule})
+    assert Manifest.from_bytes(rated.to_bytes(), source="here") == rated
+    head = Manifest.head_from_bytes(rated.to_bytes(), source="here")
+    assert (head.metrics, head.best, head.entries) == (rated.metrics, rule, ())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"metrics": {"loss": None}},
+        {"metrics": {"loss": "0.5"}},
+        {"metrics": {"loss": 1e400}},
+        {"metrics": {"": 1.0}},
+        {"metrics": {str(name): 1.0 for name in range(33)}},
+        {"best": {"metric": "loss", "mode": "least"}},
+        {"best": {"metric": "loss"}},
+    ],
+)
+def test_metrics_that_are_none_are_damage(changes: dict[str, Any]) -> None:
+    with pytest.raises(DamageError, match=r"cannot read the manifest: (metrics|best)"):
+        Manifest.from_bytes(changed(**changes), source="here")
 
 
 def test_a_state_is_changed_in_a_copy() -> None:

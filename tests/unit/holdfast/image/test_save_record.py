@@ -34,6 +34,14 @@ def test_stored_record_is_read_into_fields() -> None:
     assert record.ranks[1].host == "node-b"
 
 
+def test_step_record_has_the_trackers_that_rank_0_names() -> None:
+    said = {"ranks": {"1": {"trackers": {"wandb": "x"}}, "0": {"trackers": {"wandb": "run-7"}}}}
+    record = StepRecord.from_json(said)
+    assert record.trackers == {"wandb": "run-7"}
+    assert record.to_json()["ranks"]["0"] == {"trackers": {"wandb": "run-7"}}
+    assert StepRecord.from_json({"ranks": {"0": {}}}).trackers == StepRecord().trackers == {}
+
+
 def test_update_takes_over_known_fields_only() -> None:
     record = SaveRecord(saved_at_unix=1.0, save_seconds=0.0)
     record.update(SaveRecord(save_seconds=0.5, crc_seconds=0.25, more={"new": 1}))
@@ -50,7 +58,16 @@ def test_update_takes_over_known_fields_only() -> None:
         {"slice_bytes": 1.5},
         {"copied_inside": 1},
         {"host": 5},
+        {"trackers": ["wandb"]},
+        {"trackers": {"wandb": 7}},
+        {"trackers": {"wandb": "x" * 1025}},
+        {"trackers": {str(number): "run" for number in range(9)}},
         {"more": {"a": 1}},
+        {"metrics": [1.0]},
+        {"metrics": {"loss": float("nan")}},
+        {"metrics": {"loss": "0.5"}},
+        {"metrics": {"a\nb": 1.0}},
+        {"metrics": {str(name): 1.0 for name in range(33)}},
     ],
 )
 def test_field_of_a_wrong_type_counts_as_unknown_and_is_kept(said: dict[str, Any]) -> None:
@@ -67,3 +84,9 @@ def test_step_record_is_read_from_any_json(said: Any) -> None:
 def test_stalls_out_of_range_and_ranks_with_long_names_are_left_out() -> None:
     ranks = {"0": {"cst_seconds": -1.0}, "1": {"cst_seconds": 1e10}, "9" * 5000: {"cst_seconds": 1.0}}
     assert StepRecord.from_json({"ranks": ranks}).stall_seconds == {}
+
+
+def test_metrics_of_a_step_are_those_of_rank_0() -> None:
+    said = {"ranks": {"0": {"metrics": {"loss": 0.5}}, "1": {"metrics": {"loss": 0.25}}}}
+    assert StepRecord.from_json(said).metrics == {"loss": 0.5}
+    assert StepRecord.from_json({"ranks": {"1": {"metrics": {"loss": 0.25}}}}).metrics == {}

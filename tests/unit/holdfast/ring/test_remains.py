@@ -53,10 +53,12 @@ def test_a_slot_that_is_filled_again_and_given_up_holds_nothing(ring: Ring) -> N
 def test_a_told_list_is_read_as_it_was(ring: Ring) -> None:
     for slot, step in enumerate((5, 5, 6)):
         _fill(ring, slot, step, slot % 2)
-    ring.write_checkpoint(1, 6, "staged", "a" * 64, {"divergence": {"message": "rank 1 drifted"}})
+    said = {"divergence": {"message": "rank 1 drifted"}, "ranks": {"0": {"trackers": {"wandb": "run-7"}}}}
+    ring.write_checkpoint(1, 6, "staged", "a" * 64, said)
     ring.write_checkpoint(1, 5, "receiving", "b" * 64, {})
     here, there = held_in(ring), read_held(tell_held(held_in(ring)))
     assert [one.drift for one in there] == [one.drift for one in here] == ["rank 1 drifted", ""]
+    assert [one.trackers for one in there] == [one.trackers for one in here] == [{"wandb": "run-7"}, {}]
     assert [one[:3] for one in there] == [one[:3] for one in here] == [(1, 6, "a" * 64), (1, 5, "")]
     for one, other in zip(here, there, strict=True):
         for chunk, record in one.chunks.items():
@@ -68,11 +70,13 @@ def test_a_told_list_is_read_as_it_was(ring: Ring) -> None:
     [
         "{}",
         "[[1,2]]",
-        '[[1,2,"",[[0,5,[["x",3]]]]]]',
-        '[[-1,2,"",[]]]',
-        '[[1,2,"",[],5]]',
+        '[[1,2,"",[[0,5,[["x",3]]]],"",{}]]',
+        '[[-1,2,"",[],"",{}]]',
+        '[[1,2,"",[],5,{}]]',
         '[[1,2,"",[],"drift",""]]',
-        '[[1,2,"",[[0,5,[[1,4294967296]]]]]]',
+        '[[1,2,"",[],"drift",{"wandb":7}]]',
+        '[[1,2,"",[]]]',
+        '[[1,2,"",[[0,5,[[1,4294967296]]]],"",{}]]',
     ],
 )
 def test_a_list_of_other_things_is_refused(rows: str) -> None:

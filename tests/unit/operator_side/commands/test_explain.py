@@ -41,7 +41,10 @@ def test_without_a_code_all_are_listed_with_their_exit_codes() -> None:
     assert " 9 " in rows["peer_lost"]
     assert "run" in rows
     documents = json.loads(explained("--json"))
-    assert [(one["code"], one["exit_code"]) for one in documents][-2:] == [("not_durable", 11), ("run", None)]
+    assert [(one["code"], one["exit_code"]) for one in documents][-2:] == [
+        ("resume_differs", 12),
+        ("run", None),
+    ]
     assert all(f"\n{code} " in f"\n{explained()}" for code in (one["code"] for one in documents))
 
 

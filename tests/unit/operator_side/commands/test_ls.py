@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.catalog import Catalog, CatalogItem
 from holdfast.image.manifest import manifest_name
 from operator_side.commands.ls import _print, ls
@@ -31,7 +32,7 @@ def test_rows_come_before_the_last_manifest_is_read(capsys: pytest.CaptureFixtur
             printed[number] = lines
             yield item
 
-    _print(store.url, [], {}, items())
+    _print(store.url, [], {}, items(), Branches())
     assert printed[39] == 0
     assert printed[40] == 42, "the heading, a rule, and the first forty"
     assert printed[_STEPS - 1] >= 240

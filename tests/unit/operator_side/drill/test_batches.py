@@ -50,8 +50,9 @@ def test_the_same_batches_are_nothing_to_speak_of() -> None:
     [
         (
             [5, 6, 7],
-            "step 4 began with the batch that the undisturbed run had 1 batch later, at step 5: the script draws b",
+            "that the undisturbed run had 1 batch later, at step 5: the script had a batch in hand when it saved",
         ),
+        ([3, 4, 5], "had 1 batch earlier, at step 3: the script trains again on the last batch before"),
         ([0, 1, 2], "the undisturbed run had 4 batches earlier, at step 0: the script begins its data again"),
         ([0, 5, 6], "4 batches earlier, at step 0: the script draws its first batch before restore()"),
         (
@@ -68,6 +69,20 @@ def test_another_batch_is_named_as_what_it_is(batches: list[int], words: str) ->
     ((said,),) = wrong_after([(4, batches)])
     assert said.startswith("only the batches differ, as far as can be seen: ")
     assert words in said
+
+
+def test_random_batches_that_the_undisturbed_run_never_had_lead_to_the_batch_in_hand() -> None:
+    """As nanoGPT on a CPU, whose dropout draws from the same generator as its batches."""
+    ((said,),) = wrong_after([(4, [77, 78])])
+    assert (
+        "If the script saves them, it had a batch in hand when it saved: after restore(), draw through"
+        in said
+    )
+
+
+def test_a_script_that_begins_again_after_its_first_batch_is_told_so() -> None:
+    ((said,),) = wrong_after([(1, [0, 1])])
+    assert "at step 0: the script begins its data again" in said
 
 
 def test_kills_after_the_runs_have_parted_are_not_judged() -> None:
@@ -93,6 +108,6 @@ def test_several_batches_of_a_step_each_count() -> None:
     name_other_batches([finding], [Struck(kill, None, 10.0)], reference, [*reference, resumed])
     (said,) = finding.wrong
     assert (
-        "step 1 began with the batch that the undisturbed run had 1 batch later, at step 1: the script draws"
+        "step 1 began with the batch that the undisturbed run had 1 batch later, at step 1: the script had a"
         in said
     )

@@ -6,7 +6,6 @@ drilled-*.jsonl are what `holdfast run` left of four attempts with three kills; 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -97,45 +96,4 @@ def facts_of(
 
 
 def page_of(facts: RunFacts) -> str:
-    return page(facts, made_at_unix=T0, version="0").decode()
-
-
-class Page(HTMLParser):
-    """A page taken apart: elements are closed in order, and what is in them."""
-
-    VOID = frozenset({"meta", "link", "br"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.declaration = ""
-        self.feed(text)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
-
-    def handle_decl(self, decl: str) -> None:
-        self.declaration = decl
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        names = [name for name, _ in attrs]
-        assert len(names) == len(set(names)), f"<{tag}> says twice: {names}"
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style":
-            self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.texts).split())
-
-    def of(self, name: str) -> list[dict[str, str | None]]:
-        return [attributes for tag, attributes in self.tags if tag == name]
+    return page(facts, made_at_unix=T0).decode()

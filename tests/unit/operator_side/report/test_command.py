@@ -10,7 +10,8 @@ import pytest
 
 from holdfast.command import cli
 from tests.support.checkpoints import manifest_of, small_image
-from tests.unit.operator_side.report.logs import EVENTS, STATUS, Page
+from tests.unit.operator_side.page.reading import Page
+from tests.unit.operator_side.report.logs import EVENTS, STATUS
 
 
 @pytest.fixture(name="run")

@@ -14,6 +14,7 @@ from holdfast.telemetry.rows import StoredCheckpoint
 from operator_side.report.facts import ring_bytes
 from operator_side.report.goodput import PARTS
 from operator_side.report.sentences import look_at, what_happened
+from tests.unit.operator_side.page.reading import Page
 from tests.unit.operator_side.report.logs import (
     EVENTS,
     STATUS,
@@ -353,7 +354,7 @@ def test_a_manifest_whose_times_are_none(odd: float) -> None:
     one = StoredCheckpoint(1, 3, "durable", 1 << 20, odd, odd, 1e308, 1e-320, {})
     facts = facts_of(stored=[one])
     assert facts.rows[0].saved_at_unix is None
-    assert "Step" not in page_of(facts)
+    assert "Step" not in Page(page_of(facts)).text
     assert what_happened(facts)
 
 

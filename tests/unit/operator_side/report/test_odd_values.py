@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.seeds import each_seed
-from tests.unit.operator_side.report.logs import EVENTS, STATUS, Page, facts_of, page_of
+from tests.unit.operator_side.page.reading import Page
+from tests.unit.operator_side.report.logs import EVENTS, STATUS, facts_of, page_of
 
 _ODD: list[Any] = [
     *(None, True, -1, 0, 1, 2**62, 10**400, -0.0, 1e-320, 1e14, 1e308, float("inf"), float("nan"), 1.8e9),

@@ -67,6 +67,7 @@ STARTED = (joined(5), said("restored", attempt=4))  # the attempt before has sav
         (11, STARTED, {}, 11),  # the script's own
         (2, (ended("holdfast.errors.ConfigError"),), {}, 2),
         (3, (*STARTED, ended("holdfast.errors.StateError")), {}, 3),
+        (12, (*STARTED, ended("holdfast.errors.ResumeDiffers")), {}, 12),
         (1, (*STARTED, ended("RuntimeError", GLOO)), {}, AGAIN),
         (1, (*STARTED, ended("torch.distributed.DistBackendError", NCCL)), {}, AGAIN),
         (1, (*STARTED, ended("RuntimeError", "shapes differ")), {}, 1),

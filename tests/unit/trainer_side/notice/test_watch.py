@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -124,6 +125,33 @@ def test_settings_are_read_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_WATCH", "azur")
     with pytest.raises(ConfigError, match="watch"):
         TrainerConfig.from_sources()
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ()),
+        ({"TORCHELASTIC_RUN_ID": "none"}, ("sigterm",)),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ("sigterm",)),
+        ({"TORCHELASTIC_RUN_ID": "none", "HOLDFAST_WATCH": ""}, ()),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOLDFAST_WATCH": "aws"}, ("aws",)),
+    ],
+)
+def test_sigterm_is_watched_under_torchrun_and_in_pods_unless_the_setting_says_otherwise(
+    environ: dict[str, str],
+    expected: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("TORCHELASTIC_RUN_ID", "KUBERNETES_SERVICE_HOST", "HOLDFAST_WATCH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert TrainerConfig.from_sources().watch == expected
+    if "HOLDFAST_WATCH" not in environ:
+        (tmp_path / "holdfast.toml").write_text("[trainer]\nwatch = []\n")
+        assert TrainerConfig.from_sources().watch == ()
 
 
 def test_a_signal_outside_the_main_thread_is_said_and_the_rest_goes_on(

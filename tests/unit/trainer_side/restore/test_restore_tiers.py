@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,18 @@ def test_a_whole_state_comes_back_on_any_number_of_ranks(store: CountingStore, b
     assert store.requests == []
     read_bytes = sum(result.bytes_read for result in results if result)
     assert read_bytes == sum(made.layout.slice_bytes(rank) for rank in range(before))
+
+
+def test_a_slice_of_rank_0_in_a_tier_names_the_runs_of_its_trackers_on_every_rank(
+    store: CountingStore,
+) -> None:
+    made = saved(2)
+    tiers = [[DictTier().put(made, 1)], [DictTier().put(made, 0)]]
+    for tier in (tiers[0][0], tiers[1][0]):
+        (kept,) = tier._kept
+        record = {"trackers": {"wandb": f"run-of-{kept.seal.rank}"}} | kept.seal.record
+        tier._kept = [replace(kept, seal=kept.seal.model_copy(update={"record": record}))]
+    assert [one.trackers for one in assert_step(*bring_back(store, tiers), 2)] == [{"wandb": "run-of-0"}] * 2
 
 
 def test_a_restart_on_the_same_machine_touches_no_byte_of_the_store(store: CountingStore) -> None:

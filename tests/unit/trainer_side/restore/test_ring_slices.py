@@ -200,3 +200,13 @@ def test_a_rank_that_cannot_see_the_ring_gets_its_bytes_from_the_others(
     assert sum(one.sources[RING].nbytes for one in results) == made.layout.image_bytes
     assert Asked.BYTES in fetch.asked
     assert store.requests == []
+
+
+def test_a_checkpoint_in_the_ring_names_the_runs_of_its_trackers_on_every_rank(
+    ring: Ring, store: CountingStore
+) -> None:
+    made = saved(5)
+    put_in_ring(ring, made, range(CHUNKS), state="staged")
+    record = {"ranks": {"0": {"trackers": {"wandb": "run-7"}}, "1": {"trackers": {"wandb": "no"}}}}
+    ring.write_checkpoint(made.attempt, 5, "staged", made.layout.digest, record)
+    assert [one.trackers for one in _bring_back(store, LiveFetch(ring), 5)] == [{"wandb": "run-7"}] * 2

@@ -31,6 +31,9 @@ class Moment:
         self._lane.waits += 1
         self._lane.reached = max(self._lane.reached, self._number)
 
+    def query(self) -> bool:
+        return self._number <= self._lane.reached
+
 
 class FakeStream(DeviceStream):
     """A stream whose work is done at once; counts what was asked of it. It has memory for `room_bytes`, at most."""

@@ -1,0 +1,1 @@
+"""A training loop in the shape of nanoGPT's, without holdfast and with it."""

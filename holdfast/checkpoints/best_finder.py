@@ -1,0 +1,92 @@
+"""The best checkpoint of a run by a metric, found as its manifests are read: `holdfast ls`, `holdfast pull --best`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from holdfast.checkpoints.branches import Branches
+from holdfast.checkpoints.catalog import Catalog, CatalogItem
+from holdfast.errors import ConfigError, StoreMissing
+from holdfast.image.best_rule import BestMode, BestRule, no_best, rule_of
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import Manifest
+
+
+class BestFound(NamedTuple):
+    """The best checkpoint so far, and its value."""
+
+    order: CheckpointId
+    value: float
+    rule: BestRule
+
+
+class _Rated(NamedTuple):
+    order: CheckpointId
+    metrics: dict[str, float]
+    has_caveat: bool
+
+
+class BestFinder:
+    """Is shown the checkpoints of a run, newest first, and keeps of each only its metrics.
+
+    Args:
+        metric: Name of the metric; None: the one by which the writer of the newest checkpoints keeps the best.
+        mode: Which value is best; None: as the writer of the newest checkpoints says.
+    """
+
+    def __init__(self, metric: str | None = None, mode: BestMode | None = None) -> None:
+        self._metric, self._mode = metric, mode
+        self._seen: list[_Rated] = []
+        self._recorded: list[BestRule] = []
+
+    def see(self, item: CatalogItem) -> None:
+        """One checkpoint. A bad or damaged one is never best."""
+        manifest = item.manifest
+        if manifest is None:
+            return
+        if manifest.best is not None and manifest.best not in self._recorded:
+            self._recorded.append(manifest.best)
+        if item.is_good and manifest.metrics:
+            self._seen.append(_Rated(item.order, manifest.metrics, bool(item.caveat)))
+
+    def best(self) -> BestFound | None:
+        """The best of all that were seen; None if none has the metric, or nobody says which value is best."""
+        rule = self._rule()
+        if rule is None:
+            return None
+        rated = [one for one in self._seen if rule.metric in one.metrics]
+        if not rated:
+            return None
+        first = min(rated, key=lambda one: rule.key(one.metrics, one.order, has_caveat=one.has_caveat))
+        return BestFound(first.order, first.metrics[rule.metric], rule)
+
+    def why_none(self, where: str) -> StoreMissing | ConfigError:
+        """Why no checkpoint of the run `where` is best."""
+        return no_best(where, self._metric or "", [one.metrics for one in self._seen])
+
+    def _rule(self) -> BestRule | None:
+        if self._metric is None:
+            return self._recorded[0] if self._recorded else None
+        return rule_of(self._metric, self._mode, self._recorded)
+
+
+def find_best(catalog: Catalog, metric: str, mode: BestMode | None = None) -> Manifest:
+    """The manifest of the best good checkpoint of a run, on its current branch. Reads every manifest.
+
+    Raises:
+        StoreMissing: No good checkpoint has this metric; the message names those that there are.
+        ConfigError: `mode` is not given, and the run does not say which value is best.
+        StoreError: The store failed.
+    """
+    look, finder = catalog.look(), BestFinder(metric, mode)
+    branches = look.branches or Branches()
+    for item in look.items():
+        if branches.is_current(item.order):
+            finder.see(item)
+    best = finder.best()
+    if best is None:
+        raise finder.why_none(look.url)
+    for item in look.items([listed for listed in look.names if listed.order.step == best.order.step]):
+        if item.order == best.order and item.manifest is not None:
+            return item.manifest
+    raise StoreMissing(f"{look.url}: {best.order}, the best by {metric}, was removed meanwhile")

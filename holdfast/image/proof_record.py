@@ -1,0 +1,83 @@
+"""The proof of a checkpoint: a digest of what each rank used in the first step after it.
+
+    step-000000123.pt · step-000000123.json · step-000000123.proof.json
+
+A run that resumes compares its first step with it. It is no part of the checkpoint: one that is missing or damaged says
+nothing against the checkpoint, and only leaves its resume unproven. The ranks alone read the digests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self, TypeGuard
+
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.sealed import seal, unseal
+
+DIGEST_BYTES_MAX = 4096
+FORMAT = "holdfast-proof-1"
+_CRC_FIELD = "proof_crc32"
+_WHOLE_MAX = 2**62
+
+Digest = Mapping[str, Any]
+
+
+class ProofRecord(NamedTuple):
+    """The digests of all ranks.
+
+    Attributes:
+        key: The checkpoint that was saved before the step.
+        digests: One of each rank, in their order.
+    """
+
+    key: CheckpointId
+    digests: tuple[Digest, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"attempt": self.key.attempt, "step": self.key.step, "digests": list(self.digests)}
+
+    @classmethod
+    def from_json(cls, body: Any) -> Self:
+        """Read what `to_json` wrote. Raises `ValueError`."""
+        if not isinstance(body, dict):
+            raise ValueError(f"expected an object, got {body!r:.80}")
+        attempt, step, digests = body.get("attempt"), body.get("step"), body.get("digests")
+        if not (_is_whole(attempt) and _is_whole(step)):
+            raise ValueError(f"expected an attempt and a step, got {attempt!r:.40} and {step!r:.40}")
+        if not (isinstance(digests, list) and digests and all(isinstance(one, dict) for one in digests)):
+            raise ValueError(f"expected a list of digests, one of each rank, got {digests!r:.80}")
+        return cls(CheckpointId(attempt, step), tuple(digests))
+
+    def to_bytes(self) -> bytes:
+        """The object in the store."""
+        document = {"format": FORMAT, **self.to_json()}
+        return seal(json.dumps(document, separators=(",", ":")).encode(), _CRC_FIELD)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read what `to_bytes` wrote. Raises `ValueError`: it is damaged, or of a version that is not known."""
+        body = unseal(data, _CRC_FIELD)
+        if body is None:
+            raise ValueError("its CRC-32 is wrong")
+        try:
+            document = json.loads(body)
+        except RecursionError as error:
+            raise ValueError("it is nested too deep") from error
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise ValueError(f"expected the format {FORMAT}")
+        return cls.from_json(document)
+
+
+def _is_whole(number: Any) -> TypeGuard[int]:
+    return type(number) is int and 0 <= number < _WHOLE_MAX
+
+
+def proof_name(file_name: str) -> str:
+    """The proof's name beside the portable file `file_name`."""
+    return file_name.removesuffix(".pt") + ".proof.json"
+
+
+def is_proof_name(name: str) -> bool:
+    """Whether an object of the run is a proof."""
+    return name.startswith("step-") and name.endswith(".proof.json")

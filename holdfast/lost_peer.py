@@ -1,0 +1,31 @@
+"""Exceptions by which a rank says that another process of its job is gone: of holdfast, gloo, NCCL and torchrun."""
+
+from __future__ import annotations
+
+import re
+
+_NAMES = frozenset(
+    {
+        "PeerLost",
+        "DistNetworkError",
+        "DistStoreError",
+        "RendezvousClosedError",
+        "RendezvousConnectionError",
+        "RendezvousTimeoutError",
+    }
+)
+_OF_COLLECTIVES = frozenset({"RuntimeError", "DistBackendError"})
+_CONNECTION = re.compile(
+    r"Connection (?:closed|reset) by peer|remote process exited|ncclRemoteError|Broken pipe|Socket closed"
+    r"|Timed out waiting \d+ms for (?:recv|send) operation|Watchdog caught collective operation timeout"
+)
+
+
+def says_lost_connection(text: str) -> bool:
+    """Whether gloo, NCCL or its watchdog speaks of a lost connection to another process."""
+    return bool(_CONNECTION.search(text))
+
+
+def says_lost_peer(name: str, text: str) -> bool:
+    """Whether the exception of this class, such as `RuntimeError`, with this text is about a lost process."""
+    return name in _NAMES or (name in _OF_COLLECTIVES and says_lost_connection(text))

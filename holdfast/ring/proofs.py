@@ -1,0 +1,54 @@
+"""The file `proofs` beside a ring: what the ranks used in the first step after each of the newest checkpoints.
+
+    ranks: PROOF ─► stager, of all ranks: the file, then `proof` to the flusher ─► an object beside the manifest
+                                │ any of them dies here
+                                └─► the next flusher reads the file when it starts, and writes what is published
+
+The stager writes the file, whole. A rank that resumes asks the stager for it, before the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.errors import ConfigError, ProtocolError
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.proof_record import ProofRecord
+from holdfast.ring.side_files import read_side_file, write_side_file
+from holdfast.sealed import seal, unseal
+from holdfast.wire.frames import to_json
+
+PROOFS_NAME = "proofs"
+PROOFS_MAX = 8  # the newest: older ones are in the store, and their checkpoints are not in the ring any more
+_CRC_FIELD = "proofs_crc32"
+
+_log = logging.getLogger("holdfast.ring")
+
+
+def write_proofs(directory: Path, found: Sequence[ProofRecord]) -> None:
+    """Replace the file by the last of these. Stager only. Raises `StoreError`: there is no room, or no descriptor."""
+    rows = [one.to_json() for one in found[-PROOFS_MAX:]]
+    write_side_file(directory / PROOFS_NAME, seal(to_json({"proofs": rows}), _CRC_FIELD))
+
+
+def read_proofs(directory: Path) -> list[ProofRecord]:
+    """The proofs that were written last; none without a file. A damaged file is logged, and counts as empty."""
+    path = directory / PROOFS_NAME
+    try:
+        body = unseal(read_side_file(path), _CRC_FIELD)
+        if body is None:
+            raise ValueError("its CRC-32 is wrong")
+        return [ProofRecord.from_json(row) for row in json.loads(body)["proofs"]]
+    except FileNotFoundError:
+        return []
+    except (ProtocolError, ConfigError, ValueError, LookupError, TypeError, RecursionError) as error:
+        _log.warning("%s: what the steps after checkpoints used cannot be read: %s", path, error)
+        return []
+
+
+def proof_of(directory: Path, key: CheckpointId) -> ProofRecord | None:
+    """The proof of this checkpoint; None if it is not there."""
+    return next((one for one in read_proofs(directory) if one.key == key), None)

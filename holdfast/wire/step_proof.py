@@ -1,0 +1,98 @@
+"""The body of PROOF: what one rank used in the first step after a checkpoint, or how the resume of this job went.
+
+flags 0   step, arg: step and attempt of the checkpoint      {…}: the digest
+flags 1   step, arg: the same, of the restored one           {verdict, text}: rank 0 only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum, StrEnum
+from typing import Any, NamedTuple, Self
+
+from holdfast.errors import ProtocolError
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.proof_record import DIGEST_BYTES_MAX, Digest
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
+
+TEXT_CHARACTERS_MAX = 2000
+
+
+class ProofPart(IntEnum):
+    """The meaning of a PROOF."""
+
+    STEP = 0
+    VERDICT = 1
+
+
+class ProofVerdict(StrEnum):
+    """How the first step after a resume compares with that of the run before."""
+
+    VERIFIED = "verified resume"
+    DIFFERS = "differs"
+    NOT_PROVEN = "not proven"
+
+
+class ResumeProof(NamedTuple):
+    """How a resume went.
+
+    Attributes:
+        verdict: `verified resume`, `differs` or `not proven`.
+        text: The same as a sentence, which names what differs.
+    """
+
+    verdict: ProofVerdict
+    text: str
+
+    def to_json(self) -> dict[str, str]:
+        """For messages, events and the report."""
+        return {"verdict": self.verdict.value, "text": self.text[:TEXT_CHARACTERS_MAX]}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote. Raises `ValueError`."""
+        text = body.get("text")
+        if not isinstance(text, str):
+            raise ValueError(f"expected a text, got {text!r:.80}")
+        return cls(ProofVerdict(str(body.get("verdict"))), text[:TEXT_CHARACTERS_MAX])
+
+
+def step_frame(key: CheckpointId, digest: Digest, *, attempt: int) -> bytes:
+    """PROOF with a digest of the first step after checkpoint `key`."""
+    return wire.encode(
+        Kind.PROOF,
+        attempt=attempt,
+        step=key.step,
+        arg=key.attempt,
+        flags=ProofPart.STEP,
+        body=wire.to_json(digest),
+    )
+
+
+def verdict_frame(key: CheckpointId, proof: ResumeProof, *, attempt: int) -> bytes:
+    """PROOF that says how the resume from `key` went."""
+    return wire.encode(
+        Kind.PROOF,
+        attempt=attempt,
+        step=key.step,
+        arg=key.attempt,
+        flags=ProofPart.VERDICT,
+        body=wire.to_json(proof.to_json()),
+    )
+
+
+def read_proof(frame: Frame) -> tuple[CheckpointId, Digest | ResumeProof]:
+    """The checkpoint that a PROOF is about, and what it says. Raises `ProtocolError`: it does not hold that."""
+    key = CheckpointId(frame.arg, frame.step)
+    body = wire.json_body(frame)
+    if frame.flags == ProofPart.STEP:
+        if len(frame.body) > DIGEST_BYTES_MAX:
+            raise ProtocolError(f"PROOF: {len(frame.body)} bytes, expected at most {DIGEST_BYTES_MAX}")
+        return key, body
+    if frame.flags != ProofPart.VERDICT:
+        raise ProtocolError(f"PROOF: flags {frame.flags}, expected 0 or 1")
+    try:
+        return key, ResumeProof.from_json(body)
+    except ValueError as error:
+        raise ProtocolError(f"PROOF: {error}") from error

@@ -1,0 +1,327 @@
+"""`holdfast rewind URL --to STEP`: training goes on from an older checkpoint, on a new branch of the same run."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import click
+
+from holdfast.checkpoints.branches import (
+    REASON_CHARACTERS_MAX,
+    SKIPS_MAX,
+    Branches,
+    Rewind,
+    StepRange,
+    told,
+)
+from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
+from holdfast.checkpoints.lease import may_live, newest_attempt, runs_here
+from holdfast.command.examples import examples
+from holdfast.command.output import console, json_option, plain, print_json, table
+from holdfast.errors import ConfigError, DamageError, FencedError, StoreMissing
+from holdfast.faultpoint import identify
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.store.base import Store
+from operator_side.commands.claimed import claimed
+from operator_side.commands.options import exit_codes
+from operator_side.commands.target import URL, Target
+
+_STEP = re.compile(r"\d{1,18}", re.ASCII)
+_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})", re.ASCII)
+_NEAR_STEPS = 5
+_ANY_ATTEMPT = 2**62
+
+
+class _RewindPlan(NamedTuple):
+    """The rewind that the command makes, or would make."""
+
+    rewind: Rewind
+    branches: Branches
+    left_out_before: tuple[StepRange, ...]  # by the branch that is left, and not by the new one
+
+    @property
+    def number(self) -> int:
+        """The number of the new branch."""
+        return 2 + len(self.branches.rewinds)
+
+
+@click.command(
+    short_help="Go on from an older checkpoint, on a new branch of the run.",
+    epilog=exit_codes(
+        "0 the run was rewound, or listed",
+        "2 an option is wrong",
+        "5 there is no such good checkpoint; the message names those that are near",
+        "8 a job, or another process, is writing to this run",
+    )
+    + examples(
+        "holdfast rewind s3://bucket/run --to 10000 --skip-batches 10150..10200 --reason 'loss spike'",
+        "holdfast rewind s3://bucket/run --to 10200-a1      # back to the branch that was left",
+        "holdfast rewind s3://bucket/run --list",
+    ),
+)
+@click.argument("target", metavar="URL", type=URL)
+@click.option(
+    "--to",
+    metavar="STEP",
+    help="Step of the checkpoint to go on from; STEP-aATTEMPT, such as 10200-a1, names one of an older branch.",
+)
+@click.option(
+    "--skip-batches",
+    "skips",
+    multiple=True,
+    metavar="N..M",
+    help="Leave out the batches of training steps N to M, both included; repeatable.",
+)
+@click.option("--reason", default="", help="Text that is kept with the branch and shown to people.")
+@click.option("--list", "only_list", is_flag=True, help="List the branches of the run, and change nothing.")
+@click.option("--dry-run", is_flag=True, help="Check everything and say what would happen; change nothing.")
+@json_option
+def rewind(
+    as_json: bool,
+    target: Target,
+    to: str | None,
+    skips: tuple[str, ...],
+    reason: str,
+    only_list: bool,
+    dry_run: bool,
+) -> None:
+    """Let the next job of the run at URL go on from the checkpoint of an older step. Stop the job first, rewind, and
+    start the same command again.
+
+    A new branch begins there. The checkpoints of the branch that is left stay as they are: `holdfast ls` shows them,
+    @STEP names them, and retention counts each branch for itself. The next restore passes over them, in the store, in
+    local tiers and in the stager's ring. To undo it, rewind to a checkpoint of the older branch.
+
+    --skip-batches leaves out the batches that training would use for steps N to M if it went on from STEP without it:
+    step N gets the batch of step M+1. Samplers in the state do it (docs/data.md).
+
+    JSON: {"url", "rewound": {"branch", "attempt", "to_step", "to_attempt", "from_step", "from_attempt", "skipped":
+    [[N, M]], "reason"} or null with --list, "dry_run", "branches": [{"branch", "current", "from_step", "from_attempt",
+    "checkpoints", "newest_step", "newest_attempt", "files", "skipped", "made_at", "reason"}]}. from_step of a branch is
+    the step that it went on from; null for the first one.
+    """
+    identify("tool")
+    look = target.catalog().look()
+    store = target.catalog().store
+    if look.is_empty:
+        raise StoreMissing(f"{look.url}: there is nothing at this URL; check the URL")
+    if only_list:
+        if to is not None or skips or dry_run:
+            raise ConfigError("--list changes nothing; leave out the other options")
+        _say_list(look, None, as_json=as_json, dry_run=False)
+        return
+    if to is None:
+        raise ConfigError("expected --to with the step to go on from, or --list")
+    if len(reason) > REASON_CHARACTERS_MAX:
+        raise ConfigError(f"--reason: expected at most {REASON_CHARACTERS_MAX} characters, got {len(reason)}")
+    ranges = _ranges(skips)
+    # Both before the claim, which costs an attempt; and a job without a stager holds none.
+    if lives := runs_here(store) or (may_live(store, _ANY_ATTEMPT) if dry_run else ""):
+        raise FencedError(_alive(store, lives))
+    plan = _plan(look, to, ranges, reason, newest_attempt(store) + 1)
+    if not dry_run:
+        with claimed(store) as ours:
+            look = CatalogLook(store)  # from here on nobody else writes
+            plan = _plan(look, to, ranges, reason, ours.attempt)
+            _write(ours.store, plan.rewind)
+        look = CatalogLook(store)
+    if as_json:
+        _say_list(look, plan, as_json=True, dry_run=dry_run)
+    else:
+        _say(store.url, plan, dry_run=dry_run)
+
+
+def _alive(store: Store, who: str) -> str:
+    return (
+        f"{store.url}: {who} may be writing to this run; end the job first, and wait until its flusher has ended: a "
+        "job that runs would not hear of the rewind"
+    )
+
+
+def _ranges(given: Sequence[str]) -> tuple[StepRange, ...]:
+    found = []
+    for text in given:
+        match = _RANGE.fullmatch(text)
+        if match is None or int(match[1]) > int(match[2]):
+            raise ConfigError(
+                f"--skip-batches {text}: expected two steps N..M, such as 10150..10200, N not above M"
+            )
+        found.append(StepRange(int(match[1]), int(match[2])))
+    found.sort()
+    for one, other in itertools.pairwise(found):
+        if other.first <= one.last:
+            raise ConfigError(f"--skip-batches: {one} and {other} overlap; give them as one range")
+    if len(found) > SKIPS_MAX:
+        raise ConfigError(f"--skip-batches: expected at most {SKIPS_MAX} ranges, got {len(found)}")
+    return tuple(found)
+
+
+def _plan(
+    look: CatalogLook, to: str, ranges: tuple[StepRange, ...], reason: str, attempt: int
+) -> _RewindPlan:
+    branches = look.branches or Branches()
+    fork = _fork(look, branches, to)
+    if ranges and ranges[0].first <= fork.step:
+        raise ConfigError(
+            f"--skip-batches {ranges[0]}: training goes on with step {fork.step + 1}; the batches up to step "
+            f"{fork.step} are in the checkpoint already"
+        )
+    known = branches.rewound(fork) if branches.is_current(fork) else None
+    rewind = Rewind(
+        attempt=attempt,
+        write_id=uuid.uuid4().hex,
+        to=fork,
+        newest=max([fork, *(one.order for one in look.current[:1])]),
+        skips=ranges,
+        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        reason=reason,
+    )
+    return _RewindPlan(rewind, branches, known.skipped if known is not None else ())
+
+
+def _fork(look: CatalogLook, branches: Branches, to: str) -> CheckpointId:
+    """The checkpoint that `--to` names.
+
+    Raises:
+        ConfigError: It names none.
+        StoreMissing: It does not exist, or it is on an older branch and was not named by its attempt.
+        DamageError: Restore would not use it.
+    """
+    try:
+        wanted = None if _STEP.fullmatch(to) else CheckpointId.of_label(to)
+    except ValueError:
+        raise ConfigError(f"--to {to}: expected a step such as 10000, or 10000-a3 of attempt 3") from None
+    step = int(to) if wanted is None else wanted.step
+    listed = [one for one in look.names if one.order.step == step]
+    if wanted is not None:
+        listed = [one for one in listed if one.order == wanted]
+    current = [one for one in listed if branches.is_current(one.order)] if wanted is None else listed
+    items = list(look.items(current))
+    good = next((item for item in items if item.is_good and not item.caveat), None)
+    if good is not None:
+        return good.order
+    near = _near(look, step)
+    if items:
+        why = items[0].fault or items[0].caveat
+        raise DamageError(f"{look.url}: restore would not go on from {items[0].order}: {why}; {near}")
+    if listed:
+        labels = ", ".join(one.order.label for one in listed)
+        raise StoreMissing(f"{look.url}: step {step} is on an older branch only; name it {labels}; {near}")
+    slices = [one for one in look.slices() if one.step == step and one.complete]
+    if slices:
+        raise StoreMissing(
+            f"{look.url}: step {step} is there as slices only; `holdfast assemble {look.url}@{step}` makes a file of "
+            "them"
+        )
+    raise StoreMissing(f"{look.url}: no checkpoint {to}; {near}")
+
+
+def _near(look: CatalogLook, step: int) -> str:
+    names = sorted(look.current, key=lambda one: (abs(one.order.step - step), one.order))
+    usable = (item.order for item in look.items(names) if item.is_good and not item.caveat)
+    found = sorted(itertools.islice(usable, _NEAR_STEPS))
+    return f"good ones near it: {', '.join(map(str, found))}" if found else "there is no good one"
+
+
+def _write(store: Store, rewind: Rewind) -> None:
+    data = rewind.to_bytes()
+    # Read back: a `create` whose answer was lost and that was tried again finds its own file.
+    if not store.create(rewind.name, data) and store.read(rewind.name) != data:
+        raise FencedError(f"{store.url}/{rewind.name}: somebody else has written it; run the command again")
+
+
+# -- what it says ------------------------------------------------------------------------------------------------
+
+
+def _say(url: str, plan: _RewindPlan, *, dry_run: bool) -> None:
+    out, made = console(), plan.rewind
+    would = "would be" if dry_run else "was"
+    lines = [
+        f"{url}: the run {would} rewound from {made.left} to {made.fork}; branch {plan.number} begins there",
+        f"the next job goes on with step {made.fork.step + 1}",
+    ]
+    for first, last in made.skips:
+        lines.append(
+            f"the batches of steps {first} to {last} are left out: step {first} gets that of step {last + 1}"
+        )
+    if plan.left_out_before:
+        lines.append(
+            f"the branch that is left has left out steps {told(plan.left_out_before)} after this step; the new one "
+            "leaves out only what --skip-batches names"
+        )
+    if not dry_run:
+        lines.append(f"to undo it: holdfast rewind {url} --to {made.left.label}")
+    for line in lines:
+        out.print(plain(line), markup=False, soft_wrap=True)
+
+
+def _say_list(look: CatalogLook, plan: _RewindPlan | None, *, as_json: bool, dry_run: bool) -> None:
+    branches = look.branches or Branches()
+    rows = _rows(branches, list(look.items()))
+    if as_json:
+        print_json(
+            {"url": look.url, "rewound": plan and _rewound(plan), "dry_run": dry_run, "branches": rows}
+        )
+        return
+    shown = table(
+        "BRANCH", "FROM", "CHECKPOINTS", "NEWEST", "LEFT OUT", "MADE", "REASON", right=("CHECKPOINTS",)
+    )
+    for row in rows:
+        name = f"{row['branch']}, current" if row["current"] else str(row["branch"])
+        origin = "-" if row["from_step"] is None else f"{row['from_step']}-a{row['from_attempt']}"
+        newest = "-" if row["newest_step"] is None else f"{row['newest_step']}-a{row['newest_attempt']}"
+        skipped = told(StepRange(*pair) for pair in row["skipped"]) or "-"
+        cells = (
+            name,
+            origin,
+            str(row["checkpoints"]),
+            newest,
+            skipped,
+            row["made_at"] or "-",
+            row["reason"] or "-",
+        )
+        shown.add_row(*map(plain, cells))
+    console().print(shown)
+
+
+def _rows(branches: Branches, items: Sequence[CatalogItem]) -> list[dict[str, Any]]:
+    made: list[Rewind | None] = [None, *branches.rewinds]
+    rows = []
+    for number, begun in enumerate(made, 1):
+        mine = [item for item in items if branches.number(item.attempt) == number]
+        newest = mine[0].order if mine else None
+        rows.append(
+            {
+                "branch": number,
+                "current": number == len(made),
+                "from_step": None if begun is None else begun.fork.step,
+                "from_attempt": None if begun is None else begun.fork.attempt,
+                "checkpoints": len(mine),
+                "newest_step": None if newest is None else newest.step,
+                "newest_attempt": None if newest is None else newest.attempt,
+                "files": [item.name for item in mine if not branches.is_current(item.order)],
+                "skipped": [] if begun is None else [list(pair) for pair in begun.skips],
+                "made_at": "" if begun is None else begun.made_at,
+                "reason": "" if begun is None else begun.reason,
+            }
+        )
+    return rows
+
+
+def _rewound(plan: _RewindPlan) -> dict[str, Any]:
+    made = plan.rewind
+    return {
+        "branch": plan.number,
+        "attempt": made.attempt,
+        "to_step": made.fork.step,
+        "to_attempt": made.fork.attempt,
+        "from_step": made.left.step,
+        "from_attempt": made.left.attempt,
+        "skipped": [list(pair) for pair in made.skips],
+        "reason": made.reason,
+    }

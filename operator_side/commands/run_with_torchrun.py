@@ -1,0 +1,129 @@
+"""`holdfast run --launcher torchrun`: its options, the job that they make, and what several machines need."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from holdfast.command.output import say
+from holdfast.config import StagerConfig, TrainerConfig
+from holdfast.errors import ConfigError
+from holdfast.extras import install_line
+from holdfast.ring.directory import runtime_directory
+from operator_side.script_lines import lines_for_several_machines
+from operator_side.supervise.kept_stager import KeptStager
+from operator_side.supervise.supervisor import environment_of_job
+from operator_side.supervise.torchrun_job import TorchrunJob, torchrun_arguments, torchrun_line
+
+RESTARTS_MAX = 3  # torchrun counts all of them, and not those in a row without progress
+_OF_MPIRUN = {
+    "min_ranks": "--min-ranks",
+    "hosts": "--hosts",
+    "slurm": "--slurm",
+    "cluster": "--cluster",
+    "agent": "--agent",
+    "stager_host": "--stager-host",
+    "ulfm": "--ulfm/--no-ulfm",
+    "mpirun_options": "--mpirun-options",
+    "exported": "--export",
+    "crashes_max": "--crashes-max",
+    "set_aside_max": "--set-aside-max",
+    "silent_seconds_max": "--silent-seconds-max",
+    "stall_seconds_max": "--stall-seconds-max",
+    "hosts_seconds_max": "--hosts-seconds-max",
+    "poll_seconds": "--poll-seconds",
+}
+_OF_STANDING = ("listen", "ranks", "key", "key_file", "tls_cert", "tls_key")
+
+
+def check_options(settings: dict[str, str]) -> None:
+    """Refuse what torchrun on one machine cannot do.
+
+    Args:
+        settings: Settings of the stager, as `--set` names them.
+
+    Raises:
+        ConfigError: An option is mpirun's; a setting is of a stager for several machines; the job has a stager
+            already; or torch is not installed.
+    """
+    context = click.get_current_context()
+    for name, option in _OF_MPIRUN.items():
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ConfigError(
+                f"{option}: expected no such option with --launcher torchrun, which starts the ranks of this machine "
+                "and restarts them itself; leave it out, or leave --launcher torchrun out"
+            )
+    if context.params["notify"] or context.params["notify_command"]:
+        raise ConfigError(
+            "--notify, HOLDFAST_NOTIFY: expected none with --launcher torchrun, which sends no messages yet; unset it, "
+            "and alert on the metrics of the stager instead (docs/monitoring.md)"
+        )
+    for name in _OF_STANDING:
+        if name in settings:
+            raise ConfigError(
+                f"--set {name}={settings[name] if name != 'key' else '...'}: expected no such setting with --launcher "
+                "torchrun, whose stager is for this machine alone; leave it out, or start `holdfast stager --listen` "
+                "and torchrun by themselves (docs/torchrun.md)"
+            )
+    if (stager := TrainerConfig.from_sources().stager) is not None:
+        raise ConfigError(
+            f"trainer setting stager: expected none with --launcher torchrun, got {stager!r}: the command starts a "
+            "stager of its own; unset it (HOLDFAST_STAGER), or start torchrun by itself"
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            f"--launcher torchrun: torch is not installed for this Python; run {install_line('torchrun')}"
+        )
+
+
+def torchrun_job(
+    command: Sequence[str],
+    config: StagerConfig,
+    options: dict[str, Any],
+    *,
+    stager_arguments: Sequence[str],
+    events: Path,
+    newest_step: int,
+    pause_seconds: Callable[[int], float],
+) -> TorchrunJob:
+    """Start the stager, and make the job that starts torchrun once it listens."""
+    restarts_max, grace_seconds = restarts_of(options), options["grace_seconds"]
+    environment = environment_of_job()
+    told_seconds = min(TrainerConfig.from_sources().watch_grace_seconds, max(1.0, grace_seconds))
+    ring = runtime_directory(config.store, config.runtime_dir)
+    return TorchrunJob(
+        KeptStager(stager_arguments, environment, ring, pause_seconds),
+        torchrun_line(
+            command, ranks=options["ranks"], restarts_max=restarts_max, grace_seconds=grace_seconds
+        ),
+        {**environment, "HOLDFAST_WATCH_GRACE_SECONDS": f"{told_seconds:g}"},
+        events=events,
+        newest_step=newest_step,
+        grace_seconds=grace_seconds,
+    )
+
+
+def restarts_of(options: dict[str, Any]) -> int:
+    """The --max-restarts of torchrun."""
+    source = click.get_current_context().get_parameter_source("restarts_max")
+    return RESTARTS_MAX if source is ParameterSource.DEFAULT else int(options["restarts_max"])
+
+
+def say_for_several_machines(command: Sequence[str], store: str, options: dict[str, Any]) -> None:
+    """Print what takes the place of this command on several machines."""
+    lines = lines_for_several_machines(
+        torchrun_arguments(command),
+        ranks=options["ranks"],
+        restarts_max=restarts_of(options),
+        store=store,
+        host=socket.gethostname(),
+    )
+    say("holdfast run: all ranks are on this machine; on several machines, run in place of this command")
+    for place, line in lines:
+        say(f"  {place}:\n    {line}")

@@ -1,0 +1,93 @@
+"""`holdfast status --web`: serves the live page, and says where it is to be seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+import click
+
+from holdfast.command.output import plain
+from operator_side.commands.run import log_directory
+from operator_side.live.live_page import live_page
+from operator_side.live.page_server import ADDRESS, PageServer, Served
+from operator_side.live.run_log import RunLog
+from operator_side.status.run_status import RunStatus
+from operator_side.status.run_watches import RunWatches
+
+_SSH_SERVER = 2  # of SSH_CONNECTION: client, its port, server, its port
+
+
+def serve_web(
+    watches: RunWatches,
+    port: int,
+    every_seconds: float,
+    events: Sequence[Path],
+    dollars_per_hour: float | None,
+) -> None:
+    """Serve the page until Ctrl-C."""
+    site = _Site(watches, every_seconds, events, dollars_per_hour)
+    server = PageServer(port, site.served)
+    click.echo(server.url)
+    click.echo(
+        f"from another machine: ssh -N -L {server.port}:{ADDRESS}:{server.port} {_here()}, and open the same URL there"
+    )
+    click.echo("Ctrl-C ends it")
+    try:
+        server.serve()
+    except KeyboardInterrupt:
+        click.echo()
+    finally:
+        server.close()
+
+
+def _here() -> str:
+    """This machine, as a user elsewhere reaches it: by the address that ssh came to, if it came."""
+    parts = os.environ.get("SSH_CONNECTION", "").split()
+    return plain(parts[_SSH_SERVER]) if len(parts) > _SSH_SERVER else socket.gethostname()
+
+
+class _Site:
+    """The pages: one for each run, its main part alone, and the JSON document of all runs."""
+
+    def __init__(
+        self,
+        watches: RunWatches,
+        every_seconds: float,
+        events: Sequence[Path],
+        dollars_per_hour: float | None,
+    ) -> None:
+        self._watches, self._every_seconds = watches, every_seconds
+        self._events, self._dollars_per_hour = events, dollars_per_hour
+        self._logs: dict[str, RunLog] = {}
+
+    def served(self, name: str, run: str) -> Served | None:
+        if name not in {"", "main", "status.json"}:
+            return None
+        found = self._watches.look()
+        if name == "status.json":
+            text = json.dumps({"runs": [one.document() for one in found]}, indent=2)
+            return Served(text.encode(errors="backslashreplace"), "application/json")
+        chosen = next((one for one in found if one.run == run), None if run else found[0])
+        if chosen is None:
+            return None
+        body = live_page(
+            chosen,
+            self._log(chosen).look(),
+            every_seconds=self._every_seconds,
+            others=[one.run for one in found] if len(found) > 1 else (),
+            is_whole=not name,
+            link=f"?run={quote(run, safe='')}" if run else "",
+        )
+        return Served(body, "text/html")
+
+    def _log(self, status: RunStatus) -> RunLog:
+        key = self._watches.keys[status.run]
+        if key not in self._logs:
+            paths = self._events or (log_directory(key),)
+            self._logs[key] = RunLog(status.run, paths, dollars_per_hour=self._dollars_per_hour)
+        return self._logs[key]

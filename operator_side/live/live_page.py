@@ -1,0 +1,175 @@
+"""The live page of a run: live.html over its status and, where its logs are known, over their facts. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from holdfast.command.output import seconds
+from holdfast.telemetry.event_text import cut
+from holdfast.telemetry.status_document import CheckpointStatus, RankStatus
+from operator_side.page.chart import Chart, Colour, Series
+from operator_side.page.render_page import render_page
+from operator_side.page.tile import Tile
+from operator_side.page.words import dollars
+from operator_side.report.attempts import ReportedAttempt
+from operator_side.report.facts import RunFacts
+from operator_side.report.run_charts import durations_chart, losses_chart, timeline_chart
+from operator_side.report.run_tiles import run_tiles
+from operator_side.status.loss import Lost
+from operator_side.status.run_status import LEVELS, RunStatus
+from operator_side.status.status_text import age, head_lines, line_text, lost_steps, rank_counts, resumes_from
+
+_STRIP_MIN = 9  # fewer ranks are read in the table
+_RANKS_SHOWN = 8
+_LINES_SHOWN = 6
+_ATTEMPTS_SHOWN = 200
+_POINTS_MAX = 400
+_URL_CHARACTERS_MAX = 300
+_RANK_COLOURS: dict[str, Colour] = {
+    "here": "training",
+    "coming": "starting",
+    "silent": "back",
+    "left": "idle",
+    "lost": "lost",
+}
+_LEVEL_COLOURS: dict[str, Colour] = {"staged": "staged", "durable": "durable", "verified": "verified"}
+
+
+def live_page(
+    status: RunStatus,
+    facts: RunFacts | None,
+    *,
+    every_seconds: float,
+    others: Sequence[str] = (),
+    is_whole: bool = True,
+    link: str = "",
+) -> bytes:
+    """The page, or its main part alone.
+
+    Args:
+        status: The run.
+        facts: The facts from its logs; None: there are no logs.
+        every_seconds: After how many the page asks for its main part again.
+        others: Other runs of this machine, which the page links to.
+        is_whole: Whether the frame is wanted, too.
+        link: The query that names this run.
+    """
+    ranks = sorted(status.ranks, key=lambda rank: rank.rank) if status.ranks_total >= _STRIP_MIN else []
+    charts = [
+        ("progress", "Newest checkpoints", _progress(status.checkpoints)),
+        ("durations", "How long checkpoints took", _durations(status.checkpoints)),
+    ]
+    if facts is not None:
+        charts.insert(
+            0,
+            (
+                "losses",
+                "Loss",
+                losses_chart(facts.losses[:: -max(1, len(facts.losses) // _POINTS_MAX)][::-1]),
+            ),
+        )
+        charts.append(("timeline", "Attempts and interruptions", timeline_chart(_until(facts, status))))
+    return render_page(
+        "live/live.html",
+        is_whole=is_whole,
+        every=every_seconds,
+        fragment=f"main{link}",
+        run=cut(status.run, _URL_CHARACTERS_MAX),
+        status=status,
+        others=others,
+        head=[*head_lines(status), *filter(None, [status.resume_text])],
+        tiles_of_run=[
+            *_now(status, facts),
+            *(run_tiles(facts) if facts is not None and facts.attempts else ()),
+        ],
+        charts=[one for one in charts if not one[2].is_empty],
+        strip=ranks,
+        counts=rank_counts(status),
+        rank_colours=_RANK_COLOURS,
+        rank_title=_rank_title,
+        ranks=status.ranks[:_RANKS_SHOWN],
+        line=partial(line_text, now_unix=status.now_unix),
+        lines=[
+            (title, lines[-_LINES_SHOWN:][::-1])
+            for title, lines in (
+                ("Notices", status.notices),
+                ("Troubles", status.problems),
+                ("Checkpoints not taken", status.declined),
+            )
+            if lines
+        ],
+    )
+
+
+def _now(status: RunStatus, facts: RunFacts | None) -> Iterator[Tile]:
+    if status.is_running or status.flights:
+        yield _loss("a kill now loses", status.loss_trainers)
+        yield _loss("with the stager's node", status.loss_node)
+    for name in LEVELS:
+        level = status.levels.get(name)
+        if level is None:
+            yield Tile(f"newest {name} step", "-", f"no checkpoint is {name} yet", _LEVEL_COLOURS[name])
+            continue
+        note = f"attempt {level.attempt}" + (
+            f", {age(status.now_unix, level.at_unix)} ago" if level.at_unix else ""
+        )
+        if level.nonfinite:
+            note += f", {level.nonfinite:,} numbers not finite"
+        yield Tile(f"newest {name} step", str(level.step), note, _LEVEL_COLOURS[name])
+    if facts is not None and facts.losses:
+        step, loss = facts.losses[-1]
+        yield Tile("loss", f"{loss:.4g}", f"of step {step}", "training")
+
+
+def _loss(name: str, lost: Lost) -> Tile:
+    price = "" if lost.dollars is None else f", {dollars(lost.dollars)}"
+    steps = lost_steps(lost)
+    unit = "step" if steps == "1" else "steps"
+    return Tile(
+        name, f"{steps} {unit}", f"{seconds(lost.seconds)}{price}; resumes from {resumes_from(lost)}", "lost"
+    )
+
+
+def _until(facts: RunFacts, status: RunStatus) -> list[ReportedAttempt]:
+    """The attempts, of which a running one reaches to now."""
+    shown = facts.attempts[-_ATTEMPTS_SHOWN:]
+    if shown and not shown[-1].cause and status.is_running:
+        shown[-1] = dataclasses.replace(
+            shown[-1], heard_at_unix=max(status.now_unix, shown[-1].heard_at_unix)
+        )
+    return shown
+
+
+def _progress(rows: Sequence[CheckpointStatus]) -> Chart:
+    """The step of each checkpoint at the time when it came to each level."""
+    levels: tuple[tuple[Colour, str], ...] = (
+        ("staged", "staged_at_unix"),
+        ("durable", "durable_at_unix"),
+        ("verified", "read_back_at_unix"),
+    )
+    series = [
+        Series(
+            name,
+            name,
+            points=sorted((at, row.step) for row in rows if (at := getattr(row, field))),
+        )
+        for name, field in levels
+    ]
+    text = "The steps of the newest checkpoints, when each became staged, durable and verified."
+    return Chart("progress", text, "time", series, y="step", x_title="time (UTC)", y_title="step")
+
+
+def _durations(rows: Sequence[CheckpointStatus]) -> Chart:
+    return durations_chart(
+        *(
+            [(row.step, value) for row in rows if (value := getattr(row, name)) is not None]
+            for name in ("stall_seconds", "pgt1_seconds", "pgt2_seconds")
+        )
+    )
+
+
+def _rank_title(rank: RankStatus) -> str:
+    step = "no step saved" if rank.step is None else f"saved step {rank.step}"
+    return f"rank {rank.rank}{f' on {rank.host}' if rank.host else ''}: {rank.state}, {step}"

@@ -1,0 +1,67 @@
+"""The event logs of a run while they grow: read again when they have changed, and not all the time."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from holdfast.errors import ConfigError
+from holdfast.telemetry.event_files import numbered
+from holdfast.telemetry.event_reading import read_logs
+from operator_side.report.facts import RunFacts, gather
+
+_PAUSE_FACTOR = 10  # the log of a long run is long: read for a tenth of the time at most
+_NAMES = ("status.jsonl", "events.jsonl")
+
+
+class RunLog:
+    """The facts from a run's logs.
+
+    Args:
+        run: URL of the run.
+        paths: Event logs, or log directories of `holdfast run`; one that is not there is passed over.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        paths: Sequence[Path],
+        *,
+        dollars_per_hour: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._paths, self._clock = run, paths, clock
+        self._dollars_per_hour = dollars_per_hour
+        self._seen: list[tuple[str, int, int]] = []
+        self._again_at = 0.0
+        self._facts: RunFacts | None = None
+
+    def look(self) -> RunFacts | None:
+        """The facts from the logs now; None while there are none."""
+        began = self._clock()
+        if began >= self._again_at and (seen := self._stat()) != self._seen:
+            with contextlib.suppress(ConfigError):  # it was rotated away in this moment
+                log = read_logs(path for path in self._paths if self._files(path))
+                self._facts = (
+                    gather(self._run, log, dollars_per_hour=self._dollars_per_hour) if log.events else None
+                )
+                self._seen = seen
+            self._again_at = self._clock() + _PAUSE_FACTOR * (self._clock() - began)
+        return self._facts
+
+    def _stat(self) -> list[tuple[str, int, int]]:
+        found = []
+        for path in self._paths:
+            for file in self._files(path):
+                with contextlib.suppress(OSError):
+                    about = file.stat()
+                    found.append((str(file), about.st_size, about.st_mtime_ns))
+        return found
+
+    @staticmethod
+    def _files(path: Path) -> list[Path]:
+        if not path.is_dir():
+            return [path] if path.exists() else []
+        return [path / name for name in _NAMES if (path / name).exists() or numbered(path / name)]

@@ -1,0 +1,9 @@
+"""`holdfast run --notify`: tells people what happens to a run.
+
+    event ─► alert (pure) ─► notifier: a queue and a thread for each destination ─► webhook, alert_command
+
+alert            which events people are told of, and in which words
+webhook          one POST, in the form of the service behind the URL
+alert_command    a command of the user
+notifier         queues, retries, and few messages of one kind
+"""

@@ -1,0 +1,102 @@
+"""Which events people are told of, and in which words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from holdfast.telemetry.event_text import event_text
+
+_SENTENCE_CHARACTERS_MAX = 1000  # Discord takes 2000 with the title
+
+
+class Severity(StrEnum):
+    """How much a person has to care."""
+
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Alert(NamedTuple):
+    """A message to people.
+
+    Attributes:
+        kind: One word; at most one message of a kind is sent within some minutes.
+        title: A few words, in ASCII.
+        text: A sentence.
+    """
+
+    kind: str
+    title: str
+    text: str
+    severity: Severity
+
+
+_ENDS = {
+    "preempted": "preempted",
+    "killed": "killed",
+    "lost": "hosts or ranks lost",
+    "crashed": "crashed",
+    "unlaunched": "not launched",
+}
+_PROOFS = {"verified resume": Severity.INFO, "differs": Severity.ERROR}
+# Role and event; a kind that two rows share is one message.
+_OTHERS: Mapping[tuple[str, str], tuple[str, str, Severity]] = {
+    ("supervisor", "set_aside"): ("set_aside", "checkpoint set aside", Severity.WARNING),
+    ("supervisor", "waiting"): ("waiting", "waiting for hosts", Severity.WARNING),
+    ("supervisor", "ring_left"): ("ring_left", "checkpoints not in the store", Severity.ERROR),
+    ("stager", "rank_silent"): ("silent", "a rank is silent", Severity.WARNING),
+    ("stager", "flusher_lost"): ("flusher_lost", "flusher lost", Severity.WARNING),
+    ("stager", "divergence"): ("divergence", "replicas differ", Severity.WARNING),
+    ("stager", "doubt"): ("torn", "a checkpoint may be torn", Severity.WARNING),
+    ("trainer", "stager_lost"): ("stager_lost", "stager lost", Severity.ERROR),
+    ("trainer", "stager_back"): ("stager_back", "stager is back", Severity.INFO),
+    ("flusher", "doubted"): ("torn", "a checkpoint may be torn", Severity.WARNING),
+    ("flusher", "flush_held"): ("store_failing", "store is failing", Severity.WARNING),
+    ("flusher", "flush_resumed"): ("store_back", "store works again", Severity.INFO),
+    ("flusher", "flush_failed"): ("flush_failed", "a checkpoint was not stored", Severity.ERROR),
+    ("flusher", "bad"): ("bad", "a stored checkpoint is damaged", Severity.ERROR),
+    ("flusher", "slices_bad"): ("bad", "a stored checkpoint is damaged", Severity.ERROR),
+    ("flusher", "verify_failed"): ("verify_failed", "a checkpoint was not read back", Severity.WARNING),
+    ("flusher", "drifted"): ("divergence", "replicas differ", Severity.WARNING),
+    ("flusher", "nonfinite"): ("nonfinite", "NaN or infinite values saved", Severity.WARNING),
+    ("flusher", "fenced"): ("fenced", "another job writes this run", Severity.ERROR),
+    ("flusher", "ring_lost"): ("ring_lost", "ring lost", Severity.ERROR),
+}
+
+
+def alert_of(said: Mapping[str, Any]) -> Alert | None:
+    """The message about one line of an event log; None if people need not know of it."""
+    role, event = str(said.get("role")), str(said.get("event"))
+    kind, title, severity = _kind(role, event, said)
+    if not kind:
+        return None
+    message = said.get("message")
+    text = message if isinstance(message, str) and message else event_text(said)
+    step = said.get("step")
+    if role != "supervisor" and type(step) is int:
+        text = f"step {step}: {text}" if text else f"step {step}"
+    return Alert(kind, title, (text or title)[:_SENTENCE_CHARACTERS_MAX], severity)
+
+
+def _kind(role: str, event: str, said: Mapping[str, Any]) -> tuple[str, str, Severity]:
+    cause = str(said.get("cause"))
+    match role, event:
+        case "supervisor", "ended" if cause in _ENDS:
+            return cause, _ENDS[cause], Severity.WARNING
+        case "supervisor", "training" if (
+            "launched_seconds" in said
+        ):  # the first attempt comes after no other one
+            return "resumed", "resumed", Severity.INFO
+        case "supervisor", "resume_proof":
+            verdict = str(said.get("verdict"))
+            return "resume_proof", f"resume: {verdict}", _PROOFS.get(verdict, Severity.WARNING)
+        case "supervisor", "over":
+            if cause in {"done", "stopped"}:
+                return "over", cause, Severity.INFO
+            return "over", "gave up", Severity.ERROR
+        case "stager", "notice" if said.get("kind") == "terminate":
+            return "notice", "preemption notice", Severity.WARNING
+    return _OTHERS.get((role, event), ("", "", Severity.INFO))

@@ -1,0 +1,156 @@
+"""The messages of a run on their way to people: never in the way of the run.
+
+tell(event) ─► alert ─► few of a kind ─► a bounded queue and a thread for each destination ─► tries, with pauses
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from operator_side.notify.alert import Alert, alert_of
+from operator_side.notify.webhook import Undelivered
+
+WINDOW_SECONDS = 300.0
+CLOSE_SECONDS_MAX = 10.0
+PAUSES_SECONDS = (1.0, 4.0)  # between the tries for one message
+_QUEUED_MAX = 64
+
+_log = logging.getLogger("holdfast.run")
+
+
+class Destination(Protocol):
+    """A place that messages are sent to. `name`: for people, without a secret."""
+
+    name: str
+
+    def send(self, alert: Alert, about: Mapping[str, Any]) -> Undelivered | None: ...
+
+
+class RareAlerts:
+    """Lets at most one message of a kind pass within a window; the next one tells how many did not. Pure."""
+
+    def __init__(self, window_seconds: float = WINDOW_SECONDS) -> None:
+        self._window_seconds = window_seconds
+        self._sent: dict[str, float] = {}
+        self._left_out: Counter[str] = Counter()
+
+    def passing(self, alert: Alert, now: float) -> Alert | None:
+        """The message to send; None if its kind was sent a moment ago. The last message of a run always passes."""
+        if alert.kind == "over":
+            rest = ", ".join(f"{count} × {kind}" for kind, count in sorted(self._left_out.items()))
+            return alert._replace(text=f"{alert.text} (not sent: {rest})") if rest else alert
+        if now < self._sent.get(alert.kind, float("-inf")) + self._window_seconds:
+            self._left_out[alert.kind] += 1
+            return None
+        self._sent[alert.kind] = now
+        count = self._left_out.pop(alert.kind, 0)
+        return (
+            alert._replace(text=f"{alert.text} ({count} more of this kind were not sent)") if count else alert
+        )
+
+
+class _Sender(threading.Thread):
+    """Sends to one destination, so that a slow one delays no other."""
+
+    def __init__(self, destination: Destination, pauses_seconds: Sequence[float]) -> None:
+        super().__init__(name="notify", daemon=True)
+        self._destination, self._pauses = destination, pauses_seconds
+        self._queue: queue.Queue[tuple[Alert, Mapping[str, Any]] | None] = queue.Queue(_QUEUED_MAX)
+        self._closing = threading.Event()
+        self._is_failing = False
+
+    def put(self, alert: Alert, about: Mapping[str, Any]) -> None:
+        try:
+            self._queue.put_nowait((alert, about))
+        except queue.Full:
+            self._failed(f"{_QUEUED_MAX} messages wait already")
+
+    def close(self) -> None:
+        """Send what waits, without a second try, and end."""
+        self._closing.set()
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            self._failed("too many messages wait at the end")
+
+    def run(self) -> None:
+        while (taken := self._queue.get()) is not None:
+            try:
+                problem = self._sent(*taken)
+            except Exception:  # noqa: BLE001 - a bug here must not end the messages
+                _log.exception("notify: %s", self._destination.name)
+                continue
+            if problem is None:
+                self._is_failing = False
+            else:
+                self._failed(problem.reason)
+
+    def _sent(self, alert: Alert, about: Mapping[str, Any]) -> Undelivered | None:
+        for pause in (*self._pauses, None):
+            problem = self._destination.send(alert, about)
+            if problem is None or not problem.may_retry or pause is None or self._closing.wait(pause):
+                break
+        return problem
+
+    def _failed(self, reason: str) -> None:
+        if not self._is_failing:
+            _log.warning(
+                "notify: a message to %s was not delivered: %s; the run goes on, and further failures in a row are not "
+                "logged",
+                self._destination.name,
+                reason,
+            )
+        self._is_failing = True
+
+
+class Notifier:
+    """Sends messages about a run to people. `tell` and `close` belong to one thread, which they never hold up for long.
+
+    Args:
+        destinations: Where they go.
+        run: URL of the run, for the reader.
+        window_seconds: Seconds within which one message of a kind is sent.
+        pauses_seconds: Pauses between the tries for one message.
+    """
+
+    def __init__(
+        self,
+        destinations: Sequence[Destination],
+        *,
+        run: str,
+        window_seconds: float = WINDOW_SECONDS,
+        pauses_seconds: Sequence[float] = PAUSES_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._about = {"run": run, "host": socket.gethostname()}
+        self._rare, self._clock = RareAlerts(window_seconds), clock
+        self._senders = [_Sender(one, pauses_seconds) for one in destinations]
+        for sender in self._senders:
+            sender.start()
+        if destinations:
+            _log.info("notifications go to %s", ", ".join(one.name for one in destinations))
+
+    def tell(self, said: Mapping[str, Any]) -> None:
+        """Tell people of an event, if they are told of such ones. Returns at once."""
+        alert = alert_of(said) if self._senders else None
+        passing = None if alert is None else self._rare.passing(alert, self._clock())
+        if passing is None:
+            return
+        about = {**self._about, "time": round(time.time(), 3)}
+        for sender in self._senders:
+            sender.put(passing._replace(text=f"{passing.text} [{self._about['run']}]"), about)
+
+    def close(self, seconds_max: float = CLOSE_SECONDS_MAX) -> None:
+        """Wait until everything is sent, at most so long."""
+        deadline = time.monotonic() + seconds_max
+        for sender in self._senders:
+            sender.close()
+        for sender in self._senders:
+            sender.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,138 @@
+"""A POST for each message, in the form that the service behind the URL takes.
+
+    https://hooks.slack.com/…            {"text": …}
+    https://discord.com/api/webhooks/…   {"content": …}
+    https://ntfy.sh/TOPIC, ntfy://HOST/TOPIC, ntfy+http://HOST/TOPIC    the text, with a title and a priority
+    any other http or https URL          {"event", "severity", "title", "text", "run", "host", "time"}
+
+Such a URL is a secret: whoever has it may write there. No message of ours has more of it than the host.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from holdfast.errors import ConfigError
+from operator_side.notify.alert import Alert, Severity
+
+TIMEOUT_SECONDS = 10.0
+_PRIORITY = {Severity.INFO: ("default", "information_source"), Severity.WARNING: ("high", "warning")}
+_URGENT = ("urgent", "rotating_light")
+_TRANSIENT = {408, 425, 429}
+
+
+class Undelivered(NamedTuple):
+    """Why a message was not delivered, without the URL; `may_retry`: whether another try may help."""
+
+    reason: str
+    may_retry: bool = True
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Makes a redirection an error: urllib would follow it by a GET, without the message."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class Webhook:
+    """A URL that takes messages. Any thread.
+
+    Args:
+        url: The URL, as the user gave it.
+        timeout_seconds: Seconds of silence after which a try has failed.
+
+    Attributes:
+        name: The URL for people, without its secret part.
+
+    Raises:
+        ConfigError: It is no such URL; the message has no part of it but the scheme.
+    """
+
+    def __init__(self, url: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        self._url, self._timeout_seconds = _checked(url), timeout_seconds
+        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._is_ntfy = self._url.scheme.startswith("ntfy") or self._url.hostname == "ntfy.sh"
+        self.name = f"{self._url.scheme}://{self._url.hostname}/…"
+
+    def send(self, alert: Alert, about: Mapping[str, Any]) -> Undelivered | None:
+        """Deliver a message, by one try. `about`: what a program gets to know besides."""
+        try:
+            with self._opener.open(self.request(alert, about), timeout=self._timeout_seconds):
+                return None
+        except urllib.error.HTTPError as error:
+            error.close()
+            may_retry = error.code in _TRANSIENT or error.code >= http.HTTPStatus.INTERNAL_SERVER_ERROR
+            return Undelivered(f"HTTP status {error.code}", may_retry)
+        except (OSError, http.client.HTTPException) as error:
+            cause = getattr(error, "reason", error)
+            return Undelivered((isinstance(cause, OSError) and cause.strerror) or type(cause).__name__)
+
+    def request(self, alert: Alert, about: Mapping[str, Any]) -> urllib.request.Request:
+        """The request for a message."""
+        url = self._url
+        scheme = {"ntfy": "https", "ntfy+http": "http"}.get(url.scheme, url.scheme)
+        place = url._replace(scheme=scheme, netloc=url.netloc.rpartition("@")[2], fragment="").geturl()
+        request = urllib.request.Request(place, method="POST")  # noqa: S310 - `_checked` has seen the scheme
+        if url.username is not None:
+            pair = f"{unquote(url.username)}:{unquote(url.password or '')}"
+            request.add_header("Authorization", f"Basic {base64.b64encode(pair.encode()).decode()}")
+        request.add_header("User-Agent", "holdfast")
+        if self._is_ntfy:
+            priority, tag = _PRIORITY.get(alert.severity, _URGENT)
+            for name, value in (("Title", f"holdfast: {alert.title}"), ("Priority", priority), ("Tags", tag)):
+                request.add_header(name, value)
+            request.data = alert.text.encode()
+            return request
+        request.add_header("Content-Type", "application/json")
+        request.data = json.dumps(self._body(alert, about)).encode()
+        return request
+
+    def _body(self, alert: Alert, about: Mapping[str, Any]) -> Mapping[str, Any]:
+        title = f"holdfast: {alert.title}"
+        if self._url.hostname == "hooks.slack.com":
+            text = alert.text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+            return {"text": f"*{title}*\n{text}"}
+        if self._url.hostname in {"discord.com", "discordapp.com"} and self._url.path.startswith(
+            "/api/webhooks/"
+        ):
+            # A text that an error of a script is in must not call everybody.
+            return {"content": f"**{title}**\n{alert.text}", "allowed_mentions": {"parse": []}}
+        return document(alert, about)
+
+
+def document(alert: Alert, about: Mapping[str, Any]) -> dict[str, Any]:
+    """A message for programs."""
+    return {
+        "event": alert.kind,
+        "severity": alert.severity.value,
+        "title": alert.title,
+        "text": alert.text,
+        **about,
+    }
+
+
+def _checked(url: str) -> SplitResult:
+    try:
+        found = urlsplit(url)
+        # `port` is checked when it is asked for.
+        good = found.hostname and found.port != 0 and url.isascii() and url.isprintable() and " " not in url
+    except ValueError:
+        good = None
+    if not good or found.scheme not in {"http", "https", "ntfy", "ntfy+http"}:
+        raise ConfigError(
+            f"--notify: expected a URL that begins with https://HOST/, http://HOST/ or ntfy://HOST/, got one that "
+            f"begins with {url[: url.find(':') + 1][:10]!r}; for other services use --notify-command"
+        )
+    if found.scheme.startswith("ntfy") and not found.path.strip("/"):
+        raise ConfigError(
+            f"--notify {found.scheme}://{found.hostname}: expected a topic behind the host, as in ntfy://ntfy.sh/TOPIC"
+        )
+    return found

@@ -1,0 +1,85 @@
+"""A chart as page.js draws it: spans in lanes, or lines. The names of its colours are those of page.css."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.command.output import plain
+
+Unit = Literal["time", "seconds", "step", "number"]
+# Each has one meaning, on every page and in every part of it.
+Colour = Literal[
+    "training", "starting", "staged", "durable", "verified", "lost", "back", "stall", "declined", "idle"
+]
+COLOURS: tuple[Colour, ...] = (
+    *("training", "starting", "staged", "durable", "verified"),
+    *("lost", "back", "stall", "declined", "idle"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A bar from `begin` to `end` in a lane; `text` is shown when it is pointed at."""
+
+    lane: str
+    begin: float
+    end: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Spans, or the points of a line, that mean the same."""
+
+    name: str
+    colour: Colour
+    spans: Sequence[Span] = ()
+    points: Sequence[tuple[float, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One chart.
+
+    Attributes:
+        text: The description for a reader who does not see the picture.
+        x: Unit of the horizontal axis: Unix seconds (`time`), seconds, steps, or plain numbers. `y`: of the other one.
+        lanes: Names from top to bottom; empty: lines.
+    """
+
+    name: str
+    text: str
+    x: Unit
+    series: Sequence[Series]
+    lanes: Sequence[str] = ()
+    y: Unit = "number"
+    x_title: str = ""
+    y_title: str = ""
+    is_logarithmic: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(one.spans or len(one.points) > 1 for one in self.series)
+
+    def document(self) -> dict[str, object]:
+        """The JSON for page.js. Texts come from outside: control characters are spelled out."""
+        return {
+            "x": self.x,
+            "y": self.y,
+            "xTitle": self.x_title,
+            "yTitle": self.y_title,
+            "lanes": list(self.lanes),
+            "logarithmic": self.is_logarithmic,
+            "series": [_series(one) for one in self.series if one.spans or one.points],
+        }
+
+
+def _series(one: Series) -> dict[str, object]:
+    data: list[dict[str, object]] = [
+        {"x": [round(span.begin, 3), round(span.end, 3)], "y": span.lane, "text": plain(span.text)}
+        for span in one.spans
+    ]
+    data += [{"x": x, "y": y} for x, y in one.points]
+    return {"name": one.name, "colour": one.colour, "data": data}

@@ -1,0 +1,94 @@
+"""The tiles of a run: goodput, lost steps, cost, interruptions, the last good step. Pure."""
+
+from __future__ import annotations
+
+from operator_side.page.tile import Tile
+from operator_side.page.words import brief, dollars, moment, plural, share
+from operator_side.report.facts import RunFacts
+
+_COSTLY = ("work done twice", "stalls for checkpoints", "getting back after losses")
+
+
+def run_tiles(facts: RunFacts) -> list[Tile]:
+    """Goodput, lost steps, cost, interruptions. An unknown figure is a dash, with the reason in the note."""
+    return [_goodput(facts), _lost_steps(facts), _cost(facts), _interruptions(facts)]
+
+
+def last_good_tile(facts: RunFacts) -> Tile:
+    newest = facts.checkpoints.newest("verified") or facts.checkpoints.newest("durable")
+    if newest is None:
+        return Tile("last good step", "-", "no checkpoint became durable", "lost" if facts.rows else "")
+    read = "read back" if newest.state == "verified" else "not read back yet"
+    at = newest.read_at_unix or newest.durable_at_unix
+    note = f"{read}, attempt {newest.attempt}" + (f", {moment(at)}" if at else "")
+    return Tile(
+        "last good step", str(newest.step), note, "verified" if newest.state == "verified" else "durable"
+    )
+
+
+def _goodput(facts: RunFacts) -> Tile:
+    goodput = facts.goodput
+    if goodput is None or goodput.share is None:
+        return Tile("goodput", "-", "no log says when the run trained")
+    up_seconds = goodput.total_seconds - goodput.parts["between runs"]
+    about = "~" if goodput.is_estimate else ""
+    figure = about + share(goodput.parts["new work"], up_seconds)
+    return Tile(
+        "goodput",
+        figure,
+        f"{brief(goodput.parts['new work'])} of {brief(up_seconds)} is work that was kept",
+        "training",
+    )
+
+
+def _lost_steps(facts: RunFacts) -> Tile:
+    lost = [one.lost for one in facts.interruptions if one.lost is not None]
+    if not facts.attempts or (facts.interruptions and not lost):
+        later = "known when training is back" if _is_coming_back(facts) else "no log says what was done twice"
+        return Tile("steps lost", "-", later)
+    if not lost:
+        return Tile("steps lost", "0", "no work was done twice")
+    steps = [one.steps for one in lost if one.steps is not None]
+    is_estimate = len(steps) < len(facts.interruptions) or any(one.is_estimate for one in lost)
+    note = f"{brief(sum(one.seconds for one in lost))} of work done again"
+    return Tile(
+        "steps lost",
+        f"{'~' if is_estimate and steps else ''}{sum(steps):,}",
+        note,
+        "lost" if sum(steps) else "",
+    )
+
+
+def _cost(facts: RunFacts) -> Tile:
+    goodput = facts.goodput
+    if goodput is None or goodput.dollars_per_hour is None:
+        return Tile("cost", "-", "no --dollars-per-hour" if goodput else "no log says how long the run took")
+    up_seconds = goodput.total_seconds - goodput.parts["between runs"]
+    lost = sum(goodput.parts[name] for name in _COSTLY)
+    return Tile(
+        "cost",
+        dollars(goodput.dollars(up_seconds)),
+        f"{dollars(goodput.dollars(lost))} of it for losses and checkpoints",
+    )
+
+
+def _interruptions(facts: RunFacts) -> Tile:
+    if not facts.attempts:
+        return Tile("interruptions", "-", "no log has the attempts")
+    found = facts.interruptions
+    if not found:
+        return Tile("interruptions", "0", plural(len(facts.attempts), "attempt"))
+    back = [one.down_seconds for one in found if one.back is not None]
+    note = f"back after {brief(max(back))} at most" if back else "training did not resume"
+    if found[-1].back is None and _is_coming_back(facts):
+        note = "on its way back"
+    return Tile("interruptions", str(len(found)), note, "lost")
+
+
+def _is_coming_back(facts: RunFacts) -> bool:
+    """Whether the last attempt was launched after a loss, and neither trains yet nor has ended."""
+    return (
+        bool(facts.interruptions)
+        and not facts.attempts[-1].cause
+        and facts.attempts[-1].training_at_unix is None
+    )

@@ -1,0 +1,70 @@
+"""The words of a status, for the terminal and for the page: who is here, how far, what a kill loses. Not escaped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import UTC, datetime
+
+from holdfast.command.output import seconds
+from holdfast.telemetry.status_document import StatusLine
+from operator_side.status.loss import Lost
+from operator_side.status.run_status import Peer, RunStatus
+
+_OVER = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
+
+
+def head_lines(status: RunStatus) -> list[str]:
+    """The attempt, the time and the ranks; then stager and flusher."""
+    clock = datetime.fromtimestamp(status.now_unix, UTC).strftime("%H:%M:%S UTC")
+    where = f"attempt {status.attempt}, {clock}" if status.attempt else clock
+    stager = f"{_peer('stager', status.stager, status)}{_OVER.get(status.transport or '', '')}"
+    return [f"{where}; {ranks_text(status)}", f"{stager}; {_peer('flusher', status.flusher, status)}"]
+
+
+def _peer(name: str, peer: Peer, status: RunStatus) -> str:
+    if peer.state == "gone":
+        return f"no {name}"
+    if name == "stager" and status.waits_at:
+        return f"stager process {peer.pid} waits for a job at {status.waits_at}"
+    process = "" if peer.pid is None else f" process {peer.pid}"
+    if peer.state == "silent":
+        return f"{name}{process} does not answer ({peer.note})"
+    since = "" if peer.since_unix is None else f", {age(status.now_unix, peer.since_unix)}"
+    return f"{name}{process}{since}"
+
+
+def ranks_text(status: RunStatus) -> str:
+    if not status.ranks:
+        return "no training job is running" if not status.is_running else "the ranks are not known"
+    counts = rank_counts(status)
+    named = [
+        f"{counts[state]} {state}" for state in ("here", "coming", "silent", "left", "lost") if counts[state]
+    ]
+    return f"{status.ranks_total} ranks: {', '.join(named)}"
+
+
+def rank_counts(status: RunStatus) -> Counter[str]:
+    """How many ranks are in each state. The status names those in a worse state first; the others are here."""
+    counts: Counter[str] = Counter(rank.state for rank in status.ranks)
+    counts["here"] += status.ranks_total - counts.total()
+    return counts
+
+
+def lost_steps(lost: Lost) -> str:
+    """`4`; `~4` if estimated; `?` if not known."""
+    if lost.steps is None:
+        return "?"
+    return f"~{lost.steps}" if lost.is_estimate else str(lost.steps)
+
+
+def resumes_from(lost: Lost) -> str:
+    return "the beginning" if lost.since_step is None else f"step {lost.since_step}"
+
+
+def line_text(line: StatusLine, now_unix: float) -> str:
+    step = "" if line.step is None else f" step {line.step}"
+    return f"{age(now_unix, line.at_unix)} ago {line.event}{step}: {line.text}"
+
+
+def age(now_unix: float, at_unix: float) -> str:
+    return seconds(max(0.0, now_unix - at_unix))

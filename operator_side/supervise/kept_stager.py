@@ -1,0 +1,122 @@
+"""The standing stager of `holdfast run --launcher torchrun`: on loopback, started again where it was.
+
+start ─► listens at a port that the system chose ─► dies ─► pause ─► start at the same port: ranks join it again
+                                                     └─ too often without a newer checkpoint ─► given up
+
+Its ring outlives it, because this process keeps the ring and the flusher is a process of its own. The stager makes the
+key, and ranks of the same user find it (holdfast/stager_key.py); where a key is set, both have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from holdfast.errors import HoldfastError
+from holdfast.supervised import KEPT_VARIABLE
+from holdfast.telemetry.status_socket import ask, socket_path
+from operator_side.supervise.flusher import KeptFlusher
+from operator_side.supervise.tied import tied
+
+RESTARTS_MAX = 4  # in a row without a newer checkpoint
+_ANY_PORT = "127.0.0.1:0"
+_ASK_SECONDS_MAX = 2.0
+
+
+class KeptStager:
+    """See the module. Main thread: the kernel ties processes to the thread that starts them.
+
+    Args:
+        arguments: Arguments of `holdfast stager`, without its address.
+        environment: Environment of the stager.
+        ring: Runtime directory of the run.
+        pause_seconds: Pause before restart number n (1, 2, …) in a row.
+
+    Attributes:
+        address: Where it listens.
+        restarts: Restarts in a row; the owner sets it to 0 when there is a newer checkpoint.
+
+    Raises:
+        ConfigError: The runtime directory belongs to another user, or others may write to it.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        ring: Path,
+        pause_seconds: Callable[[int], float],
+    ) -> None:
+        self._arguments, self._environment = list(arguments), {**environment, KEPT_VARIABLE: str(os.getpid())}
+        self._ring, self._pause_seconds = ring, pause_seconds
+        self._flusher = KeptFlusher(ring)
+        self.address, self.restarts = _ANY_PORT, 0
+        self._again_at: float | None = None
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        line = [sys.executable, "-P", "-m", "holdfast", "stager", "--listen", self.address, *self._arguments]
+        # A session of its own: Ctrl-C on the terminal is for the ranks, whose last checkpoint it has to receive.
+        return subprocess.Popen(
+            tied(line), stdin=subprocess.DEVNULL, env=self._environment, start_new_session=True
+        )
+
+    def listens(self) -> bool:
+        """Whether the first one answers; its address is known from then on."""
+        with contextlib.suppress(HoldfastError):
+            said = ask(socket_path(self._ring, "stager"), seconds_max=_ASK_SECONDS_MAX)
+            if said is not None and said.pid == self._process.pid and said.waits_at:
+                self.address = said.waits_at
+                return True
+        return False
+
+    def ended(self) -> int | None:
+        """Its exit code, or minus the number of the signal; None while it runs, or is about to be started again."""
+        return self._process.poll() if self._again_at is None else None
+
+    def again(self) -> float | None:
+        """After its end: start it again, after a pause. Returns the pause in seconds; None: it has ended too often."""
+        if self.restarts >= RESTARTS_MAX:
+            return None
+        self.restarts += 1
+        pause_seconds = self._pause_seconds(self.restarts)
+        self._again_at = time.monotonic() + pause_seconds
+        return pause_seconds
+
+    def tick(self) -> None:
+        """Start it again if its pause is over."""
+        if self._again_at is not None and time.monotonic() >= self._again_at:
+            self._again_at, self._process = None, self._start()
+
+    def stop(self) -> None:
+        """Have it take no further job and end; the flusher ends when all that is staged is in the store."""
+        self._again_at = None
+        self._flusher.let_go()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def stopped_within(self, seconds: float) -> bool:
+        """After `stop`: wait for both to end, at most this long."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+            return self._flusher.ends_within(max(0.0, deadline - time.monotonic()))
+        return False
+
+    @property
+    def left_ring(self) -> bool:
+        """After that: whether checkpoints are in the ring that are not in the store."""
+        return self._flusher.left_ring
+
+    def close(self) -> None:
+        """Kill the stager if it still runs; the flusher goes on."""
+        self._flusher.let_go()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()

@@ -1,0 +1,266 @@
+"""The job of `holdfast run --launcher torchrun` on this machine: a standing stager, and torchrun, which restarts ranks.
+
+    stager listens ─► holdfast rank -- torchrun … ─► its end ─► stager stopped, everything durable ─► exit code
+                           ▲        └─ a rank dies: torchrun starts all ranks again; they join the running stager
+    first SIGTERM, Ctrl-C ─┘ SIGTERM: the ranks save once more, and have `grace_seconds`      second: SIGKILL
+
+The stager dies: it is started again at the same address, and ranks join it. It dies too often: the ranks are ended.
+`holdfast rank` around torchrun finds out why the ranks ended, and has the exit code. Each process is tied to the one
+that started it, so nothing is left when this one is killed but the stager and its flusher, which end by themselves once
+what is staged is in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from holdfast.errors import PeerLost
+from holdfast.process import ENDING_SIGNALS, wait_readable
+from operator_side.supervise.job_output import Follower, meaning
+from operator_side.supervise.kept_stager import KeptStager
+from operator_side.supervise.supervisor_messages import StepDurable, StepStaged
+from operator_side.supervise.tied import tied, tied_to_any
+from operator_side.supervise.verdict import INTERRUPTED
+
+_log = logging.getLogger("holdfast.run")
+
+_TURN_SECONDS = 0.1
+_LISTENS_SECONDS_MAX = 300.0
+_DRAIN_SECONDS_MAX = 600.0
+_SLACK_SECONDS = 15.0  # torchrun kills its ranks when their grace is over, and then ends itself
+
+
+class TorchrunEnd(NamedTuple):
+    """How the job ended. `message`: what this process knows of it; empty where `holdfast rank` has said all."""
+
+    exit_code: int
+    message: str = ""
+
+
+def torchrun_arguments(command: Sequence[str]) -> list[str]:
+    """A script, a module after `-m`, or a program: as the last arguments of torchrun."""
+    starts_python = command[0] == "-m" or command[0].endswith(".py")
+    return [*command] if starts_python else ["--no-python", *command]
+
+
+def torchrun_line(
+    command: Sequence[str], *, ranks: int, restarts_max: int, grace_seconds: float
+) -> list[str]:
+    """The torchrun of one machine for this command, with each rank tied to it from the rank's first moment on."""
+    python = [sys.executable, "-u"] if torchrun_arguments(command)[0] != "--no-python" else []
+    line = [
+        sys.executable,
+        "-P",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
+    line += ["--max-restarts", str(restarts_max), "--shutdown-timeout", str(math.ceil(grace_seconds))]
+    return [*line, "--no-python", *tied_to_any([*python, *command])]
+
+
+class TorchrunJob:
+    """See the module. Main thread: it handles signals.
+
+    Args:
+        stager: Just started.
+        line: The command line of torchrun.
+        environment: Environment of torchrun and the ranks; the address of the stager is added.
+        events: The event log of stager and flusher.
+        grace_seconds: Seconds that the ranks have to end after they were told to.
+
+    Attributes:
+        newest_step: The newest step that was staged or became durable; at first the newest in the store, or -1.
+    """
+
+    def __init__(
+        self,
+        stager: KeptStager,
+        line: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        events: Path,
+        newest_step: int,
+        grace_seconds: float,
+    ) -> None:
+        self._stager, self._line, self._environment = stager, list(line), dict(environment)
+        self._follower, self._grace_seconds = Follower(events), grace_seconds
+        self.newest_step = newest_step
+        self._signals: list[int] = []
+        self._told = 0  # the first signal to end
+        self._kill_at = math.inf
+        self._given_up: TorchrunEnd | None = None
+        self._ranks: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> TorchrunEnd:
+        """Run the job to its end, and wait until all that is staged is durable. No process of it is left then."""
+        before = {
+            number: signal.signal(number, self._signalled) for number in (*ENDING_SIGNALS, signal.SIGUSR1)
+        }
+        try:
+            end = self._begin() or self._watch()
+            self._drain()
+        finally:
+            if self._ranks is not None and self._ranks.poll() is None:
+                self._ranks.kill()
+                self._ranks.wait()
+            self._stager.close()
+            self._follower.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return end
+
+    def _begin(self) -> TorchrunEnd | None:
+        """Start torchrun as soon as the stager listens; the end if it does not."""
+        deadline = time.monotonic() + _LISTENS_SECONDS_MAX
+        while not self._stager.listens():
+            self._heed_signals()
+            status = self._stager.ended()
+            if self._told:
+                return TorchrunEnd(
+                    self._told_code(), f"ended by {_name(self._told)} before any rank was started"
+                )
+            if status is not None:
+                return TorchrunEnd(_code(status), "the stager has ended before any rank was started")
+            if time.monotonic() > deadline:
+                return TorchrunEnd(
+                    PeerLost.exit_code, f"the stager does not listen within {_LISTENS_SECONDS_MAX:g} s"
+                )
+            time.sleep(_TURN_SECONDS)
+        _log.info("the stager listens at %s; torchrun starts the ranks", self._stager.address)
+        around = [sys.executable, "-P", "-m", "holdfast", "rank", "--", *self._line]
+        # No terminal as stdin: `holdfast rank` would stay in its foreground group, and Ctrl-C reach torchrun twice.
+        self._ranks = subprocess.Popen(
+            tied(around, by=signal.SIGKILL),
+            stdin=subprocess.DEVNULL,
+            env={**self._environment, "HOLDFAST_STAGER": self._stager.address},
+            start_new_session=True,
+        )
+        return None
+
+    def _watch(self) -> TorchrunEnd:
+        assert self._ranks is not None
+        end = os.pidfd_open(self._ranks.pid)
+        try:
+            while (status := self._ranks.poll()) is None:
+                wait_readable([end], _TURN_SECONDS)
+                self._heed_signals()
+                self._follow()
+                self._look_at_stager()
+                if time.monotonic() >= self._kill_at:
+                    self._kill_at = math.inf
+                    _log.warning("the ranks have not ended within their grace; they are killed")
+                    self._ranks.kill()
+        finally:
+            os.close(end)
+        self._follow()
+        if self._given_up is not None:
+            return self._given_up
+        if self._told == signal.SIGINT:
+            return TorchrunEnd(INTERRUPTED, "ended by SIGINT")
+        if status < 0 and self._told:
+            return TorchrunEnd(128 + self._told, f"ended by {_name(self._told)}")
+        return TorchrunEnd(_code(status))
+
+    def _look_at_stager(self) -> None:
+        self._stager.tick()
+        status = self._stager.ended()
+        if status is None or self._told or self._given_up is not None:
+            return
+        how = (
+            f"the stager was killed by {_name(-status)}" if status < 0 else f"the stager ended with {status}"
+        )
+        pause_seconds = self._stager.again()
+        if pause_seconds is None:
+            times = self._stager.restarts + 1
+            message = f"{how}, {times} times in a row without a newer checkpoint; the ranks are ended"
+            _log.error("%s", message)
+            self._given_up = TorchrunEnd(PeerLost.exit_code if status <= 0 else status, message)
+            self._tell()
+            return
+        when = f"in {pause_seconds:.1f} s" if pause_seconds else "now"
+        _log.warning(
+            "%s; it is started again %s at %s, and the ranks join it", how, when, self._stager.address
+        )
+
+    def _follow(self) -> None:
+        for said in self._follower.read():
+            match meaning(said):
+                case StepStaged(step) | StepDurable(step) if step > self.newest_step:
+                    self.newest_step, self._stager.restarts = step, 0
+
+    def _drain(self) -> None:
+        """Stop the stager, and wait until all that is staged is durable; a signal ends the wait."""
+        self._signals.clear()
+        self._stager.stop()
+        deadline, is_said = time.monotonic() + _DRAIN_SECONDS_MAX, False
+        while not self._stager.stopped_within(_TURN_SECONDS):
+            if not is_said:
+                is_said = True
+                _log.info("waiting until every staged checkpoint is durable")
+            if set(self._signals) & set(ENDING_SIGNALS) or time.monotonic() > deadline:
+                _log.warning("the flusher is still writing, and goes on without this command")
+                return
+        self._follow()
+        if self._stager.left_ring:
+            _log.warning(
+                "not every staged checkpoint is in the store; the ring is kept: start the run again, or `holdfast "
+                "flusher`, to publish them"
+            )
+
+    # -- signals ---------------------------------------------------------------------------------------------------
+
+    def _heed_signals(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            if number == signal.SIGUSR1:  # a notice, for the ranks that watch it
+                self._send(number)
+            elif not self._told:
+                self._told = number
+                _log.warning(
+                    "told to end by %s: the ranks may save once more, and have %g s; again: at once",
+                    _name(number),
+                    self._grace_seconds,
+                )
+                self._tell()
+            elif number != signal.SIGHUP and self._ranks is not None and self._ranks.poll() is None:
+                _log.warning("told again: the ranks are killed")
+                self._ranks.kill()
+
+    def _tell(self) -> None:
+        self._send(signal.SIGTERM)
+        self._kill_at = time.monotonic() + self._grace_seconds + _SLACK_SECONDS
+
+    def _send(self, number: int) -> None:
+        if self._ranks is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._ranks.send_signal(number)
+
+    def _told_code(self) -> int:
+        return INTERRUPTED if self._told == signal.SIGINT else 128 + self._told
+
+    def _signalled(self, number: int, _: FrameType | None) -> None:
+        self._signals.append(number)
+
+
+def _name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def _code(status: int) -> int:
+    return status if status >= 0 else 128 - status

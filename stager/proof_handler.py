@@ -1,0 +1,65 @@
+"""Keeps beside the ring what the ranks used in the first step after a checkpoint, once all ranks have said it.
+
+The flusher is told then (holdfast/ring/proofs.py). It also hears from rank 0 how the resume of this job went.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast.errors import ConfigError, ProtocolError, StoreError
+from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.proof_record import Digest, ProofRecord
+from holdfast.ring.proofs import PROOFS_MAX, read_proofs, write_proofs
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.frames import Frame
+from holdfast.wire.step_proof import ResumeProof, read_proof
+from stager.flusher_line import FlusherLine
+
+_log = logging.getLogger("holdfast.stager")
+
+
+class ProofHandler:
+    """See the module. For the loop's thread."""
+
+    def __init__(self, line: FlusherLine, events: EventLog, *, ranks: int) -> None:
+        self._line, self._events, self._ranks = line, events, ranks
+        self._coming: dict[CheckpointId, dict[int, Digest]] = {}
+        self._known: list[ProofRecord] = []
+
+    def hear(self, rank: int, frame: Frame) -> None:
+        """PROOF of a rank. Raises `ProtocolError`."""
+        key, said = read_proof(frame)
+        if isinstance(said, ResumeProof):
+            if rank != 0:
+                raise ProtocolError(f"PROOF from rank {rank}: only rank 0 says how the resume went")
+            self._events.emit("resume_proof", {"attempt": key.attempt, **said.to_json()}, step=key.step)
+            return
+        digests = self._coming.setdefault(key, {})
+        digests[rank] = said
+        while len(self._coming) > PROOFS_MAX:  # of checkpoints of which a rank has never said it
+            del self._coming[next(iter(self._coming))]
+        if len(digests) < self._ranks:
+            return
+        self._coming.pop(key, None)
+        self._known.append(ProofRecord(key, tuple(digests[one] for one in range(self._ranks))))
+        del self._known[:-PROOFS_MAX]
+        self._write()
+        reach(Point.PROOF_WRITTEN)
+        self._line.send("proof")
+
+    def again(self) -> None:
+        """Tell another flusher, which may have another ring."""
+        if self._known:
+            self._write()
+            self._line.send("proof")
+
+    def _write(self) -> None:
+        directory = self._line.flusher.ring.directory
+        keys = {one.key for one in self._known}
+        before = [one for one in read_proofs(directory) if one.key not in keys]  # of the jobs before
+        try:
+            write_proofs(directory, [*before, *self._known])
+        except (StoreError, ConfigError) as error:
+            _log.warning("the step after the newest checkpoint is not written down: %s", error)

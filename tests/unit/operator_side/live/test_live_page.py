@@ -1,0 +1,127 @@
+"""The live page: right figures, 2 ranks and 64, hostile names, and the same parts each time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from holdfast.telemetry.event_reading import Log, LoggedEvent
+from holdfast.telemetry.status_document import RankStatus, StatusLine
+from operator_side.live.live_page import live_page
+from operator_side.report.facts import RunFacts, gather
+from operator_side.status.run_status import RunStatus
+from tests.unit.operator_side.page.reading import Page, loads_nothing, policy_of, tiles_of
+from tests.unit.operator_side.report.logs import EVENTS, STATUS, facts_of
+from tests.unit.operator_side.status.test_run_status import NOW, done, in_ring, ring, said, status
+
+_HOSTILE = "</title><script>alert(1)</script><img src=x onerror=y> \"' & \x1b[2J http://evil.example/x"
+_LINKS = ("#", "data:", "status.json", "?run=")
+
+
+def run(ranks: int, host: str = "spot", text: str = "") -> RunStatus:
+    rows = [
+        RankStatus(rank=n, host=host, step=40, state="lost" if n == 1 else "here", quiet_seconds=1.0)
+        for n in [1, *(n for n in range(ranks) if n != 1)]
+    ]
+    line = StatusLine(at_unix=NOW - 5, event="rank_lost", step=40, text=text).model_dump()
+    stager = said(
+        "stager",
+        *(done(step, pgt1_seconds=1.0, pgt2_seconds=2.0, stall_seconds=0.1) for step in (20, 40)),
+        ranks=[row.model_dump() for row in rows],
+        ranks_total=ranks,
+        problems=[line],
+        interval_why=text,
+    )
+    return status(
+        stager_said=stager, ring=ring(in_ring(60, "receiving")), dollars_per_hour=3600.0, notes=[text]
+    )
+
+
+def shown(found: RunStatus, facts: RunFacts | None = None, is_whole: bool = True) -> str:
+    return live_page(found, facts, every_seconds=1.0, is_whole=is_whole).decode()
+
+
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_live_page_shows_every_rank_and_loads_nothing(ranks: int) -> None:
+    text = shown(run(ranks))
+    loads_nothing(text, _LINKS)
+    assert policy_of(text)["connect-src"] == "'self'"
+    body = Page(text).of("body")[0]
+    assert (body["data-every"], body["data-main"]) == ("1.0", "main")
+    assert f"{ranks} ranks: {ranks - 1} here, 1 lost" in Page(text).text
+    strip = re.findall(r'<li class="(\w+)" title="[^"]*">(\d+)</li>', text)
+    if ranks == 2:
+        assert strip == []
+    else:
+        assert strip == [("lost" if n == 1 else "training", str(n)) for n in range(64)]
+        assert "and 56 more ranks, in no worse state" in text
+
+
+def test_tiles_say_what_a_kill_loses_and_how_far_the_run_is() -> None:
+    tiles = tiles_of(shown(run(2)))
+    assert tiles == {
+        "a kill now loses": "~60 steps",
+        "with the stager&#39;s node": "~60 steps",
+        "newest staged step": "40",
+        "newest durable step": "40",
+        "newest verified step": "-",
+    }
+    assert "60.0 s, $60.00; resumes from step 40" in shown(run(2))
+
+
+def test_ranks_that_are_still_coming_have_nothing_to_lose() -> None:
+    rows = [RankStatus(rank=0, state="coming").model_dump()]
+    found = status(stager_said=said("stager", done(20), done(40), ranks=rows, ranks_total=1))
+    assert found.is_running
+    assert (found.loss_trainers.steps, found.loss_trainers.seconds) == (0, 0.0)
+
+
+def test_logs_add_kills_goodput_and_losses() -> None:
+    facts = facts_of(STATUS, EVENTS, price=12.4)
+    tiles = tiles_of(shown(run(2), facts))
+    assert (tiles["interruptions"], tiles["steps lost"], tiles["goodput"]) == ("3", "~5", "~10 %")
+    assert "loss" not in tiles
+    events = [
+        LoggedEvent(NOW, "save", "trainer", 0, step, {"loss": 2.0 - step / 1000}) for step in range(1000)
+    ]
+    text = shown(run(2), gather("r", Log(events)))
+    assert tiles_of(text)["loss"] == "1.001"
+    losses = json.loads(Page(text).of("figure")[0]["data-chart"] or "")
+    points = losses["series"][0]["data"]
+    assert points[-1] == {"x": 999, "y": 1.001}
+    assert len(points) <= 500
+
+
+def test_an_attempt_that_runs_reaches_to_now() -> None:
+    events = [
+        LoggedEvent(NOW - 100, "launched", "supervisor", None, None, {"attempt": 1}),
+        LoggedEvent(NOW - 90, "training", "supervisor", None, None, {"attempt": 1}),
+    ]
+    figures = Page(shown(run(2), gather("r", Log(events)))).of("figure")
+    training = json.loads(figures[-1]["data-chart"] or "")["series"][0]
+    assert (training["name"], training["data"][0]["x"]) == ("training", [NOW - 90, NOW])
+
+
+def test_hostile_names_are_texts() -> None:
+    found = dataclasses.replace(run(64, _HOSTILE, _HOSTILE), run=_HOSTILE)
+    text = live_page(found, None, every_seconds=1.0, others=[_HOSTILE, "b"]).decode()
+    loads_nothing(text, _LINKS)
+    assert "\x1b" not in text
+    assert "<script>alert(1)</script>" in Page(text).text
+    assert not any(key.startswith("on") for _, attributes in Page(text).tags for key in attributes)
+
+
+def test_the_part_that_is_fetched_again_is_the_one_in_the_page() -> None:
+    """Each of its parts has an id of its own, by which page.js finds the one to replace."""
+    part, whole = shown(run(64), is_whole=False), shown(run(64))
+    assert part.strip() in whole
+    assert "<script" not in part
+    assert len(part) < 40_000
+    children = re.findall(r"^<(?:header|dl|section|p|nav)\b[^>]*>", part, re.MULTILINE)
+    ids = [attributes["id"] for name, attributes in Page(part).tags if "id" in attributes]
+    assert {"head", "tiles", "progress", "durations", "ranks", "flights", "interval"} <= set(ids)
+    assert len(ids) == len(set(ids))
+    assert children

@@ -1,0 +1,95 @@
+"""Which events people are told of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from operator_side.notify.alert import Severity, alert_of
+
+
+def supervisor(event: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "supervisor", "event": event, "message": "it was so", **fields}
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "title", "severity"),
+    [
+        (supervisor("ended", cause="preempted"), "preempted", "preempted", Severity.WARNING),
+        (supervisor("ended", cause="killed"), "killed", "killed", Severity.WARNING),
+        (supervisor("training", step=8, launched_seconds=2.0), "resumed", "resumed", Severity.INFO),
+        (
+            supervisor("resume_proof", verdict="verified resume"),
+            "resume_proof",
+            "resume: verified resume",
+            Severity.INFO,
+        ),
+        (
+            supervisor("resume_proof", verdict="differs"),
+            "resume_proof",
+            "resume: differs",
+            Severity.ERROR,
+        ),
+        (supervisor("over", cause="done"), "over", "done", Severity.INFO),
+        (supervisor("over", cause="crashed"), "over", "gave up", Severity.ERROR),
+        (
+            {"role": "stager", "event": "notice", "kind": "terminate", "name": "rank 3 on spot-7"},
+            "notice",
+            "preemption notice",
+            Severity.WARNING,
+        ),
+        (
+            {"role": "trainer", "event": "stager_lost", "message": "cut"},
+            "stager_lost",
+            "stager lost",
+            Severity.ERROR,
+        ),
+        ({"role": "trainer", "event": "stager_back"}, "stager_back", "stager is back", Severity.INFO),
+    ],
+)
+def test_an_event_becomes_a_message(said: dict[str, Any], kind: str, title: str, severity: Severity) -> None:
+    alert = alert_of(said)
+    assert alert is not None
+    assert (alert.kind, alert.title, alert.severity) == (kind, title, severity)
+    assert alert.text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        supervisor("launched", attempt=1),
+        supervisor("training", step=0, joined_seconds=1.0, seconds=2.0),
+        supervisor("ended", cause="done"),
+        supervisor("ended", cause="stopped"),
+        {"role": "stager", "event": "notice", "kind": "rebalance"},
+        {"role": "stager", "event": "resume_proof", "verdict": "differs"},
+        {"role": "flusher", "event": "durable", "step": 3},
+        {"event": ["flush_held"], "role": None},
+        {},
+    ],
+)
+def test_the_way_of_a_run_is_no_message(said: dict[str, Any]) -> None:
+    assert alert_of(said) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"step": 7, "code": "store", "message": "503 Slow Down"}, "step 7: 503 Slow Down"),
+        ({"step": 7, "code": "store"}, "step 7: store"),
+        ({"step": 7}, "step 7"),
+        ({}, "store is failing"),
+        ({"message": 5, "step": "7"}, "5"),
+    ],
+)
+def test_a_message_says_what_the_event_says(fields: dict[str, Any], text: str) -> None:
+    alert = alert_of({"role": "flusher", "event": "flush_held", **fields})
+    assert alert is not None
+    assert (alert.kind, alert.text) == ("store_failing", text)
+
+
+def test_a_long_text_is_cut() -> None:
+    alert = alert_of(supervisor("over", cause="crashed") | {"message": "x" * 5000})
+    assert alert is not None
+    assert len(alert.text) == 1000

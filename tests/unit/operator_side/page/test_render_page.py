@@ -1,0 +1,73 @@
+"""The frame of all pages: readable colours, its policy, the chart library as its authors published it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from importlib import resources
+from typing import Any
+
+import pytest
+
+from operator_side.page.chart import COLOURS, Chart, Series, Span
+from operator_side.page.render_page import render_page
+from tests.unit.operator_side.page.reading import loads_nothing, policy_of, style_of
+
+_CHART_JS_SHA256 = "87364cc2b2a76a6684929e7d6b80b18a897794db38400caff1fcf1791c6925d2"
+
+
+def frame(every: float | None = None) -> str:
+    return render_page("page/page.html", every=every, fragment="main").decode()
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+def test_colours_have_enough_contrast(is_dark: bool) -> None:
+    light, _, dark = style_of(frame()).partition("@media (prefers-color-scheme:dark)")
+    colours = dict(re.findall(r"--(\w+):(#\w{6});", dark if is_dark else light))
+    meanings = [colours[name] for name in COLOURS]
+    assert len(set(meanings)) == len(meanings)
+    for behind in ("paper", "panel"):
+        for text in ("ink", "faint", "link"):
+            assert contrast(colours[text], colours[behind]) >= 4.5, (text, behind)
+        for name in COLOURS:
+            assert contrast(colours[name], colours[behind]) >= 3, (name, behind)
+
+
+def test_a_page_may_ask_nobody_and_a_live_one_its_own_server_alone() -> None:
+    loads_nothing(frame())
+    assert policy_of(frame())["connect-src"] == "'none'"
+    assert policy_of(frame(1.0))["connect-src"] == "'self'"
+    assert policy_of(frame(1.0))["default-src"] == "'none'"
+
+
+def test_the_chart_library_is_the_published_file() -> None:
+    """npm's chart.js 4.6.1, dist/chart.umd.min.js; its licence lies beside it."""
+    vendor = resources.files("operator_side.page") / "vendor"
+    data = (vendor / "chart.umd.min.js").read_bytes()
+    assert hashlib.sha256(data).hexdigest() == _CHART_JS_SHA256
+    assert b"</script" not in data
+    assert "MIT License" in (vendor / "chart-license.md").read_text()
+
+
+def test_a_chart_is_empty_until_there_is_something_to_see() -> None:
+    assert Chart("c", "", "step", [Series("loss", "training", points=[(1, 2.0)])]).is_empty, (
+        "a point is no line"
+    )
+    assert not Chart("c", "", "step", [Series("loss", "training", points=[(1, 2.0), (2, 1.0)])]).is_empty
+    chart = Chart("c", "", "time", [Series("job", "lost", [Span("job", 1, 1, "\x1b[2J")])], lanes=["job"])
+    assert not chart.is_empty
+    series: Any = chart.document()["series"]
+    assert series[0]["data"] == [{"x": [1, 1], "y": "job", "text": "\\x1b[2J"}]

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.config import TrainerConfig
+from trainer_side.start_line import start_line
+
+URL = "s3://bucket/run"
+
+
+def line(
+    every: int | None, *, has_stager: bool = True, fresh: bool = False, attempt: int = 1, **settings: Any
+) -> str:
+    config = TrainerConfig(**{"watch": (), **settings})
+    return start_line(config, every=every, store_url=URL, attempt=attempt, has_stager=has_stager, fresh=fresh)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            line(100, stager="node-0:29411", watch=("aws", "sigterm")),
+            (
+                "holdfast saves every 100 steps to s3://bucket/run through the stager node-0:29411 (attempt 1); "
+                "watches aws, SIGTERM for preemption notices"
+            ),
+        ),
+        (
+            line(1, attempt=3, tiers=("memory",)),
+            (
+                "holdfast saves every step to s3://bucket/run through the stager, and in memory (attempt 3); watches "
+                "for no preemption notices"
+            ),
+        ),
+        (
+            line(0, has_stager=False, tiers=("memory", "store")),
+            (
+                "holdfast saves where the script calls save(), and not by itself (every=0), in memory and to "
+                "s3://bucket/run (attempt 1); watches for no preemption notices"
+            ),
+        ),
+        (
+            line(5, has_stager=False, tiers=("memory", "nvme:/mnt/nvme0")),
+            (
+                "holdfast saves every 5 steps in memory, nvme:/mnt/nvme0 alone and not to s3://bucket/run (attempt "
+                "1); watches for no preemption notices"
+            ),
+        ),
+        (
+            line(None, fresh=True),
+            (
+                "holdfast saves as often as takes at most 3 % of the time, at least every 3600 s, to s3://bucket/run "
+                "through the stager (attempt 1); starts from scratch, because the script says fresh=True; watches for "
+                "no preemption notices"
+            ),
+        ),
+    ],
+)
+def test_start_line_says_how_often_and_where_this_job_saves(said: str, expected: str) -> None:
+    assert said == expected

@@ -1,0 +1,111 @@
+"""Samples that no batch takes, because the run was rewound and the batches of some steps are left out. Pure.
+
+place    0 1 2 3 4 5 6 7 8 9 …      number of a sample since the begin of the first epoch
+skipped        └─────┘              places 3 to 5
+batches  0 1 2 6 │ 7 8 9 …          a batch goes on behind what is left out, on any number of ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from holdfast.errors import StateError
+
+
+class StepSize(NamedTuple):
+    """The data of a training step, of all ranks together: `batches` times `samples` samples."""
+
+    samples: int
+    batches: int
+
+    @classmethod
+    def of_state(cls, saved: Any) -> StepSize | None:
+        """Read what a state has; None for a state without it."""
+        return None if saved is None else cls(*saved)
+
+
+class StepCount:
+    """Finds out how much a training step takes, from what was taken between two steps. One thread.
+
+    Attributes:
+        size: The newest that is known; None: not known yet.
+    """
+
+    def __init__(self, size: StepSize | None = None, *, step: int | None = -1) -> None:
+        self.size = size
+        self._taken, self._samples = 0, 0
+        self._noted = None if step is None else (step, 0)
+
+    def took(self, samples: int) -> None:
+        """A global batch of that many samples was taken."""
+        self._taken, self._samples = self._taken + 1, samples
+
+    def stepped(self, step: int) -> None:
+        """This training step is done."""
+        before, self._noted = self._noted, (step, self._taken)
+        if before is not None and step > before[0]:
+            batches, rest = divmod(self._taken - before[1], step - before[0])
+            if batches and not rest:
+                self.size = StepSize(self._samples, batches)
+
+    def known(self, what: str) -> StepSize:
+        """The size of a step. Raises `StateError`: it is not known."""
+        if self.size is None:
+            raise StateError(
+                f"{what}: batches are to be left out, and the checkpoint does not say how many samples a step takes: "
+                "an older release made it, or it was saved before a step was done; rewind to a later checkpoint, or "
+                "without --skip-batches"
+            )
+        return self.size
+
+
+class SkippedSamples:
+    """Spans of places, each from its first place up to the one behind its last, in order and apart."""
+
+    def __init__(self, spans: Iterable[tuple[int, int]] = ()) -> None:
+        merged: list[tuple[int, int]] = []
+        for first, end in sorted(spans):
+            if merged and first <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(merged[-1][1], end)
+            elif first < end:
+                merged.append((first, end))
+        self.spans = tuple(merged)
+
+    def begin(self, place: int) -> int:
+        """The first place from `place` on that is taken."""
+        for first, end in self.spans:
+            if first <= place < end:
+                return end
+        return place
+
+    def end(self, place: int, count: int) -> int:
+        """The place behind the `count`-th sample that is taken from `place` on."""
+        for first, number in self.runs(place, count):
+            place = first + number
+        return place
+
+    def count(self, place: int, end: int) -> int:
+        """How many samples are taken from `place` up to `end`."""
+        skipped = sum(max(0, min(end, last) - max(place, first)) for first, last in self.spans)
+        return max(0, end - place - skipped)
+
+    def runs(self, place: int, count: int) -> Iterator[tuple[int, int]]:
+        """The next `count` samples that are taken, as runs: first place and number."""
+        for first, end in self.spans:
+            if place < first:
+                number = min(count, first - place)
+                yield place, number
+                place, count = place + number, count - number
+                if not count:
+                    return
+            place = max(place, end)
+        if count:
+            yield place, count
+
+    def later(self, place: int) -> list[list[int]]:
+        """The spans that are not over at a place, for a state."""
+        return [[first, end] for first, end in self.spans if end > place]
+
+    def __bool__(self) -> bool:
+        return bool(self.spans)

@@ -1,0 +1,102 @@
+"""Experiment trackers: the run of W&B, TensorBoard or MLflow goes on after a restart, with marks about checkpoints.
+
+    with Checkpointer(state, every=100) as checkpointer:
+        first = checkpointer.restore()
+        tracker = start_wandb(checkpointer, project="gpt")  # on every rank, after restore()
+        for step in range(first, steps):
+            …
+            tracker.log({"loss": loss.item()}, step)
+            checkpointer.step(step)
+
+The id of the run is in each checkpoint. docs/trackers.md says what each tracker shows, and what it cannot.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trainer_side.checkpointer import Checkpointer
+from trainer_side.frameworks.missing import missing
+from trainer_side.trackers import mlflow_tracker, tensorboard_tracker, wandb_tracker
+from trainer_side.trackers.mark import Mark
+from trainer_side.trackers.start_point import StartPoint
+from trainer_side.trackers.tracker import Tracker
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["Mark", "StartPoint", "Tracker", "start_mlflow", "start_tensorboard", "start_wandb"]
+
+
+def start_wandb(checkpointer: Checkpointer, **init: Any) -> Tracker:
+    """Begin the run of W&B, or go on with the one in the restored checkpoint. Every rank, after `restore()`.
+
+    A run that is active already (`wandb.run`) is taken as it is.
+
+    Args:
+        checkpointer: The one of this process.
+        init: Arguments for `wandb.init`. `id` and `resume` come from the checkpoint.
+
+    Returns:
+        The tracker. `run` is the run of W&B on rank 0, and None elsewhere; `log` does nothing there.
+
+    Raises:
+        ConfigError: `restore()` was not called; or W&B is not installed.
+    """
+    try:
+        return checkpointer.track(partial(wandb_tracker.begin, options=init))
+    except ImportError as error:
+        raise missing("wandb", error, module="trackers", extra="trackers") from error
+
+
+def start_tensorboard(
+    checkpointer: Checkpointer,
+    log_dir: str | None = None,
+    *,
+    writer: SummaryWriter | None = None,
+    **options: Any,
+) -> Tracker:
+    """Make a `SummaryWriter` that goes on in the folder of the restored checkpoint. Every rank, after `restore()`.
+
+    Points of the steps that are trained again are hidden; their files stay.
+
+    Args:
+        checkpointer: The one of this process.
+        log_dir: The folder of a new run, and of one whose folder is gone. None: as `SummaryWriter` chooses.
+        writer: One that is there already, such as a framework's, in place of a new one.
+        options: Further arguments of `SummaryWriter`.
+
+    Returns:
+        The tracker. `run` is the writer on rank 0, and None elsewhere; `log` does nothing there.
+
+    Raises:
+        ConfigError: `restore()` was not called; or TensorBoard is not installed.
+    """
+    try:
+        if writer is not None:
+            return checkpointer.track(partial(tensorboard_tracker.go_on, writer=writer))
+        return checkpointer.track(partial(tensorboard_tracker.begin, log_dir=log_dir, options=options))
+    except ImportError as error:
+        raise missing("tensorboard", error, module="trackers", extra="trackers") from error
+
+
+def start_mlflow(checkpointer: Checkpointer, **start_run: Any) -> Tracker:
+    """Start the run of MLflow, or go on with the one in the restored checkpoint. Every rank, after `restore()`.
+
+    A run that is active already (`mlflow.active_run()`) is taken as it is.
+
+    Args:
+        checkpointer: The one of this process.
+        start_run: Arguments for `mlflow.start_run`. `run_id` comes from the checkpoint.
+
+    Returns:
+        The tracker. `run` is the run of MLflow on rank 0, and None elsewhere; `log` does nothing there.
+
+    Raises:
+        ConfigError: `restore()` was not called; or MLflow is not installed.
+    """
+    try:
+        return checkpointer.track(partial(mlflow_tracker.begin, options=start_run))
+    except ImportError as error:
+        raise missing("mlflow", error, module="trackers", extra="trackers") from error

@@ -1,0 +1,209 @@
+"""The differences between a step of the run before and the same step of the resumed one, and their usual causes. Pure.
+
+same ranks    each rank's data, random numbers, learning rate, loss and gradient norm
+others        where the step began in the data, and the learning rate: the rest is each rank's own
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+from holdfast.wire.step_proof import ProofVerdict, ResumeProof
+from trainer_side.proof.step_digest import StepDigest
+
+_LAST_DIGITS = 1e-3  # relative: a 16-bit sum in another order
+_SAME_RATE = 1e-12
+_RANKS_NAMED_MAX = 4
+
+DATA, RANDOM, RATE, LOSS, NORM = "data", "random numbers", "learning rate", "loss", "gradient norm"
+_ORDER = (DATA, RANDOM, RATE, LOSS, NORM)
+_INPUTS = (DATA, RANDOM, RATE)
+_UNSAVED = "something that training uses is not in the state, or the code has changed"
+_CAUSES = {
+    DATA: "the loader does not go on where the checkpoint was, or was read ahead of it: put a ResumableSampler "
+    "into the state, or ResumableDraw around a function that draws batches ahead (docs/data.md)",
+    RANDOM: 'put "rng": PerRank(RngState()) into the state; if it is there, something draws numbers between restore() '
+    "and the first step, or in another thread",
+    RATE: "is the scheduler in the state, and made after the optimizer as before?",
+}
+
+
+class StepDifference(NamedTuple):
+    """One thing that is not as before. `what`: one of the five; `text`: before and now."""
+
+    what: str
+    text: str
+
+
+class Comparison(NamedTuple):
+    """How the steps of one rank compare.
+
+    Attributes:
+        compared: Which of the five could be compared.
+        differences: The differences among them.
+        notes: Sentences for people although nothing differs.
+    """
+
+    compared: tuple[str, ...]
+    differences: tuple[StepDifference, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> list[Any]:
+        return [self.compared, self.differences, self.notes]
+
+    @classmethod
+    def from_json(cls, body: Any) -> Self:
+        compared, differences, notes = body
+        return cls(tuple(compared), tuple(StepDifference(*one) for one in differences), tuple(notes))
+
+
+def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Comparison:
+    """Compare the digests of one rank; with other ranks than before, that of any rank."""
+    compared: list[str] = []
+    found: list[StepDifference] = []
+    for name in sorted(before.data.keys() & now.data.keys()):
+        old, new = before.data[name], now.data[name]
+        both = (old.keys() & new.keys()) if same_ranks else (old.keys() & new.keys() & {"from"})
+        old, new = ({key: place[key] for key in both} for place in (old, new))
+        if both:
+            compared.append(DATA)
+            if old != new:
+                found.append(StepDifference(DATA, f"{name} {_place(old, new)}"))
+    if same_ranks:
+        _compare_own(before, now, compared, found)
+    for name in sorted(before.rates.keys() & now.rates.keys()):
+        compared.append(RATE)
+        old_rates, new_rates = before.rates[name], now.rates[name]
+        if len(old_rates) != len(new_rates) or not all(map(_same_rate, old_rates, new_rates)):
+            found.append(
+                StepDifference(
+                    RATE, f"that of {name} was {_rates(old_rates)} before, and is {_rates(new_rates)}"
+                )
+            )
+    notes = []
+    for what, old_number, new_number in (
+        (LOSS, before.loss, now.loss),
+        (NORM, before.grad_norm, now.grad_norm),
+    ):
+        if not same_ranks or old_number is None or new_number is None:
+            continue
+        compared.append(what)
+        told = f"{old_number!r} before, {new_number!r} now"
+        if old_number == new_number or (math.isnan(old_number) and math.isnan(new_number)):
+            continue
+        if not found and math.isclose(old_number, new_number, rel_tol=_LAST_DIGITS):
+            notes.append(
+                f"the {what} differs in its last digits only ({told}): kernels are not deterministic"
+            )
+        else:
+            found.append(StepDifference(what, told))
+    found.sort(key=lambda one: _ORDER.index(one.what))
+    return Comparison(tuple(sorted(set(compared), key=_ORDER.index)), tuple(found), tuple(notes))
+
+
+def _compare_own(
+    before: StepDigest, now: StepDigest, compared: list[str], found: list[StepDifference]
+) -> None:
+    """Compare each rank's own batch and random numbers."""
+    if before.batch is not None and now.batch is not None:
+        compared.append(DATA)
+        if before.batch != now.batch and not found:
+            found.append(
+                StepDifference(DATA, f"the batch has CRC-32 {now.batch:08x}, and had {before.batch:08x}")
+            )
+    generators = [name for name in before.generators if name in now.generators]
+    if generators:
+        compared.append(RANDOM)
+    if other := [name for name in generators if before.generators[name] != now.generators[name]]:
+        found.append(StepDifference(RANDOM, f"the generator of {' and '.join(other)} is in another state"))
+
+
+def resume_proof(comparisons: Sequence[Comparison], *, ranks_before: int) -> ResumeProof:
+    """The verdict, from the comparisons of all ranks in their order.
+
+    Args:
+        comparisons: One of each rank.
+        ranks_before: Number of ranks that had trained before.
+    """
+    ranks = len(comparisons)
+    other = ""
+    if ranks != ranks_before:
+        other = (
+            f"; {ranks} ranks instead of {ranks_before}, so each rank's batches, random numbers and loss cannot be "
+            "compared"
+        )
+    whats = [
+        what for what in _ORDER if any(one.what == what for each in comparisons for one in each.differences)
+    ]
+    if whats:
+        causes = dict.fromkeys((LOSS, NORM), _UNSAVED) | _CAUSES
+        if any(what in _INPUTS for what in whats):
+            causes |= dict.fromkeys((LOSS, NORM), "")  # it follows from that
+        told = "; ".join(
+            ": ".join(part for part in (_difference(what, comparisons), causes[what]) if part)
+            for what in whats
+        )
+        return ResumeProof(ProofVerdict.DIFFERS, f"resume differs from the run before: {told}{other}")
+    compared = [what for what in _ORDER if all(what in one.compared for one in comparisons)]
+    if not compared:
+        return not_proven(f"the step before says nothing that can be compared{other}")
+    named = [f"the place in the {what}" if other and what == DATA else what for what in compared]
+    verb = "is that" if len(named) == 1 and named[0] != RANDOM else "are those"
+    notes = [*dict.fromkeys(note for one in comparisons for note in one.notes)][:1]
+    if DATA not in compared:
+        notes.append(
+            "data could not be compared: give step() the batch, or put a ResumableSampler into the state"
+        )
+    text = f"resume verified: {_listed(named)} {verb} of the run before{other}"
+    return ResumeProof(ProofVerdict.VERIFIED, "; ".join([text, *notes]))
+
+
+def not_proven(why: str) -> ResumeProof:
+    """The verdict where nothing can be compared."""
+    return ResumeProof(ProofVerdict.NOT_PROVEN, f"resume not proven: {why}")
+
+
+def _difference(what: str, comparisons: Sequence[Comparison]) -> str:
+    said = {
+        rank: one.text
+        for rank, each in enumerate(comparisons)
+        for one in reversed(each.differences)
+        if one.what == what
+    }
+    first = min(said)
+    if len(said) == len(comparisons):
+        where = "on every rank" if len(said) > 1 else ""
+    else:
+        named = ", ".join(map(str, sorted(said)[:_RANKS_NAMED_MAX]))
+        where = f"on rank {named}{' and others' if len(said) > _RANKS_NAMED_MAX else ''}"
+    verb = "differ" if what in (DATA, RANDOM) else "differs"
+    return " ".join(part for part in (what, verb, where, f"({said[first]})") if part)
+
+
+def _place(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    for end, verb in (("from", "began"), ("to", "ended")):
+        if end in old and end in new and old[end] != new[end]:
+            return f"{verb} at {_sample(old[end])} before, and at {_sample(new[end])} now"
+    return "is at another place"
+
+
+def _sample(place: Any) -> str:
+    try:
+        epoch, sample = place
+    except (TypeError, ValueError):
+        return str(place)
+    return f"epoch {epoch}, sample {sample}"
+
+
+def _same_rate(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_SAME_RATE) or (math.isnan(one) and math.isnan(other))
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:g}" if float(f"{rate:g}") == rate else repr(rate) for rate in rates) or "none"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

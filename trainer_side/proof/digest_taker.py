@@ -1,0 +1,140 @@
+"""Takes the digest of a step from the state and from what the script gives, without waiting for a device.
+
+Marked at a checkpoint, it knows which generators of random numbers the next step has drawn from: a generator that
+nobody saves and nobody uses is seeded otherwise in each process, and says nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast.crc import crc32
+from trainer_side.proof.step_digest import StepDigest
+from trainer_side.state import accelerator
+from trainer_side.state.data_place import DataPlace
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.rng import RngState
+from trainer_side.state.value_crc import LaterNumber, ValueCrc, tensor_crc
+
+
+class StepInput(NamedTuple):
+    """The arguments of `step()` for the proof of a resume."""
+
+    batch: Any = None
+    loss: Any = None
+    grad_norm: Any = None
+
+
+class TakenDigest:
+    """The digest of one step, some of which may still be on its way from a device."""
+
+    def __init__(self, digest: StepDigest, given: StepInput, rates: Mapping[str, list[LaterNumber]]) -> None:
+        self._digest, self._rates = digest, rates
+        self._batch = None if given.batch is None else ValueCrc(given.batch)
+        self._loss, self._grad_norm = LaterNumber(given.loss), LaterNumber(given.grad_norm)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `digest` need not wait for a device."""
+        numbers = [self._loss, self._grad_norm, *(one for rates in self._rates.values() for one in rates)]
+        return (self._batch is None or self._batch.ready) and all(number.ready for number in numbers)
+
+    def digest(self) -> StepDigest:
+        """The digest; waits for the device if it must."""
+        digest = self._digest
+        return StepDigest(
+            digest.step,
+            digest.data,
+            None if self._batch is None else self._batch.value(),
+            digest.generators,
+            {name: _apart([rate.value() for rate in rates]) for name, rates in self._rates.items()},
+            self._loss.value(),
+            self._grad_norm.value(),
+        )
+
+
+class DigestTaker:
+    """See the module. Training thread.
+
+    Args:
+        state: Names mapped to objects, as the checkpoints have them.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        held = {name: value.value if isinstance(value, PerRank) else value for name, value in state.items()}
+        self._places = {name: value for name, value in held.items() if isinstance(value, DataPlace)}
+        self._optimizers = {name: value for name, value in held.items() if hasattr(value, "param_groups")}
+        self._saves_generators = any(isinstance(value, RngState) for value in held.values())
+        self._marked: dict[str, int] | None = None
+
+    def mark(self) -> None:
+        """A checkpoint was just taken."""
+        for place in self._places.values():
+            place.mark_place()
+        self._marked = None if self._saves_generators else generator_crcs()
+
+    def take(self, step: int, given: StepInput, *, is_marked: bool | None = None) -> TakenDigest:
+        """The digest of the step that ends now.
+
+        Args:
+            step: The step.
+            given: Arguments of `step()` for the digest.
+            is_marked: To be kept: only with generators that a run that resumes must have in the same state. Whether
+                `mark` was called at the checkpoint before the step. None: of a run that resumes.
+        """
+        generators, data = generator_crcs(), {}
+        if is_marked is not None and not self._saves_generators:
+            marked = (self._marked if is_marked else None) or generators
+            generators = {name: crc for name, crc in generators.items() if marked.get(name) != crc}
+        for name, place in self._places.items():
+            with suppress(Exception):  # of a source that cannot tell it just now
+                data[name] = place.place()
+                if is_marked is False:
+                    data[name].pop("from", None)
+        rates = {name: _rates(optimizer) for name, optimizer in self._optimizers.items()}
+        return TakenDigest(StepDigest(step, data, generators=generators), given, rates)
+
+
+def generator_crcs() -> dict[str, int]:
+    """CRC-32 of the states of the global generators of random numbers of this process."""
+    twister = np.random.get_state(legacy=False)
+    version, internal, gauss_next = random.getstate()
+    found = {
+        "torch": tensor_crc(torch.get_rng_state()),
+        "NumPy": crc32(repr((twister["bit_generator"], twister.get("gauss"))).encode(), _state_crc(twister)),
+        "Python": crc32(repr((version, gauss_next)).encode(), crc32(array("L", internal).tobytes())),
+    }
+    device = accelerator.own_device()
+    if device is not None and not accelerator.is_capturing():
+        with suppress(Exception):  # while a graph is made, a device does not tell it
+            found[f"torch on {device.type}"] = tensor_crc(accelerator.module_of(device).get_rng_state(device))
+    return found
+
+
+def _state_crc(twister: Mapping[str, Any]) -> int:
+    state = twister["state"]
+    key = state.get("key")
+    rest = {name: value for name, value in state.items() if name != "key"}
+    return crc32(
+        repr(sorted(rest.items())).encode(), 0 if key is None else crc32(np.ascontiguousarray(key).tobytes())
+    )
+
+
+def _rates(optimizer: Any) -> list[LaterNumber]:
+    return [LaterNumber(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def _apart(rates: list[float | None]) -> tuple[float, ...]:
+    """Equal neighbours once: many groups have one rate."""
+    found: list[float] = []
+    for rate in rates:
+        if rate is not None and (not found or found[-1] != rate):
+            found.append(rate)
+    return tuple(found)

@@ -1,0 +1,212 @@
+"""Records what the first step after a checkpoint used, and compares the first step after a resume with that.
+
+    saved(S)      mark         step(S + 1)   digest, once it is here ─► tell the stager
+    restored(S)                step(S + 1)   digest · rank 0: what was recorded, of the ring or the store ─► all ranks
+                                             each compares its own ─► all agree, or all differences ─► ResumeProof
+
+All other steps do nothing. The step after a resume waits for a device and for the other ranks, once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from holdfast.checkpoints.publish import names_of
+from holdfast.errors import PeerLost, ResumeDiffers, StoreMissing
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.proof_record import Digest, ProofRecord, proof_name
+from holdfast.ring.remains import Asked
+from holdfast.store import open_store
+from holdfast.supervised import tell
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.step_proof import ProofVerdict, ResumeProof
+from trainer_side.link.stager_message import StagerMessage
+from trainer_side.link.to_stager import ToStager
+from trainer_side.proof.comparison import Comparison, compare, not_proven, resume_proof
+from trainer_side.proof.digest_taker import DigestTaker, StepInput, TakenDigest
+from trainer_side.proof.step_digest import StepDigest
+from trainer_side.ranks.deadlines import within
+from trainer_side.ranks.peers import Peers, gather
+
+_log = logging.getLogger("holdfast.trainer")
+_STORE_SECONDS_MAX = 30.0
+_PROOF_BYTES_MAX = 1 << 28
+
+
+class ResumeCheck:
+    """See the module. Training thread.
+
+    Args:
+        state: Names mapped to objects, as the checkpoints have them.
+        link: The stager, which keeps what is recorded.
+        peers: The other ranks.
+        events: Event log of this rank.
+        stops: Whether a resume that differs ends the training.
+    """
+
+    def __init__(
+        self, state: Mapping[str, Any], link: ToStager, peers: Peers, events: EventLog, *, stops: bool
+    ) -> None:
+        self._taker = DigestTaker(state)
+        self._link, self._peers, self._events, self._stops = link, peers, events, stops
+        self._resumed: CheckpointId | None = None
+        self._unlike = ""
+        self._marked: CheckpointId | None = None  # saved by `step()`, or before it
+        self._recorded_step = -1
+        self._taken: tuple[CheckpointId, TakenDigest] | None = None
+
+    def restored(self, key: CheckpointId, *, unlike: str = "") -> None:
+        """The next step is compared with the one after this checkpoint.
+
+        Args:
+            key: The checkpoint.
+            unlike: Why that step is meant to differ, so that nothing is compared; the same on every rank.
+        """
+        self._resumed, self._unlike = key, unlike
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of `step` was begun, and `step()` ends."""
+        if self._link.job.has_stager:
+            self._marked = CheckpointId(self._link.job.attempt, step)
+            self._taker.mark()
+
+    def step(self, step: int, given: StepInput, newest_saved: int) -> ResumeProof | None:
+        """Training has done `step`; how the resume went, in the first step after one. Collective then.
+
+        Args:
+            step: The step.
+            given: Arguments of `step()` for the digest.
+            newest_saved: The newest step of which a checkpoint was begun.
+
+        Raises:
+            ResumeDiffers: It differs, and that ends the training; on every rank.
+        """
+        if self._taken is not None:
+            self._send(*self._taken)
+        # A loop may leave out calls, as Lightning's does before a validation: a run that resumes does so, too.
+        is_next = step == newest_saved + 1 or self._marked == CheckpointId(
+            self._link.job.attempt, newest_saved
+        )
+        if is_next and newest_saved > self._recorded_step and self._link.job.has_stager:
+            self._record(step, given, newest_saved)
+        if self._resumed is None:
+            return None
+        key, self._resumed = self._resumed, None
+        found = not_proven(self._unlike) if self._unlike else self._compare(key, step, given)
+        proof = self._say(key, found)
+        if proof.verdict is ProofVerdict.DIFFERS and self._stops:
+            raise ResumeDiffers(f"{proof.text}. Training ends, because on_unproven is stop")
+        return proof
+
+    def _record(self, step: int, given: StepInput, saved: int) -> None:
+        self._recorded_step, marked, self._marked = saved, self._marked, None
+        is_marked = marked is not None and marked.step == saved
+        key = marked if marked is not None and is_marked else CheckpointId(self._link.job.attempt, saved)
+        try:
+            self._taken = key, self._taker.take(step, given, is_marked=is_marked)
+        except Exception as error:  # noqa: BLE001 - a state that is read in an odd way must not end the training
+            _log.warning("step %d: what it used is not recorded for the proof of a resume: %r", step, error)
+        else:
+            self._send(*self._taken)
+
+    def close(self) -> None:
+        """Send what was taken."""
+        if self._taken is not None:
+            self._send(*self._taken, waits=True)
+
+    def _send(self, key: CheckpointId, taken: TakenDigest, *, waits: bool = False) -> None:
+        if waits or taken.ready:
+            self._taken = None
+            self._link.tell(StagerMessage.proof(key, taken.digest().to_json()))
+
+    # -- the comparison ------------------------------------------------------------------------------------------
+
+    def _compare(self, key: CheckpointId, step: int, given: StepInput) -> ResumeProof:
+        try:
+            return self._compared(key, self._now(step, given))
+        except PeerLost as error:
+            return not_proven(f"the ranks did not all come to the first step: {error}")
+
+    def _now(self, step: int, given: StepInput) -> StepDigest | str:
+        """The digest of this step, or why it has failed: the other ranks wait for either."""
+        try:
+            return self._taker.take(step, given).digest().cut()
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            return f"rank {self._peers.rank} cannot tell what its first step used: {error!r}"
+
+    def _compared(self, key: CheckpointId, now: StepDigest | str) -> ResumeProof:
+        peers = self._peers
+        mine = None
+        if peers.rank == 0:
+            found = self._recorded(key)
+            mine = json.dumps(found if isinstance(found, str) else found.to_json()).encode()
+        said = json.loads(peers.broadcast(mine))
+        if isinstance(said, str):
+            return not_proven(said)
+        digests = ProofRecord.from_json(said).digests
+        own = now if isinstance(now, str) else _compared_with(digests, peers, now)
+        # Alike and well on every rank, as it should be: one word of each is enough.
+        if peers.all_agree(isinstance(own, Comparison) and not (own.differences or own.notes)):
+            assert isinstance(own, Comparison)
+            return resume_proof([own] * peers.ranks, ranks_before=len(digests))
+        told = own if isinstance(own, str) else own.to_json()
+        all_told = [json.loads(one) for one in gather(peers, json.dumps(told).encode())]
+        if problems := [one for one in all_told if isinstance(one, str)]:
+            return not_proven(problems[0])
+        return resume_proof([Comparison.from_json(one) for one in all_told], ranks_before=len(digests))
+
+    def _recorded(self, key: CheckpointId) -> ProofRecord | str:
+        """The record of the step after this checkpoint, or why it was not found. Rank 0."""
+        places: list[Callable[[], ProofRecord | None]] = [lambda: self._in_store(key)]
+        if self._link.job.has_stager:
+            places.insert(0, lambda: self._in_ring(key))
+        problems: Sequence[str] = []
+        for look in places:
+            try:
+                found = within(look, _STORE_SECONDS_MAX, name="holdfast-proof")
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for the answer
+                problems = [*problems, str(error)]
+                continue
+            if found is not None and found.key == key:
+                return found
+        why = "; ".join(problems) or (
+            "the run before ended before the next step, called save() without step(), or had no stager"
+        )
+        return f"nothing is recorded of the step after {key}: {why}"
+
+    def _in_ring(self, key: CheckpointId) -> ProofRecord | None:
+        answer = self._link.fetch(Asked.PROOF, attempt=key.attempt, step=key.step)
+        return None if answer is None else ProofRecord.from_bytes(answer)
+
+    def _in_store(self, key: CheckpointId) -> ProofRecord | None:
+        store = open_store(self._link.job.store_url)
+        for file in names_of(key):
+            try:
+                return ProofRecord.from_bytes(store.read(proof_name(file), _PROOF_BYTES_MAX))
+            except StoreMissing:
+                continue
+        return None
+
+    def _say(self, key: CheckpointId, proof: ResumeProof) -> ResumeProof:
+        if self._peers.rank != 0:
+            return proof
+        _log.warning("%s", proof.text)  # shown where a script sets up no logging, as the line of restore() is
+        self._events.emit("resume_proof", {"attempt": key.attempt, **proof.to_json()}, step=key.step)
+        self._link.tell(StagerMessage.verdict(key, proof))
+        tell("proof", step=key.step, **proof.to_json())
+        return proof
+
+
+def _compared_with(digests: Sequence[Digest], peers: Peers, now: StepDigest) -> Comparison | str:
+    """How this rank's step compares with what was recorded, or why it cannot be compared."""
+    same_ranks = len(digests) == peers.ranks
+    try:
+        before = StepDigest.from_json(digests[peers.rank if same_ranks else 0])
+    except ValueError as error:
+        return f"rank {peers.rank}: {error}"
+    if before.step != now.step:
+        return f"step {before.step} was recorded, and this run begins with step {now.step}"
+    return compare(before, now, same_ranks=same_ranks)

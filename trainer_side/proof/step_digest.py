@@ -1,0 +1,88 @@
+"""`StepDigest`: what one rank used in one step, in some hundred bytes. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+_NAMES_MAX = 8  # objects of one kind
+_RATES_MAX = 16
+_CHARACTERS_MAX = 60  # of a name
+
+
+@dataclass(frozen=True)
+class StepDigest:
+    """See the module.
+
+    Attributes:
+        step: The step.
+        data: Name in the state → the place in the data behind this step.
+        batch: CRC-32 of what the script gave to `step(batch=…)`; None: nothing.
+        generators: Generator of random numbers → CRC-32 of its state behind this step. In a digest that is kept: only
+            those that a resumed run must have in the same state.
+        rates: Name of an optimizer → its learning rates, equal neighbours once.
+        loss: As given to `step()`. `grad_norm`: the same.
+    """
+
+    step: int
+    data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    batch: int | None = None
+    generators: Mapping[str, int] = field(default_factory=dict)
+    rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    loss: float | None = None
+    grad_norm: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Small enough for a message, whatever the state has."""
+        kept = {
+            "step": self.step,
+            "data": {name[:_CHARACTERS_MAX]: dict(place) for name, place in _first(self.data)},
+            "batch": self.batch,
+            "random": dict(_first(self.generators)),
+            "lr": {
+                name[:_CHARACTERS_MAX]: [_told(one) for one in rates[:_RATES_MAX]]
+                for name, rates in _first(self.rates)
+            },
+            "loss": _told(self.loss),
+            "grad_norm": _told(self.grad_norm),
+        }
+        return {name: value for name, value in kept.items() if value not in (None, {})}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote. Raises `ValueError`."""
+        try:
+            batch = body.get("batch")
+            return cls(
+                int(body["step"]),
+                {str(name): dict(place) for name, place in dict(body.get("data", {})).items()},
+                None if batch is None else int(batch),
+                {str(name): int(crc) for name, crc in dict(body.get("random", {})).items()},
+                {
+                    str(name): tuple(float(one) for one in rates)
+                    for name, rates in dict(body.get("lr", {})).items()
+                },
+                _number(body.get("loss")),
+                _number(body.get("grad_norm")),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"no digest of a step: {error!r:.200}") from error
+
+    def cut(self) -> StepDigest:
+        """As `from_json` gives it, so that both of a comparison are alike."""
+        return StepDigest.from_json(self.to_json())
+
+
+def _first(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return list(found.items())[:_NAMES_MAX]
+
+
+def _told(number: float | None) -> float | str | None:
+    # JSON has no number for these.
+    return number if number is None or math.isfinite(number) else str(number)
+
+
+def _number(told: Any) -> float | None:
+    return None if told is None else float(told)

@@ -1,0 +1,106 @@
+"""The metrics that a script gives to `step()` and `save()`: checked on every rank, read where rank 0 begins a save."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+
+from holdfast.errors import ConfigError
+from holdfast.image.best_rule import METRICS_MAX, NAME_BYTES_MAX, is_metric_name
+from trainer_side.whole_number import shown
+
+_log = logging.getLogger("holdfast.trainer")
+
+
+class MetricsGiven:
+    """The metrics of this rank, and whether those of the last step went into a checkpoint. Training thread.
+
+    Args:
+        rank: Its number. Rank 0's metrics are saved.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._unsaved_step = -1
+        self._said = False
+
+    def to_step(self, metrics: Any, step: int) -> None:
+        """`step()` has these; says once that earlier ones are lost. Raises `ConfigError` as `check_metrics`."""
+        if self._unsaved_step not in (-1, step) and not self._said and self._rank == 0:
+            self._said = True
+            _log.warning(
+                "the metrics of step %d are lost: no save of it was begun. Where step() returns False for an evaluated "
+                "step, call save(step, metrics=…); said once",
+                self._unsaved_step,
+            )
+        self._unsaved_step = -1
+        if metrics is not None:
+            check_metrics(metrics, "step()")
+            self._unsaved_step = step if metrics else -1
+
+    def to_save(self, metrics: Any, step: int) -> dict[str, float] | None:
+        """The values to save with `step`; None on other ranks than 0. Raises `ConfigError` as `check_metrics`."""
+        check_metrics(metrics, "save()")
+        return metric_values(metrics, step) if self._rank == 0 else None
+
+    def saved(self) -> None:
+        """A save of the last step was begun, with its metrics."""
+        self._unsaved_step = -1
+
+
+def check_metrics(metrics: Any, call: str) -> None:
+    """See that `call` was given names and real numbers. Nothing waits for a device: no value is read.
+
+    Raises:
+        ConfigError: `metrics` is no mapping, or one of its names or values is wrong.
+    """
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"{call}: metrics: expected a mapping of names to numbers, got {shown(metrics)}")
+    if len(metrics) > METRICS_MAX:
+        raise ConfigError(f"{call}: metrics: expected at most {METRICS_MAX} metrics, got {len(metrics)}")
+    for name, value in metrics.items():
+        if not is_metric_name(name):
+            raise ConfigError(
+                f"{call}: metrics: expected names of printable text without blanks at the ends, of at most "
+                f"{NAME_BYTES_MAX} bytes in UTF-8, got {shown(name)}"
+            )
+        if not _is_real(value):
+            raise ConfigError(
+                f"{call}: metrics[{name!r}]: expected a real number (a Python or NumPy number, or a tensor of one "
+                f"element that is no DTensor), got {shown(value)}; give one number for the whole job, such as the mean"
+            )
+
+
+def metric_values(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
+    """The values as floats. One that is not finite is left out, with a warning. A tensor of a device is waited for."""
+    values: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            found = float(value.item() if hasattr(value, "item") else value)
+        except OverflowError:
+            found = math.inf
+        if math.isfinite(found):
+            values[name] = found
+        else:
+            _log.warning(
+                "step %d: the metric %s is not finite (%s), so the checkpoint is saved without it",
+                step,
+                name,
+                found,
+            )
+    return values
+
+
+def _is_real(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        # A DTensor would take part in a collective operation, on rank 0 alone.
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        return is_plain and value.numel() == 1 and not value.dtype.is_complex and value.dtype != torch.bool
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # an array of NumPy, or a scalar
+        value = value.item()
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,0 +1,62 @@
+"""The line that rank 0 says once, when it has joined its job: how often it saves, where, and what it watches. Pure.
+
+holdfast saves every 100 steps to s3://bucket/run through the stager node-0:29411 (attempt 1); watches SIGTERM for …
+"""
+
+from __future__ import annotations
+
+from holdfast.config import TrainerConfig
+
+_STORE_TIER = "store"
+_SIGNALS = ("sigterm", "sigusr1")
+
+
+def start_line(
+    config: TrainerConfig, *, every: int | None, store_url: str, attempt: int, has_stager: bool, fresh: bool
+) -> str:
+    """The line.
+
+    Args:
+        config: Settings of rank 0.
+        every: Steps between two checkpoints; None: `auto`. 0: only `save()` takes checkpoints.
+        store_url: URL of the run.
+        attempt: Number of this attempt of the job.
+        has_stager: Whether checkpoints go to a stager.
+        fresh: Whether the script starts from scratch.
+    """
+    where = _through_stager(config, store_url) if has_stager else _in_tiers(config, store_url)
+    begins = "; starts from scratch, because the script says fresh=True" if fresh else ""
+    return (
+        f"holdfast saves {_how_often(config, every)} {where} (attempt {attempt}){begins}; {_watched(config)}"
+    )
+
+
+def _how_often(config: TrainerConfig, every: int | None) -> str:
+    if every is None:
+        return (
+            f"as often as takes at most {config.overhead_max * 100:g} % of the time, at least every "
+            f"{config.every_seconds_max:g} s,"
+        )
+    if every == 0:
+        return "where the script calls save(), and not by itself (every=0),"
+    return "every step" if every == 1 else f"every {every} steps"
+
+
+def _through_stager(config: TrainerConfig, store_url: str) -> str:
+    stager = "the stager" if config.stager is None else f"the stager {config.stager}"
+    beside = f", and in {', '.join(config.tiers)}" if config.tiers else ""
+    return f"to {store_url} through {stager}{beside}"
+
+
+def _in_tiers(config: TrainerConfig, store_url: str) -> str:
+    local = ", ".join(tier for tier in config.tiers if tier != _STORE_TIER)
+    if _STORE_TIER not in config.tiers:
+        return f"in {local} alone and not to {store_url}"
+    return f"in {local} and to {store_url}" if local else f"to {store_url}"
+
+
+def _watched(config: TrainerConfig) -> str:
+    if not config.watch:
+        return "watches for no preemption notices"
+    names = [name.upper() if name in _SIGNALS else name for name in config.watch]
+    return f"watches {', '.join(names)} for preemption notices"

@@ -1,0 +1,59 @@
+"""The objects of the state that give training its batches, and can leave some of them out after `holdfast rewind`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from holdfast.checkpoints.branches import Rewound
+from holdfast.telemetry.events import EventLog
+from trainer_side.state.per_rank import PerRank
+
+_log = logging.getLogger("holdfast.restore")
+
+
+class Skippable:
+    """Values of the state with a method `skip_batches(after, steps)`. False where there are none. Training thread.
+
+    Args:
+        state: Names mapped to objects, as the checkpoints have them.
+
+    Attributes:
+        told: Their methods that want the number of each step that is done.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        values = {name: value.value if isinstance(value, PerRank) else value for name, value in state.items()}
+        self._found = {name: value for name, value in values.items() if hasattr(type(value), "skip_batches")}
+        # A loader of the script's own may know by itself what a step takes.
+        self.told: list[Callable[[int], None]] = [
+            value.stepped for value in self._found.values() if hasattr(type(value), "stepped")
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def skip(self, rewound: Rewound, events: EventLog, *, rank: int) -> None:
+        """Leave out what is to be left out, and have rank 0 say that the run was rewound.
+
+        Raises:
+            StateError: A sampler does not know how many samples a step takes.
+        """
+        for first, last in rewound.skipped:
+            for value in self._found.values():
+                value.skip_batches(first - 1 - rewound.to_step, last - first + 1)
+        if rank:
+            return
+        by = f" (by {', '.join(self._found)})" if rewound.skipped else ""
+        _log.warning("the run was %s%s", rewound, by)
+        events.emit(
+            "rewound",
+            {
+                "from_step": rewound.from_step,
+                "skipped": [[first, last] for first, last in rewound.skipped],
+                "message": str(rewound),
+                "why": rewound.reason,
+            },
+            step=rewound.to_step,
+        )

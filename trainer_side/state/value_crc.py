@@ -1,0 +1,115 @@
+"""CRC-32 of a value that a script passes: the bytes of its tensors and arrays, and its numbers and texts.
+
+Tensors on an accelerator are first copied to host memory without waiting: `ValueCrc` is ready a little later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.crc import crc32
+from trainer_side.state import accelerator
+from trainer_side.state.accelerator import StreamEvent
+
+_DEPTH_MAX = 8
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors in nested mappings, lists and tuples, in their order."""
+    for leaf in leaves_in(value, depth):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def leaves_in(value: Any, depth: int = 0) -> Iterator[Any]:
+    """All that is in nested mappings, lists and tuples, in their order."""
+    if depth < _DEPTH_MAX and isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from leaves_in(one, depth + 1)
+    elif depth < _DEPTH_MAX and hasattr(value, "data") and isinstance(value.data, Mapping):
+        yield from leaves_in(value.data, depth + 1)  # a batch of a tokenizer
+    else:
+        yield value
+
+
+def tensor_crc(tensor: torch.Tensor, before: int = 0) -> int:
+    """CRC-32 of its bytes, going on from `before`. One without bytes of its own (sparse, on `meta`) leaves it as is."""
+    with suppress(Exception):
+        here = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return crc32(here.numpy().data, before)
+    return before
+
+
+class ValueCrc:
+    """The CRC-32 of a value as it is now. Training thread until `ready`, then any.
+
+    Other objects than tensors, arrays, numbers and texts count by the name of their class.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._parts: list[torch.Tensor] = []
+        self._there: StreamEvent | None = None
+        crc = 0
+        for leaf in leaves_in(value):
+            if isinstance(leaf, torch.Tensor):
+                with suppress(Exception):  # of a kind that cannot be copied: it does not count
+                    here, there = accelerator.brought(leaf.detach())
+                    self._there = there or self._there
+                    if there is None:
+                        crc = tensor_crc(here, crc)
+                    else:
+                        self._parts.append(here)
+            elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
+                crc = crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, crc)
+            elif isinstance(leaf, bytes):
+                crc = crc32(leaf, crc)
+            else:
+                plain = leaf is None or isinstance(leaf, bool | int | float | complex | str)
+                crc = crc32(repr(leaf).encode() if plain else type(leaf).__qualname__.encode(), crc)
+        self._crc = crc
+
+    @property
+    def ready(self) -> bool:
+        """Whether `value` need not wait for a device."""
+        return self._there is None or self._there.query()
+
+    def value(self) -> int:
+        """The CRC; waits for the device if it must."""
+        if self._there is not None:
+            self._there.synchronize()
+            for part in self._parts:
+                self._crc = tensor_crc(part, self._crc)
+            self._parts, self._there = [], None
+        return self._crc
+
+
+class LaterNumber:
+    """A number, or a tensor of one element that may still be computed on a device."""
+
+    def __init__(self, number: Any) -> None:
+        self._number = number
+        self._there: StreamEvent | None = None
+        if isinstance(number, torch.Tensor):
+            with suppress(Exception):  # of a kind that cannot be copied: it is no number
+                self._number = None
+                here, self._there = accelerator.brought(number.detach())
+                self._number = here.clone() if self._there is None else here
+
+    @property
+    def ready(self) -> bool:
+        """Whether `value` need not wait for a device."""
+        return self._there is None or self._there.query()
+
+    def value(self) -> float | None:
+        """The number; None: it is not a number. Waits for the device if it must."""
+        if self._there is not None:
+            self._there.synchronize()
+            self._there = None
+        with suppress(TypeError, ValueError, RuntimeError):
+            return float(self._number)
+        return None

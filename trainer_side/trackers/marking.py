@@ -1,0 +1,133 @@
+"""Sends marks about checkpoints to the trackers of a run, in a thread of its own. Rank 0.
+
+    events of this rank ─► heard (any thread) ─► queue ─► the thread ─► mark() of each tracker
+                                                  │          └─ one that raises: a line in the log, and no more marks
+                                                  └─ full, because a tracker hangs: the mark is dropped, said once
+
+Training waits for none of this, but for a moment when it ends. No part of a save knows of it: it hears the events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from trainer_side.trackers.mark import Mark
+from trainer_side.trackers.tracker import Tracker
+
+_log = logging.getLogger("holdfast.trainer")
+
+_SECONDS = {"staged": "staged_seconds", "durable": "durable_seconds"}
+_WAITING_MAX = 1000
+_TURN_SECONDS = 1.0
+_END_SECONDS_MAX = 5.0  # so long the end of training waits for a tracker
+_SAVES_MAX = 16  # of which it is remembered when they began
+
+
+class Marking:
+    """See the module.
+
+    Args:
+        turn_seconds: How often a tracker is asked to go on with marks that it has put off.
+    """
+
+    def __init__(
+        self, *, turn_seconds: float = _TURN_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._turn_seconds, self._clock = turn_seconds, clock
+        self._trackers: list[Tracker] = []
+        self._waiting: queue.Queue[tuple[Tracker | None, Mark] | None] = queue.Queue(_WAITING_MAX)
+        self._saved_at: dict[int, float] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-trackers", daemon=True)
+        self._is_full = self._flushes = False
+
+    def add(self, tracker: Tracker, marks: Sequence[Mark] = ()) -> None:
+        """Send marks to this tracker, too; `marks` to this one alone. Training thread."""
+        self._trackers = [*self._trackers, tracker]
+        for mark in marks:
+            self._put(tracker, mark)
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+        """An event of this rank. Any thread."""
+        if step is None:
+            return
+        if event == "save":
+            self._saved_at[step] = self._clock()
+            for old in list(self._saved_at)[:-_SAVES_MAX]:
+                self._saved_at.pop(old, None)
+            self._flushes = True
+            self._put(None, Mark("stall_seconds", step, float(fields["cst_seconds"])))
+        elif event in _SECONDS and (seconds := fields.get(f"{event}_seconds")) is not None:
+            self._put(None, Mark(_SECONDS[event], step, float(seconds)))
+        elif event == "complete" and (saved_at := self._saved_at.pop(step, None)) is not None:
+            self._put(None, Mark("kept_seconds", step, self._clock() - saved_at))
+
+    def close(self) -> None:
+        """Send what is waiting, for a few seconds at most. Training thread."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        if self._thread.ident is not None and not self._ended.wait(_END_SECONDS_MAX):
+            _log.warning(
+                "an experiment tracker does not answer; %d marks about checkpoints are not sent",
+                self._waiting.qsize(),
+            )
+
+    def _put(self, tracker: Tracker | None, mark: Mark) -> None:
+        try:
+            self._waiting.put_nowait((tracker, mark))
+        except queue.Full:
+            if not self._is_full:
+                self._is_full = True
+                _log.warning(
+                    "an experiment tracker has not answered since %d marks about checkpoints; later ones are left out",
+                    _WAITING_MAX,
+                )
+
+    def _run(self) -> None:
+        goes_on = True
+        while goes_on:
+            found, goes_on = self._take()
+            flushes, self._flushes = self._flushes, False
+            for tracker in self._trackers:
+                marks = [mark for of, mark in found if of in (None, tracker)]
+                self._call(tracker, partial(tracker.mark, marks))
+                if flushes:
+                    self._call(tracker, tracker.flush)
+        for tracker in self._trackers:
+            self._call(tracker, tracker.end)
+        self._ended.set()
+
+    def _take(self) -> tuple[list[tuple[Tracker | None, Mark]], bool]:
+        """All that is waiting, and whether more may come."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            one = self._waiting.get(timeout=self._turn_seconds)
+            while one is not None:
+                found.append(one)
+                one = self._waiting.get_nowait()
+            return found, False
+        return found, True
+
+    def _call(self, tracker: Tracker, call: Callable[[], None]) -> None:
+        if tracker not in self._trackers:
+            return
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - a tracker is no reason to end training
+            self._trackers = [one for one in self._trackers if one is not tracker]
+            _log.warning(
+                "the experiment tracker %s gets no more marks about checkpoints: %s: %s",
+                tracker.kind,
+                type(error).__name__,
+                error,
+            )
+            _log.debug("the tracker failed", exc_info=True)
