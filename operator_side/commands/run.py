@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -33,7 +34,7 @@ from operator_side.commands.options import (
 
 if TYPE_CHECKING:
     from holdfast.config import StagerConfig
-    from operator_side.notify.notifier import Destination
+    from operator_side.notify.notifier import Destination, Notifier
     from operator_side.supervise.hosts import Fleet
     from operator_side.supervise.supervisor_messages import Launch
     from operator_side.supervise.verdict import Verdict
@@ -175,9 +176,6 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     from holdfast.config import StagerConfig
     from holdfast.ring.directory import runtime_directory
     from holdfast.store import refuse_missing_parent
-    from operator_side.notify.alert_command import AlertCommand
-    from operator_side.notify.notifier import Notifier
-    from operator_side.notify.webhook import Webhook
     from operator_side.supervise.core import Core
     from operator_side.supervise.job_processes import JobProcesses, RunFiles
     from operator_side.supervise.limits import Limits
@@ -194,13 +192,9 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     config = StagerConfig.from_sources(store=options["store"], **settings_of(options["settings"]))
     refuse_missing_parent(config.store, create=config.create)
     fleet = _fleet(options)
-    destinations: list[Destination] = [
-        *map(Webhook, options["notify"]),
-        *map(AlertCommand, options["notify_command"]),
-    ]
     logs = _logs(options["logs"], config.store)
     lock = _lock(logs)
-    notifier = Notifier(destinations, run=_without_secrets(config.store))
+    notifier = _notifier(options, config.store)
     try:
         events = config.events or logs / "events.jsonl"
         limits = Limits(
@@ -255,13 +249,14 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
     from holdfast.config import StagerConfig
     from holdfast.store import refuse_missing_parent
     from operator_side.commands.run_with_torchrun import check_options, say_for_several_machines, torchrun_job
-    from operator_side.supervise.verdict import Cause, Verdict
+    from operator_side.supervise.exit_codes import AGAIN
+    from operator_side.supervise.verdict import INTERRUPTED, Cause, Verdict
 
     check_options(settings_of(options["settings"]))
     config = StagerConfig.from_sources(store=options["store"], **settings_of(options["settings"]))
     refuse_missing_parent(config.store, create=config.create)
     logs = _logs(options["logs"], config.store)
-    with _lock(logs):
+    with _lock(logs), contextlib.closing(_notifier(options, config.store)) as notifier:
         events = config.events or logs / "events.jsonl"
         say_for_several_machines(command, config.store, options)
         job = torchrun_job(
@@ -272,15 +267,32 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
             events=events,
             newest_step=_newest_step(config.store),
             pause_seconds=_pause_seconds,
+            tell=notifier.tell,
         )
         code, message = job.run()
         if code == 0:
             done = Verdict(Cause.DONE, "the job is done", "done", exit_code=0)
             verdict = _unless_not_durable(done, job.newest_step, config.store)
             code, message = verdict.exit_code, verdict.message
+        cause = {0: Cause.DONE, AGAIN: Cause.STOPPED, INTERRUPTED: Cause.STOPPED}.get(code, Cause.CRASHED)
+        over = {"role": "supervisor", "event": "over", "cause": cause.value}
+        notifier.tell({**over, "message": message or f"the job ended with exit code {code}"})
     if code and message:
         _say_why(message, [], logs)
     return code
+
+
+def _notifier(options: dict[str, Any], store: str) -> Notifier:
+    """Where `--notify` and `--notify-command` say that messages go."""
+    from operator_side.notify.alert_command import AlertCommand
+    from operator_side.notify.notifier import Notifier
+    from operator_side.notify.webhook import Webhook
+
+    destinations: list[Destination] = [
+        *map(Webhook, options["notify"]),
+        *map(AlertCommand, options["notify_command"]),
+    ]
+    return Notifier(destinations, run=_without_secrets(store))
 
 
 def _say_why(message: str, words: Sequence[str], logs: Path) -> None:

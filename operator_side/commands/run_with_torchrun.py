@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,6 @@ def check_options(settings: dict[str, str]) -> None:
                 f"{option}: expected no such option with --launcher torchrun, which starts the ranks of this machine "
                 "and restarts them itself; leave it out, or leave --launcher torchrun out"
             )
-    if context.params["notify"] or context.params["notify_command"]:
-        raise ConfigError(
-            "--notify, HOLDFAST_NOTIFY: expected none with --launcher torchrun, which sends no messages yet; unset it, "
-            "and alert on the metrics of the stager instead (docs/monitoring.md)"
-        )
     for name in _OF_STANDING:
         if name in settings:
             raise ConfigError(
@@ -91,6 +86,7 @@ def torchrun_job(
     events: Path,
     newest_step: int,
     pause_seconds: Callable[[int], float],
+    tell: Callable[[Mapping[str, Any]], None],
 ) -> TorchrunJob:
     """Start the stager, and make the job that starts torchrun once it listens."""
     restarts_max, grace_seconds = restarts_of(options), options["grace_seconds"]
@@ -106,6 +102,7 @@ def torchrun_job(
         events=events,
         newest_step=newest_step,
         grace_seconds=grace_seconds,
+        tell=tell,
     )
 
 

@@ -89,7 +89,7 @@ def _head(status: RunStatus) -> list[RenderableType]:
         *(Text(plain(line)) for line in head_lines(status)),
     ]
     if status.resume_text:
-        lines.append(Text(plain(status.resume_text), style=_RESUME_STYLE[status.resume]))
+        lines.append(Text(plain(status.resume_text), style=_RESUME_STYLE.get(status.resume, "")))
     return lines
 
 

@@ -20,10 +20,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast.errors import PeerLost
 from holdfast.process import ENDING_SIGNALS, wait_readable
@@ -72,6 +72,19 @@ def torchrun_line(
     return [*line, "--no-python", *tied_to_any([*python, *command])]
 
 
+def as_supervisor(said: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An event of the stager as the supervisor of an mpirun job words it, which torchrun's job does not have."""
+    match said.get("role"), said.get("event"):
+        case "stager", "resume_proof":
+            return {**said, "role": "supervisor", "message": said.get("text")}
+        case "stager", "rank_lost":
+            message = (
+                f"rank {said.get('lost_rank')} is lost, and torchrun restarts the ranks: {said.get('reason')}"
+            )
+            return {"role": "supervisor", "event": "ended", "cause": "killed", "message": message}
+    return said
+
+
 class TorchrunJob:
     """See the module. Main thread: it handles signals.
 
@@ -81,6 +94,7 @@ class TorchrunJob:
         environment: Environment of torchrun and the ranks; the address of the stager is added.
         events: The event log of stager and flusher.
         grace_seconds: Seconds that the ranks have to end after they were told to.
+        tell: Called with each event of the run, for messages to people; must return at once.
 
     Attributes:
         newest_step: The newest step that was staged or became durable; at first the newest in the store, or -1.
@@ -95,7 +109,9 @@ class TorchrunJob:
         events: Path,
         newest_step: int,
         grace_seconds: float,
+        tell: Callable[[Mapping[str, Any]], None] = lambda _: None,
     ) -> None:
+        self._tell_people = tell
         self._stager, self._line, self._environment = stager, list(line), dict(environment)
         self._follower, self._grace_seconds = Follower(events), grace_seconds
         self.newest_step = newest_step
@@ -195,9 +211,13 @@ class TorchrunJob:
         _log.warning(
             "%s; it is started again %s at %s, and the ranks join it", how, when, self._stager.address
         )
+        self._tell_people(
+            {"role": "trainer", "event": "stager_lost", "message": f"{how}; it is started again"}
+        )
 
     def _follow(self) -> None:
         for said in self._follower.read():
+            self._tell_people(as_supervisor(said))
             match meaning(said):
                 case StepStaged(step) | StepDurable(step) if step > self.newest_step:
                     self.newest_step, self._stager.restarts = step, 0

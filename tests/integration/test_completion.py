@@ -60,7 +60,7 @@ def run(shell: str, script: str, *words: str) -> list[str]:
         (["holdfast", "ex"], {"export", "explain"}),
         (["holdfast", "flu"], {"flusher"}),
         (["holdfast", "cluster", ""], {"up", "status", "down"}),
-        (["holdfast", "pull", "--"], {"--force", "--json", "--help"}),
+        (["holdfast", "pull", "--"], {"--best", "--force", "--help", "--json", "--mode"}),
         (["holdfast", "export", "--to", ""], {"safetensors", "dcp", "torch"}),
         (["holdfast", "stager", "--on-divergence", "r"], {"refuse"}),
     ],

@@ -116,7 +116,8 @@ def run(tmp_path: Path) -> Iterator[TorchrunOfRun]:
 def test_a_killed_stager_is_started_again_and_torchrun_restarts_killed_ranks_which_resume(
     run: TorchrunOfRun,
 ) -> None:
-    run.start(in_a_pod.__file__)
+    told = run.out / "told"
+    run.start(in_a_pod.__file__, options=("--notify-command", f'echo "$HOLDFAST_EVENT" >> {told}'))
     run.until_ready()
     killed = run.stager()
     assert killed is not None
@@ -135,6 +136,7 @@ def test_a_killed_stager_is_started_again_and_torchrun_restarts_killed_ranks_whi
     assert f"HOLDFAST_STAGER={os.uname().nodename}:29411 HOLDFAST_KEY_FILE=key holdfast rank -- torchrun" in (
         run.said()
     )
+    assert {"stager_lost", "killed", "resume_proof", "over"} <= set(told.read_text().split())
     run.check_nothing_left()
 
 

@@ -78,7 +78,7 @@ def test_ls_lists_checkpoints_as_a_table_and_as_json(run_dir: Path, bare: dict[s
     result = holdfast("ls", run_dir, env=bare)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0].split() == ["STEP", "SIZE", "STATE", "AGE", "RANKS", "DURABLE", "IN", "PROOF", "FILE"]
+    assert lines[0].split() == ["STEP", "SIZE", "STATE", "AGE", "RANKS", "PROOF", "FILE"]
     assert [line.split()[0] for line in lines[2:]] == ["20", "10"]
     assert lines[2].endswith("step-000000020.pt")
     assert "\x1b" not in result.stdout

@@ -10,8 +10,9 @@ from typing import cast
 
 import pytest
 
+from operator_side.notify.alert import alert_of
 from operator_side.supervise.kept_stager import KeptStager
-from operator_side.supervise.torchrun_job import TorchrunJob, torchrun_arguments, torchrun_line
+from operator_side.supervise.torchrun_job import TorchrunJob, as_supervisor, torchrun_arguments, torchrun_line
 
 _SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 _SUCCEEDS = [sys.executable, "-S", "-c", ""]
@@ -115,3 +116,22 @@ def test_torchrun_line_gives_the_ranks_their_grace_and_ties_them(tmp_path: Path)
     assert line[line.index("--shutdown-timeout") + 1] == "3"
     tied = line.index("operator_side.supervise.tied")
     assert line[tied + 1 :] == [str(int(signal.SIGKILL)), "0", sys.executable, "-u", "train.py"]
+
+
+def test_torchrun_job_tells_people_of_lost_ranks_and_of_the_proof_as_a_supervisor_does() -> None:
+    lost = alert_of(
+        as_supervisor({"role": "stager", "event": "rank_lost", "lost_rank": 1, "reason": "silent"})
+    )
+    assert lost is not None
+    assert (lost.kind, lost.text) == ("killed", "rank 1 is lost, and torchrun restarts the ranks: silent")
+    verdict = {
+        "role": "stager",
+        "event": "resume_proof",
+        "verdict": "differs",
+        "text": "resume differs: data",
+    }
+    proof = alert_of(as_supervisor(verdict))
+    assert proof is not None
+    assert (proof.kind, proof.text) == ("resume_proof", "resume differs: data")
+    staged = {"role": "stager", "event": "staged", "step": 3}
+    assert as_supervisor(staged) is staged

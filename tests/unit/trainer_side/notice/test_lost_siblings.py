@@ -20,10 +20,10 @@ from trainer_side.notice.lost_siblings import LostSiblings
 from trainer_side.notice.signals import Signal
 
 if sys.argv[2] == "own":
-    signal.signal(signal.SIGTERM, lambda *_: print("own", flush=True))
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"own\\n"))
 siblings = LostSiblings([int(sys.argv[1])], rank=0)
 source = Signal(
-    signal.SIGTERM, grace_seconds=30, wake=lambda: print("woken", flush=True), is_void=siblings.any_ended
+    signal.SIGTERM, grace_seconds=30, wake=lambda: os.write(1, b"woken\\n"), is_void=siblings.any_ended
 )
 siblings.start(lambda: source.ends_by_default)
 print("ready", flush=True)
