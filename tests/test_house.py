@@ -83,7 +83,7 @@ BUDGETS = {
     "operator_side/report": 1400,
     "operator_side/simulate": 2000,
     "operator_side/status": 1050,
-    "operator_side/supervise": 3350,
+    "operator_side/supervise": 3400,
     "stager": 4650,
     "stager/session": 1400,
     "trainer_side": 2250,
@@ -101,7 +101,7 @@ BUDGETS = {
     "trainer_side/tiers": 5300,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 87_700
+PRODUCT_LINES_MAX = 87_800
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
