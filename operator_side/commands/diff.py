@@ -59,8 +59,8 @@ def diff(as_json: bool, first: Target, second: Target, only: str | None, limit: 
 
     JSON: {"a", "b", "equal", "only_a": [path], "only_b": [path], "tensors": [{"path", "dtypes": [a, b], "shapes":
     [a, b], "elements", "differing", "max_abs", "mean_abs", "max_relative", "relative", "nonfinite": [a, b]}], "values":
-    [{"path", "a", "b"}], "equal_tensors", "unread", "equal_values"}. Numbers are null where there are none: the shapes
-    differ, or torch makes no numbers of the dtype. unread counts the tensors that are equal by their CRC-32.
+    [{"path", "a", "b"}], "equal_tensors", "unread", "equal_values"}. Numbers are null if the
+    shapes differ, or torch makes no numbers of the dtype. unread counts the tensors that are equal by their CRC-32.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
     compare = converter("diff")
     (a, name_a), (b, name_b) = _opened(first), _opened(second)

@@ -39,7 +39,7 @@ class RunLog:
         self._facts: RunFacts | None = None
 
     def look(self) -> RunFacts | None:
-        """The facts from the logs now; None while there are none."""
+        """The facts from the logs now; None without logs."""
         began = self._clock()
         if began >= self._again_at and (seen := self._stat()) != self._seen:
             with contextlib.suppress(ConfigError):  # it was rotated away in this moment

@@ -5,7 +5,7 @@
     https://ntfy.sh/TOPIC, ntfy://HOST/TOPIC, ntfy+http://HOST/TOPIC    the text, with a title and a priority
     any other http or https URL          {"event", "severity", "title", "text", "run", "host", "time"}
 
-Such a URL is a secret: whoever has it may write there. No message of ours has more of it than the host.
+A webhook URL is a secret that allows writing. Log lines show only its host.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ DURABLE_SECONDS_MAX = 60.0
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of all bits of its parameters."""
+    """SHA-256 of all bits of the parameters."""
     found = hashlib.sha256()
     for parameter in model.parameters():
         found.update(parameter.detach().numpy().tobytes())
