@@ -9,6 +9,7 @@ from pathlib import Path
 
 from holdfast.errors import HoldfastError
 from holdfast.image.manifest import Manifest, is_manifest_name
+from holdfast.image.proof_record import proof_name
 
 __all__ = ["StoreWatch"]
 
@@ -45,11 +46,12 @@ class StoreWatch:
         return {self._folder / manifest.file: manifest for manifest in manifests}
 
     def strangers(self) -> list[str]:
-        """Names in the store that are no manifest, no manifest's file and not holdfast's own folder."""
+        """Names in the store that are no manifest, no file or proof of one, and not holdfast's own folder."""
         published = self.published()
         expected = (
             {file.name for file in published}
             | {file.with_suffix(".json").name for file in published}
+            | {proof_name(file.name) for file in published}
             | {PRIVATE}
         )
         return sorted(path.name for path in self._folder.iterdir() if path.name not in expected)
