@@ -18,6 +18,7 @@ import torch
 from trainer_side import Checkpointer
 
 STAGED_SECONDS_MAX = 0.3
+LAST_STAGED_SECONDS_MAX = 30.0
 GO_SECONDS_MAX = 120.0
 WIDTH = 1000
 
@@ -42,6 +43,10 @@ def main() -> None:
             while checkpointer.staged_step < step and time.monotonic() < until:
                 time.sleep(0.005)
             time.sleep(max(0.0, begun + seconds - time.monotonic()))
+        # On a slow machine the last checkpoint may be on its way for longer than a step.
+        until = time.monotonic() + LAST_STAGED_SECONDS_MAX
+        while taken and checkpointer.staged_step < taken[-1] and time.monotonic() < until:
+            time.sleep(0.005)
         said = {"taken": taken, "declined": checkpointer.stats.declined, "staged": checkpointer.staged_step}
         written = out / f"rank-{rank}.new"
         written.write_text(json.dumps(said))
