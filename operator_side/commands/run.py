@@ -247,9 +247,12 @@ def run(command: tuple[str, ...], **options: Any) -> int:
 
 def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
     from holdfast.config import StagerConfig
+    from holdfast.ring.directory import runtime_directory
     from holdfast.store import refuse_missing_parent
     from operator_side.commands.run_with_torchrun import check_options, say_for_several_machines, torchrun_job
     from operator_side.supervise.exit_codes import AGAIN
+    from operator_side.supervise.kept_stager import KeptStager
+    from operator_side.supervise.supervisor import environment_of_job
     from operator_side.supervise.verdict import INTERRUPTED, Cause, Verdict
 
     check_options(settings_of(options["settings"]))
@@ -259,15 +262,13 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
     with _lock(logs), contextlib.closing(_notifier(options, config.store)) as notifier:
         events = config.events or logs / "events.jsonl"
         say_for_several_machines(command, config.store, options)
+        ring = runtime_directory(config.store, config.runtime_dir)
+        stager = KeptStager(
+            _stager_arguments(config, events, options), environment_of_job(), ring, _pause_seconds
+        )
+        newest_step = _newest_step(config.store)
         job = torchrun_job(
-            command,
-            config,
-            options,
-            stager_arguments=_stager_arguments(config, events, options),
-            events=events,
-            newest_step=_newest_step(config.store),
-            pause_seconds=_pause_seconds,
-            tell=notifier.tell,
+            command, stager, options, events=events, newest_step=newest_step, tell=notifier.tell
         )
         code, message = job.run()
         if code == 0:

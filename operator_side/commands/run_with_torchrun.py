@@ -12,10 +12,9 @@ import click
 from click.core import ParameterSource
 
 from holdfast.command.output import say
-from holdfast.config import StagerConfig, TrainerConfig
+from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from holdfast.extras import install_line
-from holdfast.ring.directory import runtime_directory
 from operator_side.script_lines import lines_for_several_machines
 from operator_side.supervise.kept_stager import KeptStager
 from operator_side.supervise.supervisor import environment_of_job
@@ -79,26 +78,22 @@ def check_options(settings: dict[str, str]) -> None:
 
 def torchrun_job(
     command: Sequence[str],
-    config: StagerConfig,
+    stager: KeptStager,
     options: dict[str, Any],
     *,
-    stager_arguments: Sequence[str],
     events: Path,
     newest_step: int,
-    pause_seconds: Callable[[int], float],
     tell: Callable[[Mapping[str, Any]], None],
 ) -> TorchrunJob:
-    """Start the stager, and make the job that starts torchrun once it listens."""
+    """The job that starts torchrun once the stager listens."""
     restarts_max, grace_seconds = restarts_of(options), options["grace_seconds"]
-    environment = environment_of_job()
     told_seconds = min(TrainerConfig.from_sources().watch_grace_seconds, max(1.0, grace_seconds))
-    ring = runtime_directory(config.store, config.runtime_dir)
     return TorchrunJob(
-        KeptStager(stager_arguments, environment, ring, pause_seconds),
+        stager,
         torchrun_line(
             command, ranks=options["ranks"], restarts_max=restarts_max, grace_seconds=grace_seconds
         ),
-        {**environment, "HOLDFAST_WATCH_GRACE_SECONDS": f"{told_seconds:g}"},
+        {**environment_of_job(), "HOLDFAST_WATCH_GRACE_SECONDS": f"{told_seconds:g}"},
         events=events,
         newest_step=newest_step,
         grace_seconds=grace_seconds,

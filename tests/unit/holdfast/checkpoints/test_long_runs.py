@@ -29,7 +29,7 @@ from trainer_side.restore.choice import Candidate, Holder, SliceKey, StoreCandid
 from trainer_side.restore.inventory import InTurn, StoreListing
 
 _STEPS = 300
-_TENSORS = 250
+_TENSORS = 500  # a manifest of more than 64 KiB, of which the beginning is read alone
 _MANIFESTS_HELD_MAX = (
     24  # eight are read ahead, each as its bytes and its objects, and the ones before them go later
 )
