@@ -140,19 +140,6 @@ def _throughput(axes: Axes, document: Document) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _intervals(axes: Axes, document: Document) -> None:
-    from benchmarks.experiments.makespan import interval_under
-
-    names, values = [], []
-    for peer in dict.fromkeys(run["peer"] for run in document["runs"]):
-        if peer != "none":
-            seconds = document["iteration_seconds"]
-            shortest = interval_under(document["runs"], peer, seconds, 0.05)
-            names.append(peer)
-            values.append(Spread(shortest, shortest, shortest))
-    _bars(axes, names, values, unit="shortest interval with at most 5 % overhead, iterations", log=True)
-
-
 def _every_iteration(axes: Axes, document: Document) -> None:
     _makespans(axes, document, 1, "a checkpoint in every iteration")
 
@@ -390,11 +377,6 @@ PICTURES: dict[str, tuple[str, str, Callable[[Axes, Document], None]]] = {
     "throughput": ("workloads", "Throughput by checkpoint interval, ResNet-50 (PCcheck fig. 8)", _throughput),
     "sizes": ("sizes", "One checkpoint by its size (PCcheck fig. 11)", _sizes),
     "flights": ("flights", "Slowdown by checkpoints in flight and interval (PCcheck fig. 12)", _flights),
-    "intervals": (
-        "makespan",
-        "How often a training can afford a checkpoint (LightCheck table I)",
-        _intervals,
-    ),
     "gate": ("gate", "With and without the layer-wise pipeline (LightCheck fig. 10)", _gate),
     "workloads": ("workloads", "Makespan of other models (ACUTE fig. 7)", _workloads),
     "resnet": ("workloads", "A checkpoint in every iteration", _every_iteration),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.experiments import s3
-from benchmarks.experiments.makespan import interval_under, overheads
+from benchmarks.experiments.makespan import overheads
 from benchmarks.experiments.restore import RAW
 from benchmarks.experiments.table import ratio
 from benchmarks.spread import columns, ratios, spread
@@ -14,7 +14,6 @@ from benchmarks.spread import columns, ratios, spread
 __all__ = [
     "Document",
     "Documents",
-    "bare_interval",
     "bare_is",
     "bare_save",
     "bare_share",
@@ -56,21 +55,6 @@ def pipeline(figure: str, alone: str) -> Callable[[Documents], str]:
         table = documents.get("table")
         value = ratio(table["rounds"], (alone, _DONE), (_PIPELINE, figure)) if table else None
         return f"bare copy, MPI and write in one pipeline: {value.text(0, times=100)} %" if value else ""
-
-    return limit
-
-
-def bare_interval(peer: str, more: float) -> Callable[[Documents], str]:
-    """How soon one checkpoint would have to follow another, beside one that is nothing but bytes on their way."""
-
-    def limit(documents: Documents) -> str:
-        table, makespan = documents.get("table"), documents.get("makespan")
-        if not table or not makespan:
-            return ""
-        seconds = makespan["iteration_seconds"]
-        theirs = interval_under(makespan["runs"], peer, seconds, 0.05)
-        wanted = theirs * seconds / more
-        return "; ".join([f"it would be one every {wanted:.2f} s", *_bare_takes(table)])
 
     return limit
 

@@ -11,9 +11,10 @@ from typing import Any
 from benchmarks.cluster import Cluster, turn
 from benchmarks.experiments import Options, available, document
 from benchmarks.grid import Grid
+from benchmarks.shortest_interval import ShortestInterval, shortest_interval
 from benchmarks.spread import Spread, ratios, spread
 
-__all__ = ["cell", "grids", "interval_under", "measure", "overheads", "rounds_in", "rounds_of_runs"]
+__all__ = ["cell", "grids", "measure", "overheads", "rounds_in", "rounds_of_runs", "shortest"]
 
 _ROUNDS = 5
 _ITERATION_SECONDS = 0.2
@@ -109,25 +110,11 @@ def _beside(runs: list[dict[str, Any]], run: dict[str, Any], name: str = "makesp
     return float(min(candidates)[1])
 
 
-def interval_under(runs: list[dict[str, Any]], peer: str, iteration_seconds: float, overhead: float) -> float:
-    """The smallest interval, in iterations, at which the overhead stays under `overhead`.
-
-    Between two intervals that were measured, and beyond the longest, a checkpoint costs what it costs at the
-    shorter one: with more time for it, it only gets cheaper.
-    """
-    cost: dict[int, float] = {}
-    for every in sorted({run["every"] for run in runs if run["peer"] == peer}):
-        theirs = [run for run in runs if run["peer"] == peer and run["every"] == every]
-        cost[every] = spread(
-            [(run["makespan_seconds"] - _beside(runs, run)) / run["saves"] for run in theirs]
-        ).median
-    for every, seconds in cost.items():
-        longer = min((other for other in cost if other > every), default=float("inf"))
-        # What a checkpoint costs at `every` it costs at most until the next longer interval that was measured.
-        shortest = max(float(every), seconds / (overhead * iteration_seconds))
-        if shortest < longer:
-            return shortest
-    return float("nan")
+def shortest(runs: list[dict[str, Any]], peer: str, overhead_max: float = _OVERHEAD_MAX) -> ShortestInterval:
+    """The shortest interval at which the median overhead of a peer is at most that."""
+    found = {every: overheads(runs, peer, every) for every in {run["every"] for run in runs}}
+    medians = {every: overhead.median for every, overhead in found.items() if overhead is not None}
+    return shortest_interval(medians, overhead_max)
 
 
 def grids(document: dict[str, Any]) -> list[Grid]:
@@ -146,18 +133,8 @@ def grids(document: dict[str, Any]) -> list[Grid]:
         f"{rounds_in(runs)} rounds"
     )
     result = [Grid(title, ("peer", *(f"every {every}" for every in intervals)), tuple(rows))]
-    table = []
-    for peer in peers:
-        if peer != "none":
-            shortest = interval_under(runs, peer, seconds, _OVERHEAD_MAX)
-            table.append((peer, f"{shortest:.1f}", f"{shortest * seconds:.2f}"))
-    result.append(
-        Grid(
-            "Shortest interval with at most 5 % overhead",
-            ("peer", "iterations", "seconds"),
-            tuple(table),
-        )
-    )
+    table = tuple((peer, shortest(runs, peer).text()) for peer in peers if peer != "none")
+    result.append(Grid("Shortest interval with at most 5 % overhead", ("peer", "iterations"), table))
     cost = []
     for peer in peers:
         if peer != "none":
