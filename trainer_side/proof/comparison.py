@@ -123,8 +123,8 @@ def _compare_own(
 def resume_proof(said: Sequence[Comparison | None], *, ranks_before: int) -> ResumeProof:
     """The verdict, from the comparisons of all ranks in their order.
 
-    Some ranks may have lost what was recorded, with their machines or by a kill. What differs on the others differs;
-    that nothing does proves nothing of those ranks.
+    Some ranks may have lost their records, by a kill or with their machines. A difference on any other rank counts,
+    but the resume is verified only if every rank was compared.
 
     Args:
         said: One of each rank; None where nothing was recorded.

@@ -77,7 +77,7 @@ class ResumeCheck:
 
         Args:
             key: The checkpoint.
-            kept: What this rank's tiers have of that step.
+            kept: The proofs of that step in this rank's tiers.
             unlike: Why that step is meant to differ, so that nothing is compared; the same on every rank.
         """
         self._resumed, self._kept, self._unlike = key, kept, unlike
@@ -173,7 +173,7 @@ class ResumeCheck:
         return resume_proof(compared, ranks_before=len(digests))
 
     def _known(self, key: CheckpointId) -> Sequence[Digest | None] | str:
-        """What each rank used in the step after this checkpoint, or why that is not known. Collective."""
+        """The digest of each rank in the step after this checkpoint, or the reason why all are unknown. Collective."""
         peers, mine = self._peers, None
         if peers.rank == 0:
             found = self._recorded(key)
@@ -229,7 +229,7 @@ class ResumeCheck:
 
 
 def united(found: Sequence[Digest] | str, kept: Sequence[KeptProof]) -> Sequence[Digest | None] | str:
-    """What each rank of the run before used, from ring or store and from the tiers; or why that is not known."""
+    """The digest of each rank of the run before, from ring or store and the tiers; or the reason why all are unknown."""
     digests = [] if isinstance(found, str) else found
     ranks = len(digests) or max((one.ranks for one in kept), default=0)
     known = dict(enumerate(digests))

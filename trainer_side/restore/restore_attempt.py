@@ -81,7 +81,7 @@ class Restored:
         rewound: How `holdfast rewind` has brought training back to this step; None otherwise, and as soon as the new
             branch has checkpoints of its own.
         kept_trackers: Experiment tracker → its run, as slices in tiers or in the stager's ring name them.
-        kept_proofs: What this rank's tiers have of the step after this one, for the proof of the resume.
+        kept_proofs: The proofs of this checkpoint in this rank's tiers.
     """
 
     step: int

@@ -20,14 +20,14 @@ from trainer_side.tiers.tier import Order
 
 
 class StepProof(NamedTuple):
-    """What this rank used in the step after `order`."""
+    """The digest of the step after `order` on this rank."""
 
     order: Order
     digest: Digest
 
 
 class KeptProof(NamedTuple):
-    """What a rank has found of one slice's writer, `rank` of `ranks`. `problem`: why a proof cannot be used."""
+    """The proof of one slice, that of `rank` of `ranks`, as it was found. `problem`: why it cannot be used."""
 
     rank: int
     ranks: int
