@@ -229,7 +229,7 @@ class ResumeCheck:
 
 
 def united(found: Sequence[Digest] | str, kept: Sequence[KeptProof]) -> Sequence[Digest | None] | str:
-    """The digest of each rank of the run before, from ring or store and the tiers; or the reason why all are unknown."""
+    """The digest of each rank of the run before, from ring or store and tiers; or the reason why all are unknown."""
     digests = [] if isinstance(found, str) else found
     ranks = len(digests) or max((one.ranks for one in kept), default=0)
     known = dict(enumerate(digests))
