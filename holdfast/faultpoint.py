@@ -88,6 +88,7 @@ class Point(StrEnum):
     SLOT_FLUSHED = "slot_flushed"  # rank: both are durable, no record names them
     SLOT_RECORDED = "slot_recorded"  # rank: a commit sector is written, and not durable
     SLOT_COMMITTED = "slot_committed"  # rank: it is durable, and nobody was told
+    PROOF_DUE = "proof_due"  # rank: a slice is sealed, its proof is not written
 
 
 class Fault(NamedTuple):

@@ -93,12 +93,12 @@ BUDGETS = {
     "trainer_side/link": 1900,
     "trainer_side/notice": 1250,
     "trainer_side/pace": 550,
-    "trainer_side/proof": 700,
+    "trainer_side/proof": 750,
     "trainer_side/ranks": 2800,
-    "trainer_side/restore": 7500,
+    "trainer_side/restore": 7550,
     "trainer_side/save": 6400,
     "trainer_side/state": 5100,
-    "trainer_side/tiers": 5300,
+    "trainer_side/tiers": 5450,
     "trainer_side/trackers": 650,
 }
 PRODUCT_LINES_MAX = 87_800

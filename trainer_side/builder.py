@@ -152,7 +152,7 @@ def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) 
     send = _to_stager(link) if link.job.has_stager else tiers.council.notice
     notices = PreemptionNotices(config, agreed_steps, send, rank=rank)
     peers = world.peers()
-    resume_check = ResumeCheck(state, link, peers, events, stops=config.on_unproven == "stop")
+    resume_check = ResumeCheck(state, link, tiers, peers, events, stops=config.on_unproven == "stop")
     return CheckpointerParts(
         peers,
         events,

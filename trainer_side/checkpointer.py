@@ -266,6 +266,7 @@ class Checkpointer:
             is_other_batch = rewound is not None and rewound.leaves_out(first)
             self._resume_check.restored(
                 CheckpointId(self.restored.attempt, self.restored.step),
+                self.restored.kept_proofs,
                 unlike=f"the run was {rewound}" if is_other_batch else "",
             )
         if self.restored is None:

@@ -28,14 +28,17 @@ class ProofRecord(NamedTuple):
 
     Attributes:
         key: The checkpoint that was saved before the step.
-        digests: One of each rank, in their order.
+        digests: One of each rank, in their order; that of one rank beside its slice.
+        of_slice: The names of that slice (`trainer_side/tiers/slot_proof.py`); None: the proof is of all ranks.
     """
 
     key: CheckpointId
     digests: tuple[Digest, ...]
+    of_slice: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"attempt": self.key.attempt, "step": self.key.step, "digests": list(self.digests)}
+        body = {"attempt": self.key.attempt, "step": self.key.step, "digests": list(self.digests)}
+        return body if self.of_slice is None else {**body, "slice": dict(self.of_slice)}
 
     @classmethod
     def from_json(cls, body: Any) -> Self:
@@ -47,7 +50,7 @@ class ProofRecord(NamedTuple):
             raise ValueError(f"expected an attempt and a step, got {attempt!r:.40} and {step!r:.40}")
         if not (isinstance(digests, list) and digests and all(isinstance(one, dict) for one in digests)):
             raise ValueError(f"expected a list of digests, one of each rank, got {digests!r:.80}")
-        return cls(CheckpointId(attempt, step), tuple(digests))
+        return cls(CheckpointId(attempt, step), tuple(digests), body.get("slice"))
 
     def to_bytes(self) -> bytes:
         """The object in the store."""

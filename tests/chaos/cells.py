@@ -5,9 +5,9 @@
     cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere, with a
               state that each rank holds or one that FSDP2 has split, over MPI or over TCP
 
-Three parts have stages of their own: ranks that read the stager's ring themselves, in a job after one that was killed
-at once (`READING_CELLS`), a ring that grows for the first checkpoint (`GROWTH_CELLS`), and a store that refuses every
-checkpoint until the victims are dead (`OUTAGE_CELLS`).
+Four parts have stages of their own: ranks that read the stager's ring themselves, in a job after one that was killed
+at once (`READING_CELLS`), a ring that grows for the first checkpoint (`GROWTH_CELLS`), a store that refuses every
+checkpoint until the victims are dead (`OUTAGE_CELLS`), and a checkpoint without its proof (`PROOF_CELLS`).
 
 `make chaos` runs every cell. `MOMENTS` are further points, killed at by who reaches them and by all at once. What is
 `regular` is run by `make check` as well: a cell for each set of victims, a flusher that is killed again in recovery,
@@ -29,6 +29,7 @@ __all__ = [
     "GROWTH_CELLS",
     "MOMENTS",
     "OUTAGE_CELLS",
+    "PROOF_CELLS",
     "RANKS",
     "READING_CELLS",
     "SAVES",
@@ -361,6 +362,9 @@ DOUBT_CELLS = (
     Cell(_DOUBT_MARKED, _NOBODY),
     Cell(_DOUBT_WRITTEN, _BY_NAME["stager"], tcp=True),
 )
+# The manifest of the second checkpoint is there, and what all ranks used in the step after it is not beside it.
+_PROOF_HEARD = Stage("published, not proven", "flusher@proof_heard", durable=2)
+PROOF_CELLS = (Cell(_PROOF_HEARD, _BY_NAME["flusher"]), Cell(_PROOF_HEARD, _BY_NAME["everything"]))
 TORN_CELLS = (Cell(TORN, _BY_NAME["a rank"]), Cell(TORN, _BY_NAME["everything"]))
 _REFUSED = Stage("staged, and the store refuses", "stager@staged", 2, staged=2, staged_max=2, refused=True)
 _MAKES_ROOM = Stage(

@@ -34,6 +34,7 @@ from holdfast.ring.directory import runtime_directory
 from holdfast.ring.ring import Ring
 from holdfast.store import open_store
 from holdfast.store.retrying import Retrying
+from holdfast.wire.step_proof import ProofVerdict
 from tests.chaos import job as training
 from tests.chaos.cells import EVERY, RANKS, SAVES, STEPS
 from tests.chaos.place import Place
@@ -216,10 +217,20 @@ class Scenario:
                     _remove_lists(machine)
                 assert_nothing_left(machine)
         self._check_training()
+        self.check_proofs()
         # What was made durable after the kill counts as well: retention keeps the newest of all.
         later = self._events("staged", "stager", self._jobs) | self._events("durable", "flusher")
         must = sorted(self._promised | later)
         self._check_store(set(must[-self._keep_last :]))
+
+    def check_proofs(self) -> None:
+        """Each job that resumed has trained as the one before, and none says otherwise."""
+        for number in range(1, self._jobs + 1):
+            said = [one for one in read_events(self._event_log(number)) if one["event"] == "resume_proof"]
+            verdicts = {one["verdict"] for one in said}
+            assert verdicts <= {ProofVerdict.VERIFIED, ProofVerdict.NOT_PROVEN}, (
+                f"{said}:\n{self._all_said()}"
+            )
 
     def close(self) -> None:
         """Nothing of a scenario that failed outlives it, not even what stands still."""

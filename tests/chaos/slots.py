@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from holdfast.faultpoint import FIRED_VARIABLE, VARIABLE, Point
+from holdfast.wire.step_proof import ProofVerdict
 from tests.chaos import job as training
 from tests.chaos.cells import EVERY, RANKS, SAVES, STEPS
 from tests.chaos.place import DirectoryPlace
@@ -48,6 +49,7 @@ _PLACES = (
     (Point.SLOT_FLUSHED, 5, 6),
     (Point.SLOT_RECORDED, 7, 8),
     (Point.SLOT_COMMITTED, 5, 6),
+    (Point.PROOF_DUE, 5, 6),
 )
 _REGULAR = {
     "slot_written in memory x all ranks",
@@ -149,6 +151,8 @@ def play(cell: SlotCell, machine: Machine, directory_reference: Path) -> None:
     assert start - 1 in SAVES[1:], (
         f"it begins at step {start}, though step {SAVES[1]} was complete:\n{job.output()}"
     )
+    verdicts = {event["verdict"] for event in machine.events("resume_proof")}
+    assert verdicts <= {ProofVerdict.VERIFIED, ProofVerdict.NOT_PROVEN}, job.output()
     for event in machine.events("restore"):
         assert event["sources"]
         assert all(name.startswith(("memory", "file")) for name in event["sources"]), event["sources"]

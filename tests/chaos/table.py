@@ -22,6 +22,7 @@ from tests.chaos.cells import (
     GROWTH_CELLS,
     MOMENTS,
     OUTAGE_CELLS,
+    PROOF_CELLS,
     READING_CELLS,
     SPLIT_CELLS,
     STAGES,
@@ -112,6 +113,13 @@ _OUTAGE_HEAD = """\
 The disk is full until the victims are dead. *Staged*: the second checkpoint is whole in the ring, and no upload has
 begun (`stager@staged`). *An older one makes room*: the third has no room, so the first is dropped
 (`flusher@superseded`), and only it may be missing.
+"""
+
+_PROOF_HEAD = """\
+## Proofs
+
+The second checkpoint is published, and its proof is not (`flusher@proof_heard`). The relaunched job is exact, and its
+resume is verified or not proven. In no cell of this page does a resume differ.
 """
 
 _WRAPPER_HEAD = """\
@@ -218,6 +226,7 @@ GRIDS = (
     Grid(_READING_HEAD, "moment", {(_row(cell), cell.victims.name): cell.name for cell in READING_CELLS}),
     Grid(_GROWTH_HEAD, "moment", {(_row(cell), cell.victims.name): cell.name for cell in GROWTH_CELLS}),
     Grid(_OUTAGE_HEAD, "moment", {(_row(cell), cell.victims.name): cell.name for cell in OUTAGE_CELLS}),
+    Grid(_PROOF_HEAD, "moment", {(cell.stage.name, cell.victims.name): cell.name for cell in PROOF_CELLS}),
     Grid(_WRAPPER_HEAD, "wrapper", {(cell.wrapper, "SIGKILL"): cell.name for cell in WRAPPER_CELLS}),
     Grid(
         _REPLACED_HEAD,

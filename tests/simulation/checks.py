@@ -102,6 +102,7 @@ class Checks:
             self._seen_version = version
             self.winner_is_untouched()
             self.listed_is_complete()
+            self._world.proofs.after_change()
         if store_changed or self.ring_changed:
             self.ring_changed = False
             self.staged_is_recoverable()
@@ -465,6 +466,7 @@ class Checks:
             self._nothing_is_left()
             self._doubted_is_marked()
         self._newest_is_restored()
+        self._world.proofs.at_the_end(undisturbed=self._undisturbed)
 
     def _doubted_is_marked(self) -> None:
         for item in Catalog(pristine(self._world.store)).list():

@@ -179,6 +179,39 @@ MUTATIONS = {
             "            if manifest is not None and (marked := self.marks.marked(manifest)) is not manifest:\n",
             "            if False:\n",
         ),
+        # -- the proof of a resume
+        _one(
+            "proof_of_another_attempt",
+            "whoever asks for the proof of a checkpoint gets that of the same step of any attempt",
+            "holdfast.ring.proofs",
+            "for one in read_proofs(directory) if one.key == key",
+            "for one in read_proofs(directory) if one.key.step == key.step",
+            3000,
+        ),
+        _one(
+            "proof_without_checkpoint",
+            "a proof is published though its checkpoint was not",
+            "flusher.proof_writing",
+            "            if file is None:\n                continue\n",
+            "            file = file or names_of(record.key)[0]\n",
+            900,
+        ),
+        _one(
+            "proof_removed_alone",
+            "verification of a checkpoint removes its proof",
+            "flusher.verify_and_prune",
+            '            self._guarded(self._prune, "old checkpoints not removed")\n            if manifest is not None and (',
+            '            self._guarded(lambda: self._proofs.removed(key, known.file), "x")\n            if manifest is not None and (',
+            900,
+        ),
+        _one(
+            "proof_left_behind",
+            "retention leaves the proof of a checkpoint that it removes",
+            "flusher.proof_writing",
+            "        self._store.delete(proof_name(file))\n",
+            "",
+            900,
+        ),
         # -- the ring grows
         _one(
             "growth_unseen",

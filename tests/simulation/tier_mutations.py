@@ -87,6 +87,22 @@ TIER_MUTATIONS = {
             "        self._write_page(SECTOR_OFFSETS[current], sector.to_bytes())\n        self.flush()\n",
             "",
         ),
+        Mutation(
+            "proof_of_the_slot",
+            "the proof of a slice stays when its slot is used again, and counts for the next one",
+            (
+                (
+                    _WRITER,
+                    "                self._proof_path(slot).unlink(missing_ok=True)\n",
+                    "                pass\n",
+                ),
+                (
+                    "trainer_side.tiers.slot_proof",
+                    "return record.digests[0] if (record.key, record.of_slice) == (key, names) else None",
+                    "return record.digests[0]",
+                ),
+            ),
+        ),
         _one(
             "complete_not_noted",
             "that a step is complete is not in the record",

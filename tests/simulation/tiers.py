@@ -11,6 +11,7 @@ After each end of a life, from what is left in the file:
 2. The newest step that was said to be complete is there, and so is what this life had sealed and may yet be complete.
    If its slice is damaged, and restore says so, the newest complete one before it takes its place.
 3. The next life can begin a step, and in the end complete one.
+4. A slice has its own proof or none.
 """
 
 from __future__ import annotations
@@ -172,7 +173,9 @@ class World:
                         if left:
                             self.write(writer, left)
                     case "seal" if writers:
-                        self.seal(writers.pop(self.chance.choice(sorted(writers))))
+                        order = self.chance.choice(sorted(writers))
+                        self.seal(writers.pop(order))
+                        self.prove(tier, order)
                     case "complete" if self.pending:
                         order = self.chance.choice(sorted(self.pending))
                         self.say_complete(tier, order)
@@ -192,6 +195,11 @@ class World:
             self.write(writer, left)
         if writer.seal({}):
             self.pending.add(writer.order)
+
+    def prove(self, tier: SlotTier, order: tuple[int, int]) -> None:
+        """The rank has done the step after; or it is killed before. From dice of its own: all else stays."""
+        if random.Random(f"prove {order}").random() < 0.7:
+            tier.prove(*order, {"of": list(order)})
 
     def write(self, writer: SlotWriter, left: list[int]) -> None:
         from holdfast.crc import crc32
@@ -219,6 +227,8 @@ class World:
         orders = [one.seal.order for one in kept]
         assert len(orders) == len(set(orders)) <= self.slots, f"listed: {orders}"
         for one in kept:
+            proof = tier.proof(one)
+            assert proof in (None, {"of": list(one.seal.order)}), f"{one.seal.order}: has the proof {proof}"
             if one.seal.order in self.damaged:
                 continue
             for number, frame in enumerate(self.frames):

@@ -52,6 +52,7 @@ from tests.simulation.checks import RING_CHUNKS, Checks
 from tests.simulation.copying import Area, FrameBatch, begin_copy, start_copier
 from tests.simulation.hot import reread, restored_from_ring
 from tests.simulation.images import CHUNK_BYTES, image
+from tests.simulation.proving import ProofChecks, ProofTeller
 from tests.simulation.runtime import SIM
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.store import URL, OpenUpload, StoreClient, StoreState, pristine
@@ -95,6 +96,13 @@ _DOUBT_POINTS = (
     ("stager", "doubt_heard"),
     ("stager", "doubt_written"),
     ("flusher", "doubt_marked"),
+    ("flusher", "manifest_written"),
+)
+_PROOF_POINTS = (
+    ("stager", "proof_written"),
+    ("flusher", "proof_heard"),
+    ("flusher", "proof_heard"),
+    ("flusher", "manifest_deleted"),
     ("flusher", "manifest_written"),
 )
 _GROWTH_POINTS = (
@@ -158,6 +166,7 @@ class Plan:
     reads_slowly: bool = (
         False  # ranks that read the ring themselves: others act between their look and their copy
     )
+    proves: bool = False  # ranks say what they used in the steps after their checkpoints
     faults: list[Fault] = field(default_factory=list)
 
     @classmethod
@@ -276,6 +285,15 @@ class Plan:
                 what, number = chance.choice(["kill", "stop"]), int(2 ** chance.uniform(0, 5))
                 self.faults.append(Fault(what, kind="rank", point="ring_seen", number=number))
 
+    def may_prove(self, seed: int) -> None:
+        """In some worlds ranks say what they used. From dice of their own, as in `may_freeze`."""
+        chance = random.Random(f"prove {seed}")
+        if chance.random() < 0.2:
+            self.proves = True
+            if chance.random() < 0.5:
+                kind, point = chance.choice(_PROOF_POINTS)
+                self.faults.append(Fault("kill", kind=kind, point=point, number=chance.choice([1, 1, 2])))
+
     @property
     def outgrows_ring(self) -> bool:
         """Whether the image is larger than the ring, and stays so."""
@@ -379,6 +397,7 @@ class World:
         self.acts = {"any": 0, "visible": 0}  # of flushers on the store
         self.node_lost = 0
         self._ring: tuple[int, Ring] | None = None
+        self.proofs = ProofChecks(self)
         self.checks = Checks(self)
         self.scheduler.after_event = self._after_event
         self.flusher_config, self.stager_config, self.trainer_config = _configs(
@@ -394,6 +413,7 @@ class World:
         plan.may_grow(self.seed)
         plan.may_read_slowly(self.seed)
         plan.may_stand(self.seed)
+        plan.may_prove(self.seed)
         return plan
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -564,11 +584,13 @@ class World:
         copier = start_copier(link, self.trainer_config.copy_seconds_max) if plan.torn_share else None
         sources = [_Source(sim.here) for _ in range(plan.areas)]
         sending: dict[_Source, Any] = {}  # the transfer that was made of each last
+        proofs = ProofTeller(self, job, link)
         for step in range(first, first + job.steps):
             made = plan.image((job.number * 5 + step * 7 + first) % _VARIANTS)
             self.images[job.number, step] = made
             sim.wait(None, sim.chance.choice([0.0, 0.01, 1.0, max(5.0, plan.pause_seconds)]), "train")
             reread(self, ring, kept)
+            proofs.stepped()
             if sim.chance.random() < 0.7 and len(sending) == len(sources):
                 before = sending[sources[0]]
                 sim.wait(before.released.is_set, 60.0, "wait for the buffer")
@@ -594,12 +616,15 @@ class World:
             transfer = sending[source] = link.offer(step, source, record, layout)
             if copier is not None and source.copy is not None:
                 begin_copy(copier, transfer, source.copy)
+            proofs.saved(step)
             self._doubt(link, doubts, first, step)
             self.offered.append(Offered(job.number, rank, step, transfer, sim.here, sim.now))
             if sim.chance.random() < 0.03:
                 sim.wait(None, sim.chance.random() * 0.05, "decline late")
                 link.decline(step, DeclineCause.BUSY.because("it failed here"))
         reread(self, ring, kept)
+        proofs.stepped()
+        proofs.ask()
         wait_for = TransferState.DURABLE if sim.chance.random() < 0.7 else TransferState.STAGED
         sim.here.notes["left_staged"] = wait_for is TransferState.STAGED
         link.close(wait_for=wait_for, seconds_max=self.trainer_config.close_seconds_max)

@@ -120,14 +120,19 @@ def _compare_own(
         found.append(StepDifference(RANDOM, f"the generator of {' and '.join(other)} is in another state"))
 
 
-def resume_proof(comparisons: Sequence[Comparison], *, ranks_before: int) -> ResumeProof:
+def resume_proof(said: Sequence[Comparison | None], *, ranks_before: int) -> ResumeProof:
     """The verdict, from the comparisons of all ranks in their order.
 
+    Some ranks may have lost their records, by a kill or with their machines. A difference on any other rank counts,
+    but the resume is verified only if every rank was compared.
+
     Args:
-        comparisons: One of each rank.
+        said: One of each rank; None where nothing was recorded.
         ranks_before: Number of ranks that had trained before.
     """
-    ranks = len(comparisons)
+    ranks, comparisons = len(said), [one for one in said if one is not None]
+    lost = [rank for rank, one in enumerate(said) if one is None]
+    missing = f"; nothing is recorded of {_ranks_named(lost)}" if lost else ""
     other = ""
     if ranks != ranks_before:
         other = (
@@ -142,15 +147,19 @@ def resume_proof(comparisons: Sequence[Comparison], *, ranks_before: int) -> Res
         if any(what in _INPUTS for what in whats):
             causes |= dict.fromkeys((LOSS, NORM), "")  # it follows from that
         told = "; ".join(
-            ": ".join(part for part in (_difference(what, comparisons), causes[what]) if part)
-            for what in whats
+            ": ".join(part for part in (_difference(what, said), causes[what]) if part) for what in whats
         )
-        return ResumeProof(ProofVerdict.DIFFERS, f"resume differs from the run before: {told}{other}")
+        return ResumeProof(
+            ProofVerdict.DIFFERS, f"resume differs from the run before: {told}{other}{missing}"
+        )
     compared = [what for what in _ORDER if all(what in one.compared for one in comparisons)]
     if not compared:
         return not_proven(f"the step before says nothing that can be compared{other}")
     named = [f"the place in the {what}" if other and what == DATA else what for what in compared]
     verb = "is that" if len(named) == 1 and named[0] != RANDOM else "are those"
+    if lost:
+        had = _ranks_named([rank for rank in range(ranks) if rank not in lost])
+        return not_proven(f"{missing[2:]}; {_listed(named)} {verb} of the run before on {had}")
     notes = [*dict.fromkeys(note for one in comparisons for note in one.notes)][:1]
     if DATA not in compared:
         notes.append(
@@ -165,19 +174,23 @@ def not_proven(why: str) -> ResumeProof:
     return ResumeProof(ProofVerdict.NOT_PROVEN, f"resume not proven: {why}")
 
 
-def _difference(what: str, comparisons: Sequence[Comparison]) -> str:
+def _ranks_named(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, sorted(ranks)[:_RANKS_NAMED_MAX]))
+    return f"rank {named}{' and others' if len(ranks) > _RANKS_NAMED_MAX else ''}"
+
+
+def _difference(what: str, comparisons: Sequence[Comparison | None]) -> str:
     said = {
         rank: one.text
         for rank, each in enumerate(comparisons)
-        for one in reversed(each.differences)
+        for one in reversed(each.differences if each is not None else ())
         if one.what == what
     }
     first = min(said)
     if len(said) == len(comparisons):
         where = "on every rank" if len(said) > 1 else ""
     else:
-        named = ", ".join(map(str, sorted(said)[:_RANKS_NAMED_MAX]))
-        where = f"on rank {named}{' and others' if len(said) > _RANKS_NAMED_MAX else ''}"
+        where = f"on {_ranks_named(list(said))}"
     verb = "differ" if what in (DATA, RANDOM) else "differs"
     return " ".join(part for part in (what, verb, where, f"({said[first]})") if part)
 

@@ -1,7 +1,8 @@
 """Records what the first step after a checkpoint used, and compares the first step after a resume with that.
 
-    saved(S)      mark         step(S + 1)   digest, once it is here ─► tell the stager
+    saved(S)      mark         step(S + 1)   digest, once it is here ─► tell the stager and the local tiers
     restored(S)                step(S + 1)   digest · rank 0: what was recorded, of the ring or the store ─► all ranks
+                                                    · each rank: what its local tiers have ─► all ranks
                                              each compares its own ─► all agree, or all differences ─► ResumeProof
 
 All other steps do nothing. The step after a resume waits for a device and for the other ranks, once.
@@ -30,6 +31,9 @@ from trainer_side.proof.digest_taker import DigestTaker, StepInput, TakenDigest
 from trainer_side.proof.step_digest import StepDigest
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, gather
+from trainer_side.tiers.slot_proof import KeptProof
+from trainer_side.tiers.tier import Order
+from trainer_side.tiers.tier_set import TierSet
 
 _log = logging.getLogger("holdfast.trainer")
 _STORE_SECONDS_MAX = 30.0
@@ -42,34 +46,45 @@ class ResumeCheck:
     Args:
         state: Names mapped to objects, as the checkpoints have them.
         link: The stager, which keeps what is recorded.
+        tiers: The local tiers, which keep it beside this rank's slices.
         peers: The other ranks.
         events: Event log of this rank.
         stops: Whether a resume that differs ends the training.
     """
 
     def __init__(
-        self, state: Mapping[str, Any], link: ToStager, peers: Peers, events: EventLog, *, stops: bool
+        self,
+        state: Mapping[str, Any],
+        link: ToStager,
+        tiers: TierSet,
+        peers: Peers,
+        events: EventLog,
+        *,
+        stops: bool,
     ) -> None:
         self._taker = DigestTaker(state)
-        self._link, self._peers, self._events, self._stops = link, peers, events, stops
+        self._link, self._tiers, self._peers, self._events, self._stops = link, tiers, peers, events, stops
+        self._records = link.job.has_stager or tiers.keeps_proofs
         self._resumed: CheckpointId | None = None
+        self._kept: Sequence[KeptProof] = ()
         self._unlike = ""
         self._marked: CheckpointId | None = None  # saved by `step()`, or before it
         self._recorded_step = -1
-        self._taken: tuple[CheckpointId, TakenDigest] | None = None
+        self._taken: tuple[CheckpointId, Order, TakenDigest] | None = None
 
-    def restored(self, key: CheckpointId, *, unlike: str = "") -> None:
+    def restored(self, key: CheckpointId, kept: Sequence[KeptProof] = (), *, unlike: str = "") -> None:
         """The next step is compared with the one after this checkpoint.
 
         Args:
             key: The checkpoint.
+            kept: The proofs of that step in this rank's tiers.
             unlike: Why that step is meant to differ, so that nothing is compared; the same on every rank.
         """
-        self._resumed, self._unlike = key, unlike
+        self._resumed, self._kept, self._unlike = key, kept, unlike
 
     def saved(self, step: int) -> None:
         """A checkpoint of `step` was begun, and `step()` ends."""
-        if self._link.job.has_stager:
+        if self._records:
             self._marked = CheckpointId(self._link.job.attempt, step)
             self._taker.mark()
 
@@ -90,7 +105,7 @@ class ResumeCheck:
         is_next = step == newest_saved + 1 or self._marked == CheckpointId(
             self._link.job.attempt, newest_saved
         )
-        if is_next and newest_saved > self._recorded_step and self._link.job.has_stager:
+        if is_next and newest_saved > self._recorded_step and self._records:
             self._record(step, given, newest_saved)
         if self._resumed is None:
             return None
@@ -106,7 +121,7 @@ class ResumeCheck:
         is_marked = marked is not None and marked.step == saved
         key = marked if marked is not None and is_marked else CheckpointId(self._link.job.attempt, saved)
         try:
-            self._taken = key, self._taker.take(step, given, is_marked=is_marked)
+            self._taken = key, self._tiers.begun, self._taker.take(step, given, is_marked=is_marked)
         except Exception as error:  # noqa: BLE001 - a state that is read in an odd way must not end the training
             _log.warning("step %d: what it used is not recorded for the proof of a resume: %r", step, error)
         else:
@@ -117,10 +132,13 @@ class ResumeCheck:
         if self._taken is not None:
             self._send(*self._taken, waits=True)
 
-    def _send(self, key: CheckpointId, taken: TakenDigest, *, waits: bool = False) -> None:
+    def _send(self, key: CheckpointId, kept: Order, taken: TakenDigest, *, waits: bool = False) -> None:
         if waits or taken.ready:
             self._taken = None
-            self._link.tell(StagerMessage.proof(key, taken.digest().to_json()))
+            digest = taken.digest().to_json()
+            self._link.tell(StagerMessage.proof(key, digest))
+            if kept[1] == key.step:  # else no tier had a slot for it
+                self._tiers.prove(kept, digest)
 
     # -- the comparison ------------------------------------------------------------------------------------------
 
@@ -139,24 +157,33 @@ class ResumeCheck:
 
     def _compared(self, key: CheckpointId, now: StepDigest | str) -> ResumeProof:
         peers = self._peers
-        mine = None
-        if peers.rank == 0:
-            found = self._recorded(key)
-            mine = json.dumps(found if isinstance(found, str) else found.to_json()).encode()
-        said = json.loads(peers.broadcast(mine))
-        if isinstance(said, str):
-            return not_proven(said)
-        digests = ProofRecord.from_json(said).digests
+        digests = self._known(key)
+        if isinstance(digests, str):
+            return not_proven(digests)
         own = now if isinstance(now, str) else _compared_with(digests, peers, now)
         # Alike and well on every rank, as it should be: one word of each is enough.
         if peers.all_agree(isinstance(own, Comparison) and not (own.differences or own.notes)):
             assert isinstance(own, Comparison)
             return resume_proof([own] * peers.ranks, ranks_before=len(digests))
-        told = own if isinstance(own, str) else own.to_json()
+        told = own.to_json() if isinstance(own, Comparison) else own
         all_told = [json.loads(one) for one in gather(peers, json.dumps(told).encode())]
         if problems := [one for one in all_told if isinstance(one, str)]:
             return not_proven(problems[0])
-        return resume_proof([Comparison.from_json(one) for one in all_told], ranks_before=len(digests))
+        compared = [None if one is None else Comparison.from_json(one) for one in all_told]
+        return resume_proof(compared, ranks_before=len(digests))
+
+    def _known(self, key: CheckpointId) -> Sequence[Digest | None] | str:
+        """The digest of each rank in the step after this checkpoint, or the reason why all are unknown. Collective."""
+        peers, mine = self._peers, None
+        if peers.rank == 0:
+            found = self._recorded(key)
+            mine = json.dumps(found if isinstance(found, str) else found.to_json()).encode()
+        said = json.loads(peers.broadcast(mine))
+        kept: list[KeptProof] = []
+        if self._tiers.keeps_proofs:
+            for told in gather(peers, json.dumps(self._kept).encode()):
+                kept += [KeptProof(*one) for one in json.loads(told)]
+        return united(said if isinstance(said, str) else ProofRecord.from_json(said).digests, kept)
 
     def _recorded(self, key: CheckpointId) -> ProofRecord | str:
         """The record of the step after this checkpoint, or why it was not found. Rank 0."""
@@ -173,7 +200,8 @@ class ResumeCheck:
             if found is not None and found.key == key:
                 return found
         why = "; ".join(problems) or (
-            "the run before ended before the next step, called save() without step(), or had no stager"
+            "the run before ended before the next step, called save() without step(), or had neither a stager nor "
+            "local tiers"
         )
         return f"nothing is recorded of the step after {key}: {why}"
 
@@ -200,11 +228,32 @@ class ResumeCheck:
         return proof
 
 
-def _compared_with(digests: Sequence[Digest], peers: Peers, now: StepDigest) -> Comparison | str:
-    """How this rank's step compares with what was recorded, or why it cannot be compared."""
+def united(found: Sequence[Digest] | str, kept: Sequence[KeptProof]) -> Sequence[Digest | None] | str:
+    """The digest of each rank of the run before, from ring or store and tiers; or the reason why all are unknown."""
+    digests = [] if isinstance(found, str) else found
+    ranks = len(digests) or max((one.ranks for one in kept), default=0)
+    known = dict(enumerate(digests))
+    for one in kept:
+        if one.digest is None:
+            continue
+        if one.ranks != ranks or known.setdefault(one.rank, one.digest) != one.digest:
+            return f"what was recorded of rank {one.rank} is not the same in each place that has it"
+    if known:
+        return [known.get(rank) for rank in range(ranks)]
+    assert isinstance(found, str)
+    return "; ".join([found, *(one.problem for one in kept if one.problem)])
+
+
+def _compared_with(
+    digests: Sequence[Digest | None], peers: Peers, now: StepDigest
+) -> Comparison | str | None:
+    """How this rank's step compares with what was recorded, or why it cannot be compared; None: nothing was."""
     same_ranks = len(digests) == peers.ranks
+    recorded = digests[peers.rank] if same_ranks else next(filter(None, digests))
+    if recorded is None:
+        return None
     try:
-        before = StepDigest.from_json(digests[peers.rank if same_ranks else 0])
+        before = StepDigest.from_json(recorded)
     except ValueError as error:
         return f"rank {peers.rank}: {error}"
     if before.step != now.step:

@@ -30,6 +30,7 @@ from holdfast.image.save_record import StepRecord
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.step_proof import ResumeProof
+from trainer_side.ranks.deadlines import HANGING_SHARE, within
 from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.restore.choice import STORE, Candidate
 from trainer_side.restore.device_memory import take_to_device
@@ -52,6 +53,8 @@ from trainer_side.restore.uncast import offloaded
 from trainer_side.state.optimizer_places import located, optimizers_of
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.tree import telling, tensor_paths
+from trainer_side.tiers.slot_proof import KeptProof
+from trainer_side.tiers.tier import KeepsProofs
 
 _log = logging.getLogger("holdfast.restore")
 
@@ -78,6 +81,7 @@ class Restored:
         rewound: How `holdfast rewind` has brought training back to this step; None otherwise, and as soon as the new
             branch has checkpoints of its own.
         kept_trackers: Experiment tracker → its run, as slices in tiers or in the stager's ring name them.
+        kept_proofs: The proofs of this checkpoint in this rank's tiers.
     """
 
     step: int
@@ -94,6 +98,7 @@ class Restored:
     proof: ResumeProof | None = None
     rewound: Rewound | None = None
     kept_trackers: Mapping[str, str] = field(default_factory=dict)
+    kept_proofs: tuple[KeptProof, ...] = ()
 
     @property
     def trackers(self) -> dict[str, str]:
@@ -337,7 +342,32 @@ class RestoreAttempt:
             before=before,
             rewound=self._rewound,
             kept_trackers=candidate.trackers,
+            kept_proofs=self._kept_proofs(),
         )
+
+    def _kept_proofs(self) -> tuple[KeptProof, ...]:
+        """The proofs beside this rank's slices of the candidate, or of the same one if it was read from the store."""
+        job, manifest, rank = self._job, self._manifest, self._peers.rank
+        wanted: tuple[object, ...] | None = self._candidate.key
+        if wanted is None and manifest is not None:
+            wanted = *manifest.order, manifest.ranks, manifest.layout_digest
+        proofs: list[KeptProof] = []
+        for one in job.found.holders:
+            if one.rank != rank or wanted is None or one.key[: len(wanted)] != wanted:
+                continue
+            tier, kept = job.found.own[one.number]
+            if not isinstance(tier, KeepsProofs) or (rank, one.tier) in job.hanging:
+                continue
+            look = functools.partial(tier.proof, kept)
+            digest, problem = None, ""
+            try:
+                digest = within(look, job.seconds_max * HANGING_SHARE, name="holdfast-tier-proof")
+            except (HoldfastError, OSError) as error:  # a device that hangs, too
+                problem = f"rank {rank}: tier {one.tier}: {error}"
+            proof = KeptProof(one.slice_rank, one.key.ranks, digest, problem)
+            if proof not in proofs:  # several tiers have the same
+                proofs.append(proof)
+        return tuple(proofs)
 
     @property
     def _whole_in(self) -> frozenset[str]:

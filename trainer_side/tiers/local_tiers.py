@@ -20,6 +20,7 @@ from typing import NamedTuple
 from holdfast.config import TrainerConfig
 from holdfast.errors import HoldfastError
 from holdfast.image.layout import Layout
+from holdfast.image.proof_record import Digest
 from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import SliceFrame, frames_of
 from holdfast.ring.doubts import DoubtedSteps
@@ -33,7 +34,8 @@ from trainer_side.state import accelerator
 from trainer_side.tiers.commit_votes import CommitVotes
 from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator, farthest
 from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, ReplicaWatch, VoteLimits
-from trainer_side.tiers.tier import KeptSteps, Nearness, Order, SliceWriter, StepVerdict, Tier
+from trainer_side.tiers.slot_proof import StepProof
+from trainer_side.tiers.tier import KeepsProofs, KeptSteps, Nearness, Order, SliceWriter, StepVerdict, Tier
 from trainer_side.tiers.tier_inventory import TierInventory
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.tiers.tier_write import TierWrite
@@ -137,6 +139,7 @@ class LocalTiers(TierSet):
     ) -> None:
         assert tiers
         self.tiers, self.names = tuple(tiers), ", ".join(tier.name for tier in tiers)
+        self.keeps_proofs = any(isinstance(tier, KeepsProofs) for tier in tiers)
         self.attempt, self._job = job
         self._rank, self._report, self._inventory = port.rank, report, inventory
         self._writers_per_tier, self._call_seconds_max = config.tier_writers, config.tier_seconds_max
@@ -286,6 +289,7 @@ class LocalTiers(TierSet):
                 self._preemption.began(number, order, layout.image_bytes)
         if not writers:
             return None
+        self.begun = order
         direct = self.is_direct and 0 in writers and writers[0].memory is not None
         return TierWrite(
             order,
@@ -349,6 +353,11 @@ class LocalTiers(TierSet):
         write.cancel(reason)
         write.link_released.set()
         self.keep(write, None)
+
+    def prove(self, order: Order, digest: Digest) -> None:
+        for threads in self._threads:
+            if isinstance(threads.tier, KeepsProofs):
+                threads.prove(StepProof(order, digest))
 
     def skip(self, step: int, reason: Reason) -> None:
         if step > self._newest_step:

@@ -156,7 +156,8 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
                     _log.warning("%s", error)
                     missing[slot] = str(error)
                 else:
-                    kept.append(Kept(seal, layout, source, slot, complete=commitment.complete))
+                    seal_crc32, complete = commitment.seal_crc32, commitment.complete
+                    kept.append(Kept(seal, layout, source, slot, complete=complete, seal_crc32=seal_crc32))
             return Examined(superblock, layout, sector.slots, missing, tuple(kept))
     finally:
         os.close(file)

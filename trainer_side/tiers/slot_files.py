@@ -32,6 +32,7 @@ from trainer_side.tiers.first_touch import fill_file
 from trainer_side.tiers.medium import Medium
 from trainer_side.tiers.slot_file import Examined, SlotFile, examine, first_pages
 from trainer_side.tiers.slot_format import Superblock
+from trainer_side.tiers.slot_proof import proofs_of
 from trainer_side.tiers.slot_writer import OpenSlots
 from trainer_side.tiers.tier import Order
 from trainer_side.tiers.tier_directory import RankLock, TierDirectory
@@ -88,7 +89,8 @@ class SlotFiles:
             try:
                 found = examine(path, self._place, rank, layouts)
                 if all((named.attempt, named.step) < order for named in found.committed if named is not None):
-                    path.unlink()
+                    for one in (*proofs_of(path), path):
+                        one.unlink()
                     removed.append(path)
             except (HoldfastError, OSError) as error:
                 _log.warning("tier %s: %s is left where it is: %s", self._name, path, error)

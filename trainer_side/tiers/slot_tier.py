@@ -8,14 +8,17 @@ the first complete step ─► files of earlier layouts go
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.errors import ConfigError, DamageError, StoreError
+from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
+from holdfast.image.proof_record import Digest
+from holdfast.ring.directory import open_private_file
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import read_whole
@@ -24,11 +27,13 @@ from trainer_side.tiers.medium import Medium
 from trainer_side.tiers.slot_file import scan
 from trainer_side.tiers.slot_files import SlotFiles
 from trainer_side.tiers.slot_format import SLOTS_MAX, Superblock
+from trainer_side.tiers.slot_proof import proof_path, read_proof, slice_names
 from trainer_side.tiers.slot_writer import OpenSlots, SlotWriter
 from trainer_side.tiers.tier import Kept, Nearness
 from trainer_side.tiers.tier_directory import RankLock, TierDirectory, refuse_disk
 
 _DYING_SECONDS_MAX = 5.0
+_PROOF_BYTES_MAX = 1 << 20
 _log = logging.getLogger("holdfast.trainer")
 
 
@@ -132,6 +137,20 @@ class SlotTier:
         opened = self._open
         if opened is not None:
             self._place.write_doubt(opened.rank, steps)
+
+    def prove(self, attempt: int, step: int, digest: Digest) -> None:
+        opened = self._open
+        if opened is not None:  # else another process may write here
+            opened.prove((attempt, step), digest, self._place.replace_file)
+
+    def proof(self, kept: Kept) -> Digest | None:
+        seal, path = kept.seal, proof_path(Path(kept.place), kept.slot)
+        names = slice_names(seal.run, seal.rank, seal.layout_digest, kept.seal_crc32)
+        try:
+            with translated("read", path), open(open_private_file(path, os.O_RDONLY), "rb") as file:  # noqa: PTH123
+                return read_proof(file.read(_PROOF_BYTES_MAX), seal.order, names, source=str(path))
+        except StoreMissing:
+            return None
 
     def kept(self) -> list[Kept]:
         self._damage = []

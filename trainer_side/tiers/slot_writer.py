@@ -10,16 +10,21 @@ nothing. `record` makes commits come one after the other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from holdfast.errors import StoreError
 from holdfast.faultpoint import Point, reach
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
+from holdfast.image.proof_record import Digest, ProofRecord
 from holdfast.image.slices import SliceSeal, frames_of
 from trainer_side.tiers.file_slots import FileSlots, SlotEntry
 from trainer_side.tiers.slot_file import SlotFile
 from trainer_side.tiers.slot_format import Commitment
+from trainer_side.tiers.slot_proof import proof_path, slice_names
 from trainer_side.tiers.tier import Order
 
 
@@ -89,11 +94,28 @@ class OpenSlots:
             self._slots.void(order)
 
     def unseal(self, slot: int) -> None:
-        """Make sure that no reader finds the slot sealed from now on."""
+        """Make sure that no reader finds the slot sealed from now on, and remove its proof."""
         with self._record:
             if self.file.names(slot):
                 self._commit()
                 reach(Point.SLOT_UNSEALED)
+            with suppress(OSError):  # one that is left counts for no other slice
+                self._proof_path(slot).unlink(missing_ok=True)
+
+    def prove(self, order: Order, digest: Digest, write: Callable[[Path, bytes], None]) -> None:
+        """Keep what the rank used in the step after this one, if its slice is sealed here. Raises `StoreError`."""
+        with self._record:  # so that nobody takes the slot meanwhile
+            with self._core:
+                table = self._slots.table()
+            slot = next((slot for slot, entry in enumerate(table) if entry and entry.order == order), None)
+            if slot is None:
+                return
+            reach(Point.PROOF_DUE)
+            names = slice_names(self.run, self.rank, self.layout.digest, self._seals[slot].seal_crc32)
+            write(self._proof_path(slot), ProofRecord(CheckpointId(*order), (digest,), names).to_bytes())
+
+    def _proof_path(self, slot: int) -> Path:
+        return proof_path(Path(self.file.source), slot)
 
     def is_wanted(self, slot: int) -> bool:
         with self._core:

@@ -26,6 +26,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from holdfast.image.layout import Layout
+from holdfast.image.proof_record import Digest
 from holdfast.image.slices import SliceSeal
 from holdfast.ring.doubts import DoubtedSteps
 from holdfast.telemetry.causes import Reason
@@ -58,6 +59,7 @@ class Kept:
         absent: Chunks whose frame is missing; none in a tier, where a sealed slice is whole.
         doubt: Why its checkpoint may be torn; empty where nobody doubts it.
         complete: Every rank is known to have sealed this step: it was a whole checkpoint.
+        seal_crc32: CRC-32 of the seal's bytes, where a record names it; for the proof of the slice.
     """
 
     seal: SliceSeal
@@ -67,6 +69,7 @@ class Kept:
     absent: frozenset[int] = frozenset()
     doubt: str = ""
     complete: bool = False
+    seal_crc32: int = 0
 
 
 class StepVerdict(NamedTuple):
@@ -169,6 +172,17 @@ class NamesDamage(Protocol):
 
     def damage(self) -> Sequence[str]:
         """The slices that the last `kept` has left out, with the reasons. The thread that called `kept`."""
+
+
+@runtime_checkable
+class KeepsProofs(Protocol):
+    """A place that keeps beside a slice what its rank used in the step after it. StoreError: the device refused."""
+
+    def prove(self, attempt: int, step: int, digest: Digest) -> None:
+        """Keep the digest durably, as long as the slice stays; does nothing without a sealed slice of this step."""
+
+    def proof(self, kept: Kept) -> Digest | None:
+        """The digest beside a slice that `kept` has named; None without one. Raises `DamageError`: it is damaged."""
 
 
 class Tier(Keeps, Protocol):

@@ -6,6 +6,7 @@
         rank-00003-<8 hex of layout and slots>-2.slots           the same, beside one that was damaged
         rank-00003-….slots.new                                   being made; it has no meaning yet
         rank-00003.doubts                                        steps that may be torn, as rank 3 has heard
+        rank-00003-<8 hex of layout and slots>.1.proof           what rank 3 used in the step after that in slot 1
 
 The lock is the kernel's (`flock`): it ends with its holder in every case, so there is no stale lock.
 """
@@ -142,11 +143,15 @@ class TierDirectory:
         known = _doubts_in(path)
         if steps in known:
             return
-        fresh = path.with_suffix(".doubts.new")
+        self.replace_file(path, to_bytes([*known, steps]))
+
+    def replace_file(self, path: Path, data: bytes) -> None:
+        """Replace a small file of this directory, whole and durably. Only for the holder of the rank's lock."""
+        fresh = path.with_name(f"{path.name}.new")
         with translated("write", fresh):
             descriptor = open_private_file(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             with open(descriptor, "wb") as file:  # noqa: PTH123 (a descriptor, opened without following links)
-                file.write(to_bytes([*known, steps]))
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             fresh.rename(path)

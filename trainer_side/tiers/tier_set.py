@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from holdfast.errors import HoldfastError
 from holdfast.image.layout import Layout
+from holdfast.image.proof_record import Digest
 from holdfast.image.save_record import SaveRecord
 from holdfast.notices.notice import Notice
 from holdfast.telemetry.causes import Reason
@@ -94,12 +95,16 @@ class TierSet:
         names: The tiers, for people; empty without any.
         attempt: The attempt in the names of this job's slices; 0 without tiers.
         complete_step: Newest step of this job that every rank has sealed in some tier; -1 before the first. Any thread.
+        begun: The step that was begun last in some tier, as its slices name it.
+        keeps_proofs: Whether a tier keeps what the step after a slice used; the same on every rank.
     """
 
     tiers: Sequence[Tier] = ()
     names = ""
     attempt = 0
     complete_step = -1
+    begun: Order = (0, -1)
+    keeps_proofs = False
 
     def __init__(self, council: RankCouncil) -> None:
         self.council = council
@@ -178,6 +183,9 @@ class TierSet:
     def hurry(self, seconds_max: float) -> None:
         """From now on wait no longer than that for answers of the council."""
         self.council.hurry(seconds_max)
+
+    def prove(self, order: Order, digest: Digest) -> None:
+        """Keep what this rank used in the step after `order` beside its slices, once they are sealed."""
 
     def skip(self, step: int, reason: Reason) -> None:
         """This rank takes no checkpoint of `step`; the others need not wait for it."""

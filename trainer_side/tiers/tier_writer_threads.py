@@ -26,7 +26,8 @@ from holdfast.errors import HoldfastError, StoreError
 from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.background_thread import BackgroundThread, ThreadDied
 from trainer_side.ranks.deadlines import within
-from trainer_side.tiers.tier import Order, StepVerdict, Tier
+from trainer_side.tiers.slot_proof import StepProof
+from trainer_side.tiers.tier import KeepsProofs, Order, StepVerdict, Tier
 from trainer_side.tiers.tier_write import SlotWrite, TierWrite
 
 _log = logging.getLogger("holdfast.trainer.tiers")
@@ -171,7 +172,7 @@ class TierWriterThreads:
         self.calls = TierCalls(tier.name, rank, seconds_max=call_seconds_max)
         self._changed = threading.Condition()
         self._parts: list[SlotWrite] = []
-        self._verdicts: list[StepVerdict] = []  # not taken to the tier yet
+        self._verdicts: list[StepVerdict | StepProof] = []  # not taken to the tier yet
         self._delivering = 0
         self._slots_read: list[TierWrite] = []  # their slots are the areas, which others may still read
         self._logged = ""  # the last failure
@@ -221,6 +222,12 @@ class TierWriterThreads:
                     if part.write.order == verdict.order and not part.sealing and not part.given_up:
                         part.given_up = DeclineCause.VOID.because(verdict.why)
             self._verdicts.append(verdict)
+            self._changed.notify_all()
+
+    def prove(self, proof: StepProof) -> None:
+        """Keep a proof once its slice is sealed. Training thread."""
+        with self._changed:
+            self._verdicts.append(proof)
             self._changed.notify_all()
 
     def look(self) -> None:
@@ -304,7 +311,7 @@ class TierWriterThreads:
         with self._changed:
             self._changed.notify_all()
 
-    def _take_verdicts(self) -> list[StepVerdict]:
+    def _take_verdicts(self) -> list[StepVerdict | StepProof]:
         """Verdicts that nothing holds back any more. Each goes to `_deliver`; under the lock."""
         self._slots_read = [
             write
@@ -316,7 +323,9 @@ class TierWriterThreads:
         self._delivering += len(ready)
         return ready
 
-    def _is_held_back(self, verdict: StepVerdict) -> bool:
+    def _is_held_back(self, verdict: StepVerdict | StepProof) -> bool:
+        if isinstance(verdict, StepProof):
+            return any(part.write.order == verdict.order for part in self._parts)
         if verdict.complete:  # the tier may then give away the slot of any older step
             return any(write.order <= verdict.order for write in self._slots_read)
         return any(write.order == verdict.order for write in self._slots_read)
@@ -414,11 +423,14 @@ class TierWriterThreads:
         except Exception as error:  # noqa: BLE001 - as above
             _log.error("rank %d: tier %s: %s", self._rank, self.tier.name, error)
 
-    def _deliver(self, verdict: StepVerdict) -> None:
+    def _deliver(self, verdict: StepVerdict | StepProof) -> None:
         attempt, step = verdict.order
         try:
-            with self.calls.noted(f"the verdict on step {step}"):
-                if verdict.complete:
+            with self.calls.noted(f"the verdict on step {step}, or its proof"):
+                if isinstance(verdict, StepProof):
+                    assert isinstance(self.tier, KeepsProofs)
+                    self.tier.prove(attempt, step, verdict.digest)
+                elif verdict.complete:
                     self.tier.complete(attempt, step)
                 else:
                     self.tier.void(attempt, step)

@@ -11,6 +11,7 @@ from tests.chaos.cells import (
     DOUBT_CELLS,
     GROWTH_CELLS,
     OUTAGE_CELLS,
+    PROOF_CELLS,
     READING_CELLS,
     SPLIT_CELLS,
     TCP_CELLS,
@@ -31,6 +32,7 @@ ALL = (
     *READING_CELLS,
     *GROWTH_CELLS,
     *OUTAGE_CELLS,
+    *PROOF_CELLS,
 )
 
 

@@ -1,6 +1,8 @@
 """A small training with everything that a step may use; it is killed after a checkpoint, or resumes wrongly if told so.
 
 proven.py STEPS KILL_AT [FAULT …]      KILL_AT: its step is the last that is done before the kill; -1: none
+
+With local tiers it is killed when the proof of every rank is in each of them.
 """
 
 from __future__ import annotations
@@ -9,6 +11,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,14 +21,29 @@ import torch.distributed as dist
 from holdfast import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
 
 EVERY = 4
-_DURABLE_SECONDS_MAX = 60.0
+_SECONDS_MAX = 60.0
 
 
-def wait_for_durable(checkpointer: Checkpointer, step: int) -> None:
-    deadline = time.monotonic() + _DURABLE_SECONDS_MAX
-    while checkpointer.durable_step < step:
-        assert time.monotonic() < deadline, f"step {step} is not durable"
+def wait_for(what: str, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _SECONDS_MAX
+    while not condition():
+        assert time.monotonic() < deadline, what
         time.sleep(0.01)
+
+
+def wait_for_safe(checkpointer: Checkpointer, step: int) -> None:
+    """Until a kill loses nothing of this step."""
+    tiers = [Path(spec.partition(":")[2]) for spec in os.environ.get("HOLDFAST_TIERS", "").split(",") if spec]
+    if not tiers:
+        wait_for(f"step {step} is not durable", lambda: checkpointer.durable_step >= step)
+        return
+    wait_for(f"step {step} is not kept", lambda: checkpointer.kept_step >= step)
+    for tier in tiers:
+        wait_for(f"{tier} has not all proofs", partial(has_proofs, tier, checkpointer.ranks))
+
+
+def has_proofs(tier: Path, ranks: int) -> bool:
+    return len([*tier.rglob("*.proof")]) == ranks
 
 
 def main(steps: int, kill_at: int, *faults: str) -> None:
@@ -52,6 +72,8 @@ def main(steps: int, kill_at: int, *faults: str) -> None:
             optimizer.param_groups[0]["lr"] = 0.3
         for step in range(first, steps):
             batch = samples[next(batches)]
+            if "shuffled" in faults:
+                batch = batch.flip(0)
             loss = model(batch).square().mean()
             loss.backward()
             for parameter in model.parameters():
@@ -63,7 +85,7 @@ def main(steps: int, kill_at: int, *faults: str) -> None:
             if step == first and checkpointer.restored is not None and checkpointer.restored.proof:
                 print(f"rank {rank}: {checkpointer.restored.proof.verdict}", flush=True)
             if step == kill_at:
-                wait_for_durable(checkpointer, (step + 1) // EVERY * EVERY - 1)
+                wait_for_safe(checkpointer, (step + 1) // EVERY * EVERY - 1)
                 os.kill(os.getpid(), signal.SIGKILL)
     dist.destroy_process_group()
 

@@ -113,6 +113,19 @@ def test_the_ranks_that_differ_are_named() -> None:
     assert "data differ on every rank (" in resume_proof([other, other], ranks_before=2).text
 
 
+def test_ranks_of_which_nothing_is_recorded_are_named() -> None:
+    fine = compare(BEFORE, BEFORE, same_ranks=True)
+    other = compare(BEFORE, changed(batch=1), same_ranks=True)
+    lost = resume_proof([None, None, fine], ranks_before=3)
+    assert lost.verdict is ProofVerdict.NOT_PROVEN
+    assert lost.text.startswith("resume not proven: nothing is recorded of rank 0, 1; data, random numbers, ")
+    assert lost.text.endswith(" are those of the run before on rank 2")
+    differs = resume_proof([None, other], ranks_before=2)
+    assert differs.verdict is ProofVerdict.DIFFERS
+    assert "data differ on rank 1 (" in differs.text
+    assert differs.text.endswith("; nothing is recorded of rank 0")
+
+
 def test_a_digest_survives_its_json() -> None:
     digest = changed(loss=math.inf)
     assert StepDigest.from_json(digest.to_json()) == digest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,42 @@ from trainer_side.proof.digest_taker import StepInput
 from trainer_side.proof.resume_check import ResumeCheck
 from trainer_side.proof.step_digest import StepDigest
 from trainer_side.ranks.peers import LonePeers, Peers
+from trainer_side.tiers.slot_proof import KeptProof
+from trainer_side.tiers.tier import Order
+from trainer_side.tiers.tier_set import RankCouncil, TierSet
 
 KEY = CheckpointId(1, 3)
+NO_TIERS = TierSet(RankCouncil())
+
+
+class PlayedTiers(TierSet):
+    """Local tiers that keep what they are told."""
+
+    keeps_proofs = True
+
+    def __init__(self) -> None:
+        super().__init__(RankCouncil())
+        self.digests: list[tuple[Order, Digest]] = []
+
+    def prove(self, order: Order, digest: Digest) -> None:
+        self.digests.append((order, digest))
 
 
 class PlayedLink:
-    """A stager that keeps what it is told."""
+    """A stager that keeps what it is told; `alone`: there is none."""
 
-    def __init__(self, store: Path, *, rank: int = 0, ring: ProofRecord | None = None) -> None:
-        self.job = JobState(rank, 1, store_url=str(store), chunk_bytes=4096, attempt=1)
+    def __init__(
+        self, store: Path, *, rank: int = 0, ring: ProofRecord | None = None, alone: bool = False
+    ) -> None:
+        attempt = None if alone else 1
+        self.job = JobState(rank, 1, store_url=str(store), chunk_bytes=4096, attempt=attempt)
         self.digests: list[tuple[CheckpointId, Digest]] = []
         self.verdicts: list[tuple[CheckpointId, ResumeProof]] = []
         self._ring = ring
 
     def tell(self, message: StagerMessage) -> None:
+        if not self.job.has_stager:
+            return
         key, said = read_proof(wire.decode(message.encode(self.job.attempts)))
         if isinstance(said, ResumeProof):
             self.verdicts.append((key, said))
@@ -52,10 +74,18 @@ class PlayedLink:
 class Trained:
     """One rank with an optimizer, whose batches are of its own."""
 
-    def __init__(self, link: Any, peers: Peers, *, stops: bool = False, lr: float = 0.5) -> None:
+    def __init__(
+        self,
+        link: Any,
+        peers: Peers,
+        *,
+        tiers: TierSet = NO_TIERS,
+        stops: bool = False,
+        lr: float = 0.5,
+    ) -> None:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
         self.check = ResumeCheck(
-            {"optimizer": optimizer}, link, peers, EventLog(None, role="trainer"), stops=stops
+            {"optimizer": optimizer}, link, tiers, peers, EventLog(None, role="trainer"), stops=stops
         )
         self._rank = peers.rank
 
@@ -246,3 +276,123 @@ def test_a_verified_resume_is_information_and_others_are_warnings(
         resumed(store, 1)
     levels = [one.levelno for one in caplog.records if one.message.startswith("resume ")]
     assert levels == [logging.WARNING, logging.WARNING]
+
+
+# -- local tiers ---------------------------------------------------------------------------------------------------
+
+
+def kept_by(record: ProofRecord, *ranks: int, of: int = 0) -> list[KeptProof]:
+    """As the tiers that have the slices of these ranks give it."""
+    digests = record.digests
+    return [
+        KeptProof(rank, of or len(digests), digests[rank] if rank in ranks else None)
+        for rank in range(len(digests))
+    ]
+
+
+def resumed_from_tiers(
+    store: Path,
+    kept: Sequence[Sequence[KeptProof]],
+    *,
+    stored: ProofRecord | None = None,
+    wrong: Callable[[int], int] = lambda _: 0,
+) -> ResumeProof:
+    """The verdict of a job without a stager in which each rank has found this in its tiers."""
+    if stored is not None:
+        (store / proof_name("step-000000003.pt")).write_bytes(stored.to_bytes())
+
+    def resume(peers: Peers) -> ResumeProof | None:
+        link = PlayedLink(store, rank=peers.rank, alone=True)
+        trained = Trained(link, peers, tiers=PlayedTiers())
+        trained.check.restored(KEY, kept[peers.rank])
+        return trained.step(4, shift=wrong(peers.rank))
+
+    found = Ranks(len(kept)).run(resume)
+    assert found[0] is not None
+    assert len(set(found)) == 1
+    return found[0]
+
+
+def test_without_a_stager_each_rank_records_into_its_tiers(store: Path) -> None:
+    tiers = PlayedTiers()
+    trained = Trained(PlayedLink(store, alone=True), LonePeers(), tiers=tiers)
+    trained.step(3)
+    trained.check.saved(3)
+    tiers.begun = (7, 3)
+    for step in (4, 5, 6):
+        trained.step(step, newest=3)
+    trained.check.saved(7)  # the tiers had no slot for this one
+    for step in (8, 9):
+        trained.step(step, newest=7)
+    ((order, digest),) = tiers.digests
+    assert (order, digest["step"]) == ((7, 3), 4)
+
+
+def test_with_a_stager_one_digest_goes_to_both(store: Path) -> None:
+    link, tiers = PlayedLink(store), PlayedTiers()
+    trained = Trained(link, LonePeers(), tiers=tiers)
+    tiers.begun = (9, 3)  # the tiers were ahead of the store
+    trained.step(4, newest=3)
+    trained.check.close()
+    ((key, told),) = link.digests
+    ((order, kept),) = tiers.digests
+    assert (key, order) == (KEY, (9, 3))
+    assert told == kept
+
+
+def test_a_resume_is_verified_by_what_each_rank_has_kept(store: Path) -> None:
+    record = recorded(store, 2)
+    verified = "resume verified: data, learning rate and loss are those of the run before"
+    own = [kept_by(record, rank) for rank in (0, 1)]
+    assert resumed_from_tiers(store, own).text == verified
+    # The ranks have changed their machines, or rank 0 has found all.
+    assert resumed_from_tiers(store, own[::-1]).text == verified
+    assert resumed_from_tiers(store, [kept_by(record, 0, 1), []]).text == verified
+    assert resumed_from_tiers(store, own, stored=record).text == verified
+
+
+def test_a_rank_that_differs_from_what_it_had_kept_is_named(store: Path) -> None:
+    record = recorded(store, 2)
+    proof = resumed_from_tiers(store, [kept_by(record, 0, 1), []], wrong=lambda rank: rank)
+    assert proof.verdict is ProofVerdict.DIFFERS
+    assert "data differ on rank 1 (" in proof.text
+
+
+def test_a_machine_that_is_lost_leaves_the_resume_unproven_unless_others_differ(store: Path) -> None:
+    record = recorded(store, 3)
+    kept = [kept_by(record, 0, 1), [], []]
+    assert resumed_from_tiers(store, kept).text == (
+        "resume not proven: nothing is recorded of rank 2; data, learning rate and loss are those of the run before "
+        "on rank 0, 1"
+    )
+    proof = resumed_from_tiers(store, kept, wrong=lambda rank: rank)
+    assert proof.verdict is ProofVerdict.DIFFERS
+    assert "data differ on rank 1 (" in proof.text
+    assert proof.text.endswith("; nothing is recorded of rank 2")
+    assert resumed_from_tiers(store, kept, stored=record).verdict is ProofVerdict.VERIFIED
+
+
+def test_other_ranks_are_compared_with_one_that_kept_something(store: Path) -> None:
+    proof = resumed_from_tiers(store, [kept_by(recorded(store, 2), 1)])
+    assert proof.verdict is ProofVerdict.VERIFIED
+    assert "1 ranks instead of 2" in proof.text
+
+
+def test_places_that_do_not_agree_prove_nothing(store: Path) -> None:
+    record = recorded(store, 2)
+    other = record._replace(digests=(record.digests[0], {**record.digests[1], "batch": 1}))
+    said = "resume not proven: what was recorded of rank 1 is not the same in each place that has it"
+    for kept, stored in (
+        ([kept_by(record, 0, 1), []], other),
+        ([kept_by(record, 0, 1), kept_by(other, 1)], None),
+        ([kept_by(record, 1, of=3), []], record),
+    ):
+        (store / proof_name("step-000000003.pt")).unlink(missing_ok=True)
+        assert resumed_from_tiers(store, kept, stored=stored) == (ProofVerdict.NOT_PROVEN, said)
+
+
+def test_a_damaged_file_beside_a_slot_is_named(store: Path) -> None:
+    torn = KeptProof(0, 1, None, "rank 0: tier memory: rank-00000-ab.1.proof: the proof is cut short")
+    proof = resumed_from_tiers(store, [[torn]])
+    assert proof.verdict is ProofVerdict.NOT_PROVEN
+    assert proof.text.endswith(f"had neither a stager nor local tiers; {torn.problem}")

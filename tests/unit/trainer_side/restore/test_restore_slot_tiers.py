@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from holdfast.image.proof_record import Digest
 from holdfast.image.slices import frames_of
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers
 from tests.support.slices import Checkpoint, checkpoint, keep
@@ -19,7 +20,7 @@ from trainer_side.restore.restore import restore
 from trainer_side.restore.restore_attempt import Restored
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.open_tiers import open_tier
-from trainer_side.tiers.tier import Tier
+from trainer_side.tiers.tier import KeepsProofs, Tier
 
 _KINDS = ("memory", "nvme", "file", "pm")
 
@@ -40,13 +41,17 @@ class Machines:
         self._opened.append(open_tier(f"{kind}:{self.place(number, kind)}", str(self._root / "run")))
         return self._opened[-1]
 
-    def save(self, made: Checkpoint, number: int, *ranks: int, kind: str = "nvme") -> None:
-        """Let these ranks, on this machine, keep their slices, and end."""
+    def save(
+        self, made: Checkpoint, number: int, *ranks: int, kind: str = "nvme", proven: bool = False
+    ) -> None:
+        """Let these ranks, on this machine, keep their slices, and what the step after used; and end."""
         tiers = [self.open(number, kind) for _ in ranks]
         for rank, tier in zip(ranks, tiers, strict=True):
             keep(tier, made, rank, complete=False)
         for tier in tiers:
             tier.complete(made.attempt, made.step)
+            if proven and isinstance(tier, KeepsProofs):
+                tier.prove(made.attempt, made.step, {"step": made.step + 1})
             tier.close()
 
     def close(self) -> None:
@@ -173,6 +178,64 @@ def test_an_unfinished_step_gives_way_to_the_one_before(machines: Machines, stor
     tier.close()
     results = assert_step(*bring_back(store, [[machines.open(0)], [machines.open(1)]]), 5)
     assert "step 6 (attempt 1)" in results[0].skipped[0]
+
+
+def kept_proofs(results: Sequence[Restored | None]) -> list[list[tuple[int, Digest | None, str]]]:
+    return [
+        [(one.rank, one.digest, one.problem) for one in result.kept_proofs]
+        for result in results
+        if result is not None
+    ]
+
+
+def test_each_rank_gives_the_proofs_beside_its_slices(machines: Machines, store: CountingStore) -> None:
+    for step in (4, 5):
+        machines.save(saved(step), 0, 0, proven=True)
+        machines.save(saved(step), 0, 0, kind="memory", proven=True)
+        machines.save(saved(step), 1, 1, proven=step == 4)
+    tiers = [[machines.open(0), machines.open(0, "memory")], [machines.open(1)]]
+    results, _ = bring_back(store, tiers)
+    assert kept_proofs(results) == [[(0, {"step": 6}, "")], [(1, None, "")]]
+    results, _ = bring_back(store, tiers, step=4)
+    assert kept_proofs(results) == [[(0, {"step": 5}, "")], [(1, {"step": 5}, "")]]
+
+
+def test_a_checkpoint_from_the_store_has_the_proofs_of_its_slices_and_of_no_other_job(
+    machines: Machines, store: CountingStore
+) -> None:
+    made = saved(5)
+    made.publish(Path(store.url))
+    for rank in range(2):
+        machines.save(made, rank, rank, proven=True)
+    shutil.rmtree(machines.place(1, "nvme"))
+    results, _ = bring_back(store, [[machines.open(0)], [machines.open(1)]])
+    assert kept_proofs(results) == [[(0, {"step": 6}, "")], []]
+    machines.save(saved(5, attempt=2), 0, 0, proven=True)  # of which nobody has the other slice
+    results, _ = bring_back(store, [[machines.open(0)], [machines.open(1)]])
+    assert kept_proofs(results) == [[(0, {"step": 6}, "")], []]
+
+
+def test_a_proof_of_another_job_of_the_same_attempt_is_left_out(
+    machines: Machines, store: CountingStore
+) -> None:
+    for rank in range(2):
+        machines.save(saved(5, job="one"), rank, rank)
+    machines.save(saved(5, job="other"), 0, 0, kind="memory", proven=True)
+    tiers = [[machines.open(0, "memory"), machines.open(0)], [machines.open(1)]]
+    assert kept_proofs(bring_back(store, tiers)[0]) == [[(0, None, "")], [(1, None, "")]]
+
+
+def test_a_torn_proof_costs_the_restore_nothing(machines: Machines, store: CountingStore) -> None:
+    for rank in range(2):
+        machines.save(saved(5), rank, rank, proven=True)
+    (path,) = machines.place(1, "nvme").rglob("*.proof")
+    path.write_bytes(path.read_bytes()[:-9])
+    results, runs = bring_back(store, [[machines.open(0)], [machines.open(1)]])
+    assert_step(results, runs, 5)
+    (whole,), ((rank, digest, problem),) = kept_proofs(results)
+    assert whole == (0, {"step": 6}, "")
+    assert (rank, digest) == (1, None)
+    assert f"{path}: the proof is cut short" in problem
 
 
 def test_the_newest_attempt_is_found_in_a_tier(machines: Machines, store: CountingStore) -> None:

@@ -15,6 +15,7 @@ import pytest
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
+from holdfast.image.proof_record import Digest
 from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import FRAME_ALIGNMENT_BYTES
 from holdfast.notices.notice import Notice, NoticeKind
@@ -28,7 +29,7 @@ from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
 from trainer_side.tiers.medium import CachedFile, PmFile
 from trainer_side.tiers.open_tiers import open_tiers
 from trainer_side.tiers.slot_files import SlotFiles
-from trainer_side.tiers.tier import Tier
+from trainer_side.tiers.tier import KeepsProofs, Tier
 from trainer_side.tiers.tier_inventory import TierInventory
 from trainer_side.tiers.tier_write import TierWrite
 
@@ -89,6 +90,17 @@ class Rank:
 
     def kept(self, number: int = 0) -> list[int]:
         return [one.seal.step for one in self.tiers[number].kept() if one.seal.rank == self.rank]
+
+    def proofs(self, step: int) -> list[Digest]:
+        """Those that the tiers have of this step."""
+        found = [
+            tier.proof(one)
+            for tier in self.tiers
+            if isinstance(tier, KeepsProofs)
+            for one in tier.kept()
+            if one.seal.step == step
+        ]
+        return [digest for digest in found if digest is not None]
 
     def bytes_of(self, step: int, number: int = 0) -> set[int]:
         """All values that the kept slice has, after its CRCs were compared."""
@@ -365,6 +377,48 @@ def test_without_a_stager_a_notice_is_over_when_its_step_is_in_the_farthest_tier
     assert all(one.notice is not None and one.notice.rank == 1 for one in appointments)
     _close(ranks)
     assert "emergency_failed" not in happened()
+
+
+def test_a_proof_is_written_once_its_slice_is_sealed(specs: list[str]) -> None:
+    rank = Rank(specs)
+    keeping, area = rank.save(3, frames=1)
+    assert rank.local.keeps_proofs
+    assert rank.local.begun == (1, 3)
+    rank.local.prove((1, 3), {"step": 4})
+    assert rank.proofs(3) == []
+    area.fill(3)
+    assert keeping.released.wait(60)
+    until(lambda: rank.proofs(3) == [{"step": 4}] * 2)
+    rank.save(5)
+    rank.local.prove((1, 5), {"step": 6})
+    rank.local.prove((1, 9), {"step": 10})  # of a step that no tier has begun
+    rank.local.close(60)
+    assert (rank.proofs(3), rank.proofs(5)) == ([{"step": 4}] * 2, [{"step": 6}] * 2)
+
+
+def test_a_proof_of_a_step_that_was_given_up_goes_with_it(specs: list[str]) -> None:
+    rank = Rank(specs)
+    keeping, _ = rank.save(3, frames=1)
+    rank.local.prove((1, 3), {"step": 4})
+    keeping.cancel(DeclineCause.FAILED.because("of the test"))
+    assert keeping.released.wait(60)
+    rank.local.close(60)
+    assert rank.kept(0) == rank.kept(1) == []
+    assert not any(threads._verdicts for threads in rank.lanes)
+
+
+def test_a_proof_that_a_device_refuses_costs_nothing_but_itself(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(rank.tiers[1], "prove", refuse)
+    assert rank.save(3)[0].released.wait(60)
+    rank.local.prove((1, 3), {"step": 4})
+    until(lambda: "disk: the disk is full" in caplog.text)
+    until(lambda: rank.proofs(3) == [{"step": 4}])
+    assert rank.kept(0) == rank.kept(1) == [3]
 
 
 def test_a_tier_that_fails_loses_its_step_and_nothing_else(

@@ -1,0 +1,145 @@
+"""What the ranks say of the steps after their checkpoints, and what becomes of it.
+
+in the store ⇒ beside     a proof lies beside a checkpoint that is listed, and is of that very one
+recorded ⇒ said           it has what each rank of that job has said, and nothing else
+kept                      it goes only with its checkpoint; nobody has removed it if that stays
+asked ⇒ that one          what the stager gives for a checkpoint is the proof of it, or nothing
+said ⇒ in the store       in the end, where nothing befalls a world
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import HoldfastError
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.manifest import Manifest, State, is_manifest_name
+from holdfast.image.proof_record import Digest, ProofRecord, is_proof_name
+from holdfast.ring.remains import Asked
+from tests.simulation.transport import Job
+from trainer_side.link.stager_message import StagerMessage
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+    from trainer_side.link.link import Link
+
+__all__ = ["ProofChecks", "ProofTeller"]
+
+_ASKED_MAX = 4
+
+
+class ProofTeller:
+    """One rank, which tells the stager what it used in the step after each checkpoint, in worlds that prove."""
+
+    def __init__(self, world: World, job: Job, link: Link) -> None:
+        self._world, self._job, self._link = world, job, link
+        self._saved: CheckpointId | None = None
+
+    def saved(self, step: int) -> None:
+        """A step was offered."""
+        if self._world.plan.proves:
+            self._saved = CheckpointId(self._link.job.attempt, step)
+
+    def stepped(self) -> None:
+        """The next step is done."""
+        key, self._saved = self._saved, None
+        if key is not None:
+            rank = self._link.job.rank
+            self._world.proofs.say(key, self._job.number, rank)
+            self._link.tell(StagerMessage.proof(key, used(key, self._job.number, rank)))
+
+    def ask(self) -> None:
+        """Rank 0 asks for the newest proofs, as one that resumes does."""
+        if not self._world.plan.proves or self._link.job.rank:
+            return
+        for key in sorted(self._world.proofs.said)[-_ASKED_MAX:]:
+            try:
+                answer = self._link.fetch(Asked.PROOF, attempt=key.attempt, step=key.step)
+            except HoldfastError:
+                return  # the stager is gone
+            if answer is not None:
+                self._world.proofs.check_record(ProofRecord.from_bytes(answer), key, "the stager")
+
+
+def used(key: CheckpointId, job: int, rank: int) -> Digest:
+    """What a rank says."""
+    return {"step": key.step + 1, "job": job, "rank": rank}
+
+
+class ProofChecks:
+    """The invariants of the proofs in one world.
+
+    Attributes:
+        said: Checkpoint → the job, and those of its ranks that have said what they used.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.said: dict[CheckpointId, tuple[int, set[int]]] = {}
+        self._known: dict[str, tuple[bytes, bytes | None]] = {}  # proof → itself and the manifest beside it
+        self._seen: set[str] = set()
+
+    def say(self, key: CheckpointId, job: int, rank: int) -> None:
+        self.said.setdefault(key, (job, set()))[1].add(rank)
+
+    def after_change(self) -> None:
+        """Look at the proofs in the store."""
+        objects = self._world.store.objects
+        for name, data in objects.items():
+            if not is_proof_name(name):
+                continue
+            beside = objects.get(_manifest_of(name))
+            known = self._known.get(name)
+            if known is not None and known[0] is data and known[1] is beside:
+                continue
+            if beside is None:
+                self._broken(f"{name} lies in the store without its checkpoint")
+                return
+            key = Manifest.from_bytes(beside, source=name).order
+            self.check_record(ProofRecord.from_bytes(data), key, name)
+            self._known[name] = data, beside
+            self._seen.add(name)
+
+    def check_record(self, record: ProofRecord, key: CheckpointId, where: str) -> None:
+        job, ranks = self.said.get(key, (-1, set[int]()))
+        said = [used(key, job, rank) for rank in range(self._world.plan.ranks)]
+        if record.key != key:
+            self._broken(f"{where}: asked for the proof of {key}, got that of {record.key}")
+        elif list(record.digests) != said or len(ranks) < len(said):
+            self._broken(f"{where}: {key} has the proof {record.digests}, said was {said} by ranks {ranks}")
+
+    def at_the_end(self, *, undisturbed: bool) -> None:
+        world = self._world
+        if world.intruder is not None:
+            return
+        objects = world.store.objects
+        kept = self._kept(objects)
+        for name in sorted(kept.keys() & self._seen - objects.keys()):
+            self._broken(f"{name} was removed, and its checkpoint stays")
+        if not undisturbed:
+            return
+        for name in sorted(kept.keys() - objects.keys()):
+            _, ranks = self.said.get(kept[name], (-1, set[int]()))
+            if len(ranks) == world.plan.ranks:
+                self._broken(f"nothing is wrong, and {name} was never written")
+
+    def _kept(self, objects: Any) -> dict[str, CheckpointId]:
+        """The names of the proofs of all checkpoints that retention keeps: a killed one may be in the midst of it."""
+        listed = [
+            Manifest.from_bytes(data, source=name) for name, data in objects.items() if is_manifest_name(name)
+        ]
+        good: Sequence[Manifest] = sorted(
+            (one for one in listed if one.state is not State.BAD), key=lambda one: one.order
+        )
+        return {
+            one.file.removesuffix(".pt") + ".proof.json": one.order
+            for one in good[-self._world.plan.keep_last :]
+        }
+
+    def _broken(self, what: str) -> None:
+        self._world.checks.broken(what)
+
+
+def _manifest_of(proof: str) -> str:
+    return proof.removesuffix(".proof.json") + ".json"
