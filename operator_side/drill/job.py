@@ -23,8 +23,8 @@ from typing import IO, Any
 
 from holdfast.errors import PeerLost
 from holdfast.supervised import DIARY_VARIABLE
+from holdfast.telemetry.event_follower import Follower
 from operator_side.drill.kill_plan import Kill
-from operator_side.supervise.job_output import Follower
 from operator_side.supervise.supervisor import environment_of_job
 from operator_side.supervise.tied import tied
 
