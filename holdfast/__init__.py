@@ -15,6 +15,7 @@ notices/       preemption notices: whether a step is worth saving, and how all r
 store/         where checkpoints go: POSIX, S3 and fsspec behind one interface, with retries
 checkpoints/   which checkpoints a store has: publishing, the claim of the one writer, catalog, slice sets, assembly
 telemetry/     what a running process tells: events, metrics, spans, status
+notify/        messages to people about a run: webhooks, commands
 policy/        the arithmetic of `every="auto"` and `holdfast tune`: cost, interval, governor, advice
 command/       the frame of the `holdfast` command: entry point, output, help, places of files
 integrations/  the names of trainer_side/frameworks for scripts: Lightning, Trainer, Accelerate, torchtitan, trackers

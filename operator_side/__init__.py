@@ -2,7 +2,6 @@
 
 commands/      one file for each command
 supervise/     `holdfast run` and `holdfast rank`: restart a job after a preemption, stop it after a bug
-notify/        `holdfast run --notify`: messages to people
 cluster/       `holdfast cluster`: machines on AWS
 script_lines   `holdfast init`: the lines for a script, and the lines that start it
 drill/         `holdfast drill`: kills a script and checks how it resumes

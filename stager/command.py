@@ -21,9 +21,14 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.faultpoint import identify
 from holdfast.mpirun import is_under_mpirun
 from holdfast.net.key import new_key as make_key
-from holdfast.supervised import KEPT_VARIABLE
+from holdfast.notify.notify_options import destinations, notify_options
+from holdfast.ring.directory import run_key
+from holdfast.supervised import ATTEMPT_VARIABLE, KEPT_VARIABLE
+from holdfast.telemetry.event_files import EVENTS_NAME, log_directory
 
 if TYPE_CHECKING:
+    from holdfast.notify.log_watch import LogWatch
+    from holdfast.notify.notifier import Destination
     from stager.standing import StandingStager
 
 _log = logging.getLogger("holdfast.stager")
@@ -74,9 +79,12 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
     tls_key=click.Path(path_type=Path),
     reconnect_seconds_max=float,
 )
+@notify_options
 @click.option("--once", is_flag=True, help="With --listen: end after one job.")
 @click.option("--new-key", is_flag=True, help="Print a new key for HOLDFAST_KEY, and do nothing else.")
-def stager(once: bool, new_key: bool, **arguments: Any) -> None:
+def stager(
+    once: bool, new_key: bool, notify: tuple[str, ...], notify_command: tuple[str, ...], **arguments: Any
+) -> None:
     """Receive the checkpoints of a job and pass them to the flusher, which writes them to the store.
 
     Under mpirun the stager is one process of the job: add it to the mpirun line once, after the training script. It
@@ -86,6 +94,9 @@ def stager(once: bool, new_key: bool, **arguments: Any) -> None:
     serves one job after the other and keeps the newest checkpoints in memory between them, until it is told to stop.
 
     The stager starts the flusher if none serves the run yet.
+
+    --notify and --notify-command follow the event log of stager and flusher. Under `holdfast run` they have no effect
+    here, because `holdfast run` has the same options.
     """
     if new_key:
         click.echo(make_key())
@@ -93,22 +104,62 @@ def stager(once: bool, new_key: bool, **arguments: Any) -> None:
     # mpirun passes this signal on to every process of the job; for trainers that watch it, it is a preemption notice.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     config, problem = None, None
+    told: list[Destination] = []
     try:
         identify("stager")
+        told = destinations(notify, notify_command)
         config = StagerConfig.from_sources(**arguments)
+        if told and config.events is None and not _is_supervised():
+            config = config.model_copy(update={"events": _default_events(config)})
     except HoldfastError as error:
         if not is_under_mpirun():
             raise
         problem = error  # the trainers must be told, so join them first
-    if config is not None and config.listen is not None:
-        _stand_alone(config, once=once)
-    elif once:
+    if once and (config is None or config.listen is None):
         raise ConfigError("--once is for a stager that listens: give --listen HOST:PORT as well")
-    else:
-        _take_part(config, problem)
+    people = None if config is None or _is_supervised() else _watch(config, told)
+    try:
+        if config is not None and config.listen is not None:
+            _stand_alone(config, once=once)
+        else:
+            _take_part(config, problem, people)
+    except HoldfastError as error:
+        _close(people, {"event": "gave_up", "message": str(error)})
+        raise
+    except Exception:  # also click's own, by which a command ends with an exit code
+        _close(people, None)
+        raise
+    # Not for a second signal to end, which waits for nothing.
+    _close(people, None if config is None or config.listen is None or once else _STOPPED)
 
 
-def _take_part(config: StagerConfig | None, problem: HoldfastError | None) -> None:
+_STOPPED = {"event": "stopped", "message": "the stager was told to stop, and has ended"}
+
+
+def _is_supervised() -> bool:
+    """Whether `holdfast run` has started this stager, and tells people of it."""
+    return ATTEMPT_VARIABLE in os.environ or KEPT_VARIABLE in os.environ
+
+
+def _default_events(config: StagerConfig) -> Path:
+    return log_directory(run_key(config.store)) / EVENTS_NAME
+
+
+def _watch(config: StagerConfig, told: list[Destination]) -> LogWatch | None:
+    if not told or config.events is None:
+        return None
+    from holdfast.notify.log_watch import LogWatch
+    from holdfast.notify.notifier import Notifier
+
+    return LogWatch(config.events, Notifier(told, run=config.store, is_alone=True))
+
+
+def _close(people: LogWatch | None, last: dict[str, str] | None) -> None:
+    if people is not None:
+        people.close(None if last is None else {"role": "stager", **last})
+
+
+def _take_part(config: StagerConfig | None, problem: HoldfastError | None, people: LogWatch | None) -> None:
     """As a process of an MPI job."""
     # Here and not above: importing `stager.mpi` starts MPI, which waits for all ranks; `holdfast --help` must not.
     from stager.flusher_process import FlusherAhead
@@ -121,16 +172,20 @@ def _take_part(config: StagerConfig | None, problem: HoldfastError | None) -> No
     try:
         lost_ranks = serve(port, config, problem, ahead=ahead)
     except StartRefused as refused:
+        _close(people, {"event": "gave_up", "message": str(refused.error)})
         click.get_current_context().exit(refused.error.exit_code)
     except HoldfastError:
         raise
     except Exception:  # noqa: BLE001 - whatever it is, the trainers must not wait for it
         # Told by a death that MPI sees at once: at the end of MPI the trainers would wait for us, and we for them.
-        _log.exception("the stager ends by an unexpected error; the flusher still writes what is staged")
+        message = "the stager ends by an unexpected error; the flusher still writes what is staged"
+        _log.exception("%s", message)
+        _close(people, {"event": "gave_up", "message": message})
         logging.shutdown()
         os._exit(1)
     if lost_ranks:
         # MPI_Finalize waits for dead ranks, now and then for ever, and all is done that this process is for.
+        _close(people, None)
         logging.shutdown()
         os._exit(0)
 

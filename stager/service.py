@@ -318,7 +318,7 @@ def serve(
                 # Not before: the ranks wait for all of this, and would keep the cores from it.
                 yield_to_training(config.niceness)
                 service.run()
-                events.emit("stager_ended")
+                events.emit("stager_ended", {"lost_ranks": sorted(service.lost_ranks)})
         finally:
             service.close()
             events.close()

@@ -21,9 +21,17 @@ from typing import BinaryIO
 
 FILE_BYTES_MAX = 32 << 20
 NUMBERED_MAX = 8  # older ones are removed
+EVENTS_NAME = "events.jsonl"  # of the log of a run that names no other file
 _MARGIN_BYTES = 1 << 20  # below the limit by more, nobody can be about to rename the file
 _NUMBER = re.compile(r"\.(\d{6,12})")
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+
+
+def log_directory(key: str) -> Path:
+    """The log directory of the run with this key, unless the user names another one."""
+    import platformdirs
+
+    return Path(platformdirs.user_state_dir("holdfast", appauthor=False)) / "runs" / key
 
 
 def numbered(path: Path) -> list[tuple[int, Path]]:

@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import click
 
 from holdfast.command.examples import examples
 from holdfast.errors import ConfigError, FencedError, NotDurable, StoreError, StoreMissing, help_for
+from holdfast.notify.notify_options import notify_options
 from operator_side.commands.options import (
     COMMAND,
     MPIRUN_OPTIONS,
@@ -34,8 +34,11 @@ from operator_side.commands.options import (
 
 if TYPE_CHECKING:
     from holdfast.config import StagerConfig
-    from operator_side.notify.notifier import Destination, Notifier
+    from holdfast.notify.notifier import Notifier
     from operator_side.supervise.hosts import Fleet
+    from operator_side.supervise.job_processes import JobProcesses
+    from operator_side.supervise.limits import Limits
+    from operator_side.supervise.supervisor import Supervisor
     from operator_side.supervise.supervisor_messages import Launch
     from operator_side.supervise.verdict import Verdict
 
@@ -141,22 +144,7 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     "Seconds without a newly staged checkpoint, after which the attempt is ended. Default: no limit.",
 )
 @number("--hosts-seconds-max", "Seconds to wait until there are enough hosts.", 1800.0)
-@click.option(
-    "--notify",
-    multiple=True,
-    metavar="URL",
-    envvar="HOLDFAST_NOTIFY",
-    help="URL that gets a POST for each preemption, resumption and problem: a webhook of Slack or Discord, "
-    "https://ntfy.sh/TOPIC, ntfy://HOST/TOPIC, or any other for JSON; repeatable. The variable HOLDFAST_NOTIFY keeps "
-    "it out of the list of processes.",
-)
-@click.option(
-    "--notify-command",
-    multiple=True,
-    metavar="COMMAND",
-    help="Shell command to run for each of them, with the message as JSON on stdin and in HOLDFAST_EVENT and "
-    "HOLDFAST_TEXT; repeatable.",
-)
+@notify_options
 @number("--poll-seconds", "Seconds between two looks at the list of hosts.", 15.0, least=0.05)
 @COMMAND
 def run(command: tuple[str, ...], **options: Any) -> int:
@@ -172,16 +160,6 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     started again. SIGTERM and Ctrl-C are a preemption notice to the ranks, which have --grace-seconds; a second one
     kills them.
     """
-    from holdfast.command.output import say
-    from holdfast.config import StagerConfig
-    from holdfast.ring.directory import runtime_directory
-    from holdfast.store import refuse_missing_parent
-    from operator_side.supervise.core import Core
-    from operator_side.supervise.job_processes import JobProcesses, RunFiles
-    from operator_side.supervise.limits import Limits
-    from operator_side.supervise.supervisor import FleetWatch, Supervisor, environment_of_job, next_attempt
-    from operator_side.supervise.verdict import Cause, class_of
-
     if options["min_ranks"] is not None and options["min_ranks"] > options["ranks"]:
         raise ConfigError(f"--min-ranks {options['min_ranks']} is more than --ranks {options['ranks']}")
     logging.getLogger("holdfast.run").setLevel(logging.INFO)
@@ -189,66 +167,106 @@ def run(command: tuple[str, ...], **options: Any) -> int:
         options["settings"] = (*options["settings"], "create=true")
     if options["launcher"] == "torchrun":
         return _run_torchrun(command, options)
-    config = StagerConfig.from_sources(store=options["store"], **settings_of(options["settings"]))
-    refuse_missing_parent(config.store, create=config.create)
+    return _run_mpirun(command, options)
+
+
+_LIMITS = (
+    "crashes_max",
+    "set_aside_max",
+    "restarts_max",
+    "grace_seconds",
+    "silent_seconds_max",
+    "stall_seconds_max",
+    "hosts_seconds_max",
+)
+
+
+def _run_mpirun(command: Sequence[str], options: dict[str, Any]) -> int:
+    config = _config(options)
     fleet = _fleet(options)
     logs = _logs(options["logs"], config.store)
-    lock = _lock(logs)
-    notifier = _notifier(options, config.store)
-    try:
-        events = config.events or logs / "events.jsonl"
-        limits = Limits(
-            ranks=options["ranks"],
-            ranks_min=options["min_ranks"] or options["ranks"],
-            **{
-                name: options[name]
-                for name in (
-                    "crashes_max",
-                    "set_aside_max",
-                    "restarts_max",
-                    "grace_seconds",
-                    "silent_seconds_max",
-                    "stall_seconds_max",
-                    "hosts_seconds_max",
-                )
-            },
-        )
-        core = Core(
-            limits,
-            _pause_seconds,
-            first_attempt=next_attempt(logs),
-            newest_step=_newest_step(config.store),
-            now=time.monotonic(),
-        )
+    with _lock(logs), contextlib.closing(_notifier(options, config.store)) as notifier:
+        supervisor, job = _supervised(command, options, config, fleet, logs, notifier)
+        verdict = supervisor.run()
+    return _exit_code(verdict, job, logs)
 
-        def line(launch: Launch) -> list[str]:
-            return _mpirun(launch, command, config, events, options)
 
-        files = RunFiles(runtime_directory(config.store, config.runtime_dir), logs, events)
-        job = JobProcesses(line, environment_of_job(), files, _relay)
-        watch = FleetWatch(fleet, options["poll_seconds"])
+def _config(options: dict[str, Any]) -> StagerConfig:
+    """Settings of the stager. Raises `ConfigError` also where the store's parent directory is missing."""
+    from holdfast.config import StagerConfig
+    from holdfast.store import refuse_missing_parent
 
-        def last_look(verdict: Verdict) -> Verdict:
-            is_done = verdict.cause is Cause.DONE
-            return _unless_not_durable(verdict, core.newest_step, config.store) if is_done else verdict
+    config = StagerConfig.from_sources(store=options["store"], **settings_of(options["settings"]))
+    refuse_missing_parent(config.store, create=config.create)
+    return config
 
-        verdict = Supervisor(core, job, watch, files, last_look=last_look, tell=notifier.tell).run()
-    finally:
-        notifier.close()
-        lock.close()
+
+def _supervised(
+    command: Sequence[str],
+    options: dict[str, Any],
+    config: StagerConfig,
+    fleet: Fleet,
+    logs: Path,
+    notifier: Notifier,
+) -> tuple[Supervisor, JobProcesses]:
+    """The supervisor, and the job that it starts."""
+    from holdfast.ring.directory import runtime_directory
+    from holdfast.telemetry.event_files import EVENTS_NAME
+    from operator_side.supervise.core import Core
+    from operator_side.supervise.job_processes import JobProcesses, RunFiles
+    from operator_side.supervise.supervisor import FleetWatch, Supervisor, environment_of_job, next_attempt
+    from operator_side.supervise.verdict import Cause
+
+    events = config.events or logs / EVENTS_NAME
+    core = Core(
+        _limits(options),
+        _pause_seconds,
+        first_attempt=next_attempt(logs),
+        newest_step=_newest_step(config.store),
+        now=time.monotonic(),
+    )
+
+    def line(launch: Launch) -> list[str]:
+        return _mpirun(launch, command, config, events, options)
+
+    def last_look(verdict: Verdict) -> Verdict:
+        is_done = verdict.cause is Cause.DONE
+        return _unless_not_durable(verdict, core.newest_step, config.store) if is_done else verdict
+
+    files = RunFiles(runtime_directory(config.store, config.runtime_dir), logs, events)
+    job = JobProcesses(line, environment_of_job(), files, _relay)
+    watch = FleetWatch(fleet, options["poll_seconds"])
+    return Supervisor(core, job, watch, files, last_look=last_look, tell=notifier.tell), job
+
+
+def _limits(options: dict[str, Any]) -> Limits:
+    from operator_side.supervise.limits import Limits
+
+    return Limits(
+        ranks=options["ranks"],
+        ranks_min=options["min_ranks"] or options["ranks"],
+        **{name: options[name] for name in _LIMITS},
+    )
+
+
+def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
+    """The exit code of this command; says why it is not 0."""
+    from holdfast.command.output import say
+    from operator_side.supervise.verdict import Cause, class_of
+
+    error = class_of(verdict.exception)
     if verdict.exit_code:
-        stopped = verdict.cause.value == "stopped"
+        stopped = verdict.cause is Cause.STOPPED
         _say_why(verdict.message, [] if stopped else job.last_words(verdict), logs)
         if not stopped:
-            say(f"help: {help_for(getattr(class_of(verdict.exception), 'code', 'run'))}")
+            say(f"help: {help_for(getattr(error, 'code', 'run'))}")
     # Python ends with 1 whatever the exception; a class of holdfast's own has an exit code of its own.
-    return int(getattr(class_of(verdict.exception), "exit_code", verdict.exit_code))
+    return int(getattr(error, "exit_code", verdict.exit_code))
 
 
 def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
-    from holdfast.config import StagerConfig
     from holdfast.ring.directory import runtime_directory
-    from holdfast.store import refuse_missing_parent
+    from holdfast.telemetry.event_files import EVENTS_NAME
     from operator_side.commands.run_with_torchrun import check_options, say_for_several_machines, torchrun_job
     from operator_side.supervise.exit_codes import AGAIN
     from operator_side.supervise.kept_stager import KeptStager
@@ -256,11 +274,10 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
     from operator_side.supervise.verdict import INTERRUPTED, Cause, Verdict
 
     check_options(settings_of(options["settings"]))
-    config = StagerConfig.from_sources(store=options["store"], **settings_of(options["settings"]))
-    refuse_missing_parent(config.store, create=config.create)
+    config = _config(options)
     logs = _logs(options["logs"], config.store)
     with _lock(logs), contextlib.closing(_notifier(options, config.store)) as notifier:
-        events = config.events or logs / "events.jsonl"
+        events = config.events or logs / EVENTS_NAME
         say_for_several_machines(command, config.store, options)
         ring = runtime_directory(config.store, config.runtime_dir)
         stager = KeptStager(
@@ -285,15 +302,10 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
 
 def _notifier(options: dict[str, Any], store: str) -> Notifier:
     """Where `--notify` and `--notify-command` say that messages go."""
-    from operator_side.notify.alert_command import AlertCommand
-    from operator_side.notify.notifier import Notifier
-    from operator_side.notify.webhook import Webhook
+    from holdfast.notify.notifier import Notifier
+    from holdfast.notify.notify_options import destinations
 
-    destinations: list[Destination] = [
-        *map(Webhook, options["notify"]),
-        *map(AlertCommand, options["notify_command"]),
-    ]
-    return Notifier(destinations, run=_without_secrets(store))
+    return Notifier(destinations(options["notify"], options["notify_command"]), run=store)
 
 
 def _say_why(message: str, words: Sequence[str], logs: Path) -> None:
@@ -302,12 +314,6 @@ def _say_why(message: str, words: Sequence[str], logs: Path) -> None:
     for word in words:
         say(word)
     say(f"holdfast run: {message}; logs: {logs}")
-
-
-def _without_secrets(url: str) -> str:
-    """The URL without a password or query."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
 
 
 def _fleet(options: dict[str, Any]) -> Fleet:
@@ -333,6 +339,7 @@ def _fleet(options: dict[str, Any]) -> Fleet:
 def _logs(given: Path | None, store: str) -> Path:
     if given is None:
         from holdfast.ring.directory import run_key
+        from holdfast.telemetry.event_files import log_directory
 
         given = log_directory(run_key(store))
     try:
@@ -342,13 +349,6 @@ def _logs(given: Path | None, store: str) -> Path:
             f"--logs {given}: this directory cannot be made: {error.strerror}; name another one"
         ) from error
     return given.absolute()
-
-
-def log_directory(key: str) -> Path:
-    """The log directory of the run with this key, unless `--logs` names another one."""
-    import platformdirs
-
-    return Path(platformdirs.user_state_dir("holdfast", appauthor=False)) / "runs" / key
 
 
 def _lock(logs: Path) -> IO[str]:

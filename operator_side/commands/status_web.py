@@ -12,7 +12,7 @@ from urllib.parse import quote
 import click
 
 from holdfast.command.output import plain
-from operator_side.commands.run import log_directory
+from holdfast.telemetry.event_files import log_directory
 from operator_side.live.live_page import live_page
 from operator_side.live.page_server import ADDRESS, PageServer, Served
 from operator_side.live.run_log import RunLog

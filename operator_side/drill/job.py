@@ -23,15 +23,15 @@ from typing import IO, Any
 
 from holdfast.errors import PeerLost
 from holdfast.supervised import DIARY_VARIABLE
+from holdfast.telemetry.event_follower import Follower
 from operator_side.drill.kill_plan import Kill
-from operator_side.supervise.job_output import Follower
 from operator_side.supervise.supervisor import environment_of_job
 from operator_side.supervise.tied import tied
 
 _END_SECONDS = 60.0
 _TORCHRUN_FAILS = re.compile(r"^[EW]\d{4} [\d:.]+ \d+ \S*torch/distributed/elastic", re.MULTILINE)
 _PARENT_FIELD = 1  # of /proc/PID/stat, counted from behind the command's name
-# A drill must not touch the store, logs and tiers of the user's own run.
+# A drill must not touch the store, logs and tiers of the user's own run, and tells nobody of its kills.
 _LEFT_OUT = (
     "HOLDFAST_STORE",
     "HOLDFAST_EVENTS",
@@ -40,6 +40,7 @@ _LEFT_OUT = (
     "HOLDFAST_STAGER",
     "HOLDFAST_KEY",
     "HOLDFAST_KEY_FILE",
+    "HOLDFAST_NOTIFY",
 )
 
 

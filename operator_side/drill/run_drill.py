@@ -19,7 +19,8 @@ from operator_side.drill.compare import Compared, compare, constants
 from operator_side.drill.findings import KillFinding, Samples, Struck, counters, examine, samples, shortened
 from operator_side.drill.job import DrillRun, Setup, wait_until
 from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, Strike, plan
-from operator_side.drill.run_progress import RunProgress
+from operator_side.drill.run_progress import RunProgress, number_of_steps
+from operator_side.drill.seeding import advice_on_seeding
 from operator_side.drill.supervised_run import SupervisedRun
 from operator_side.drill.torchrun_run import TorchrunRun
 
@@ -112,9 +113,10 @@ def run_drill(
         )
     saved = [item.step for item in Catalog(open_store(str(reference.store))).list() if not item.fault]
     outcome = DrillOutcome(plan(seed, kills, ways, ranks=setup.ranks, checkpoints=saved))
-    say(f"the reference did {len(set(steps))} steps and saved {len(saved)} checkpoints; now {kills} kills")
+    count = number_of_steps(steps)
+    say(f"the reference did {count} steps and saved {len(saved)} checkpoints; now {kills} kills")
     with _RUNS[setup.launcher](setup, folder / "drilled", kills=kills) as drilled:
-        struck = disturb(drilled, outcome.planned, setup.notice_seconds, deadline, say, steps=len(set(steps)))
+        struck = disturb(drilled, outcome.planned, setup.notice_seconds, deadline, say, steps=count)
     say("both runs have ended; comparing their checkpoints")
     if drilled.exit_code != 0:
         outcome.wrong.append(
@@ -240,7 +242,8 @@ def _judge(outcome: DrillOutcome, struck: list[Struck], reference: DrillRun, dri
         one = outcome.before[0]
         outcome.wrong.append(
             f"two runs of this script differ before any kill, at step {one.step}: {shortened(one.differs)}. The "
-            "script is not deterministic, so the drill cannot tell whether it resumes exactly"
+            "script is not deterministic, so the drill cannot tell whether it resumes exactly. "
+            f"{advice_on_seeding(reference.said['diary'], drilled.said['diary'])}"
         )
     outcome.samples = samples(reference.said["diary"], drilled.said["diary"])
     outcome.counters = counters(reference.said["diary"], drilled.said["diary"])

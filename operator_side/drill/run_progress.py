@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 SECONDS_BETWEEN = 10.0
+
+
+def number_of_steps(steps: Collection[int]) -> int:
+    """How many steps a run has done, from the numbers that it gave to `Checkpointer.step`; at least one.
+
+    Some have no number among them: at the end of an epoch, and before a validation, Lightning's callback does not call
+    `step`.
+    """
+    return max(steps) + (1 if min(steps) == 0 else 0)
 
 
 class RunProgress:

@@ -21,11 +21,12 @@ from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.set_aside import note_set_aside
+from holdfast.telemetry.event_follower import Follower
 from holdfast.telemetry.events import EventLog
 from operator_side.supervise.core import Core
 from operator_side.supervise.flusher import KeptFlusher
 from operator_side.supervise.hosts import Fleet, Host
-from operator_side.supervise.job_output import Follower, meaning
+from operator_side.supervise.job_output import meaning
 from operator_side.supervise.job_processes import JobProcesses, RunFiles
 from operator_side.supervise.supervisor_messages import (
     Action,

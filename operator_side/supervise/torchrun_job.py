@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import PeerLost
 from holdfast.process import ENDING_SIGNALS, wait_readable
-from operator_side.supervise.job_output import Follower, meaning
+from holdfast.telemetry.event_follower import Follower
+from operator_side.supervise.job_output import meaning
 from operator_side.supervise.kept_stager import KeptStager
 from operator_side.supervise.supervisor_messages import StepDurable, StepStaged
 from operator_side.supervise.tied import tied, tied_to_any

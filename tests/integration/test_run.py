@@ -189,6 +189,7 @@ def test_a_job_whose_ranks_are_killed_goes_on_by_itself(run: Run, reference: Pat
     assert f"step {SAVED + 1} is done" in said["resumed"]["text"]
     assert (said["over"]["title"], said["over"]["run"]) == ("done", run.store)
     assert {"killed", "resumed", "over"} <= set(told.read_text().split()) <= set(said)
+    assert not {"lost", "job_ended"} & set(said), "the stager sends none of its own"
     assert "notifications go to http://127.0.0.1/…, --notify-command" in run.said()
     assert SECRET not in run.said()
     assert "was killed by SIGKILL from outside" in run.said()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from tests.integration.jobs import in_a_pod
 from tests.integration.jobs.in_a_pod import EVERY, MET_AT, STEPS, counted_after
 from tests.integration.test_run import SETTINGS
 from tests.support.cluster import wait_until
+from tests.support.events import read_events
 from tests.support.job import environment
 
 RANKS = 2
@@ -37,14 +39,14 @@ class TorchrunOfRun:
             directory / "out",
         )
         self.out.mkdir()
-        self._logs, self._said = directory / "logs", directory / "said"
+        self.logs, self._said = directory / "logs", directory / "said"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(
         self, *command: str, options: tuple[str, ...] = (), ranks: int = RANKS
     ) -> subprocess.Popen[bytes]:
         line = [sys.executable, "-m", "holdfast", "run", "--launcher", "torchrun", "-n", str(ranks)]
-        line += ["--store", self.store, "--logs", str(self._logs), *SETTINGS, *options, "--", *command]
+        line += ["--store", self.store, "--logs", str(self.logs), *SETTINGS, *options, "--", *command]
         with self._said.open("wb") as said:
             env = environment(self.runtime, OUT=str(self.out))
             self.process = subprocess.Popen(line, env=env, stdout=said, stderr=said, start_new_session=True)
@@ -93,6 +95,15 @@ class TorchrunOfRun:
                     found.append(process.pid)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
+        return found
+
+    def roles(self) -> set[str]:
+        """What still runs: `stager`, `flusher`, or the command line of anything else."""
+        found = set()
+        for pid in self.living():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                words = psutil.Process(pid).cmdline()
+                found.add(next((role for role in ("stager", "flusher") if role in words), " ".join(words)))
         return found
 
     def check_nothing_left(self) -> None:
@@ -151,6 +162,31 @@ def test_ctrl_c_is_a_notice_after_which_the_last_step_is_durable(run: TorchrunOf
     newest = run.newest_step()
     assert newest is not None
     assert newest > MET_AT
+    run.check_nothing_left()
+
+
+def test_a_killed_command_leaves_a_stager_that_drains_and_the_same_command_resumes(
+    run: TorchrunOfRun,
+) -> None:
+    process = run.start(in_a_pod.__file__)
+    run.until_ready()
+    assert {"stager", "flusher"} < run.roles()
+    process.kill()
+    process.wait(30)
+    wait_until(lambda: run.roles() <= {"stager", "flusher"}, SECONDS_MAX, f"{run.roles()} live on")
+    run.check_nothing_left()
+    staged = [event["step"] for event in read_events(run.logs / "events.jsonl") if event["event"] == "staged"]
+    newest = run.newest_step()
+    assert newest is not None
+    assert newest == max(staged) >= EVERY - 1
+    with (run.logs / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if anything of it still has the lock
+    (run.out / "go-on").touch()
+    run.start(in_a_pod.__file__)
+    assert run.wait() == 0, run.said()
+    for rank in range(RANKS):
+        assert (run.out / f"start-{rank}").read_text().split() == ["0", str(newest + 1)]
+        assert (run.out / f"final-{rank}").read_text() == str(counted_after(newest + 1))
     run.check_nothing_left()
 
 

@@ -216,10 +216,13 @@ def _holdfast(words: Sequence[str], *, whole: bool = True) -> None:
         case "rank":
             _check(context.params["command"])
         case "stager" if whole and not context.params["new_key"]:
-            given = {name: value for name, value in context.params.items() if name not in {"new_key", "once"}}
+            given = {name: value for name, value in context.params.items() if name not in _NO_SETTINGS}
             _settings(StagerConfig, given)
         case "flusher" if whole:
             _settings(FlusherConfig, context.params)
+
+
+_NO_SETTINGS = frozenset({"new_key", "once", "notify", "notify_command"})  # options of `holdfast stager`
 
 
 def _settings(role: type[StagerConfig | FlusherConfig], given: Mapping[str, Any]) -> None:

@@ -79,6 +79,7 @@ NOT_TYPED = {
     "holdfast run -n 8 --cluster": "needs machines that can be reached; moto's cannot",
     "export HOLDFAST_NOTIFY": _NOTIFIES,
     "holdfast run -n 8 --notify": _NOTIFIES,
+    "holdfast stager --notify": "would tell people of it; tests/integration/test_notify.py does it",
     "holdfast drill -n 2 --kills 3": _DRILL,
     "holdfast drill -n 2 --with notice": _DRILL,
     "holdfast rewind s3://bucket/run --to": "changes the run of all pages; tests/integration/test_rewind.py does it",

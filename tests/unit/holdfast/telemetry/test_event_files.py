@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.telemetry.event_files import NUMBERED_MAX, appending, numbered, rotate
+from holdfast.telemetry.event_follower import Follower
 from holdfast.telemetry.event_reading import read_logs
 from holdfast.telemetry.events import RECORD_BYTES_MAX, EventLog, record
-from operator_side.supervise.job_output import Follower
 from tests.support.events import read_events
 
 _FILE_BYTES = 4096

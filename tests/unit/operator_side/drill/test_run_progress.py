@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from operator_side.drill.run_progress import SECONDS_BETWEEN, RunProgress
+import pytest
+
+from operator_side.drill.run_progress import SECONDS_BETWEEN, RunProgress, number_of_steps
 
 
 def test_the_first_step_is_said_at_once_and_then_how_far_it_is_now_and_then() -> None:
@@ -17,3 +19,18 @@ def test_the_first_step_is_said_at_once_and_then_how_far_it_is_now_and_then() ->
         "the run: step 1 of 60 is done, 11 s after its start",
         "the run: step 2 of 60 is done, 21 s after its start",
     ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "count"),
+    [
+        (range(40), 40),
+        (range(1, 41), 40),  # of a script that counts from 1
+        ([step for step in range(80) if step % 10 != 9 or step == 79], 80),  # Lightning's callback
+        (range(9, 60, 10), 59),  # one call in ten steps
+        ([0], 1),
+    ],
+)
+def test_no_step_has_a_number_above_the_number_of_steps(steps: list[int], count: int) -> None:
+    assert number_of_steps(steps) == count
+    assert max(steps) <= count

@@ -18,9 +18,9 @@ from holdfast.notices.messages import EventLine
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.notices.preemption import PreemptionCoordinator
 from holdfast.supervised import MARK, SET_ASIDE_VARIABLE
+from holdfast.telemetry.event_follower import Follower
 from operator_side.supervise.hosts import Host, HostFile, Slurm, place
 from operator_side.supervise.job_output import (
-    Follower,
     Output,
     OutputLine,
     Report,

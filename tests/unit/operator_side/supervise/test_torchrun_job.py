@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from operator_side.notify.alert import alert_of
+from holdfast.notify.alert import alert_of
 from operator_side.supervise.kept_stager import KeptStager
 from operator_side.supervise.torchrun_job import TorchrunJob, as_supervisor, torchrun_arguments, torchrun_line
 

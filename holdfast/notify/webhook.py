@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from holdfast.errors import ConfigError
-from operator_side.notify.alert import Alert, Severity
+from holdfast.notify.alert import Alert, Severity
 
 TIMEOUT_SECONDS = 10.0
 _PRIORITY = {Severity.INFO: ("default", "information_source"), Severity.WARNING: ("high", "warning")}

@@ -41,6 +41,14 @@ _ENDS = {
     "crashed": "crashed",
     "unlaunched": "not launched",
 }
+# Where `holdfast run` supervises the job, it tells these in its own words.
+_ALONE: Mapping[tuple[str, str], tuple[str, str, Severity]] = {
+    ("stager", "rank_lost"): ("lost", "hosts or ranks lost", Severity.WARNING),
+    ("stager", "stopped"): ("over", "stager stopped", Severity.INFO),
+    ("stager", "gave_up"): ("over", "stager gave up", Severity.ERROR),
+}
+# Which field of an event without a `message` is a whole sentence.
+_SENTENCES = {"resume_proof": "text", "rank_lost": "reason"}
 _PROOFS = {"verified resume": Severity.INFO, "differs": Severity.ERROR}
 # Role and event; a kind that two rows share is one message.
 _OTHERS: Mapping[tuple[str, str], tuple[str, str, Severity]] = {
@@ -67,18 +75,40 @@ _OTHERS: Mapping[tuple[str, str], tuple[str, str, Severity]] = {
 }
 
 
-def alert_of(said: Mapping[str, Any]) -> Alert | None:
-    """The message about one line of an event log; None if people need not know of it."""
+def alert_of(said: Mapping[str, Any], *, is_alone: bool = False) -> Alert | None:
+    """The message about one line of an event log; None if people need not know of it.
+
+    Args:
+        said: The line.
+        is_alone: The stager has no supervisor, which would tell of lost ranks, proofs and ends.
+    """
     role, event = str(said.get("role")), str(said.get("event"))
-    kind, title, severity = _kind(role, event, said)
+    kind, title, severity = (_kind_alone(role, event, said) if is_alone else None) or _kind(role, event, said)
     if not kind:
         return None
-    message = said.get("message")
-    text = message if isinstance(message, str) and message else event_text(said)
+    text = _text(event, said)
     step = said.get("step")
     if role != "supervisor" and type(step) is int:
         text = f"step {step}: {text}" if text else f"step {step}"
     return Alert(kind, title, (text or title)[:_SENTENCE_CHARACTERS_MAX], severity)
+
+
+def _text(event: str, said: Mapping[str, Any]) -> str:
+    if event == "stager_ended":
+        lost = said.get("lost_ranks")
+        return f"ranks {lost} were lost" if lost else "every rank has left the stager"
+    message = said.get("message") or said.get(_SENTENCES.get(event, ""))
+    return message if isinstance(message, str) and message else event_text(said)
+
+
+def _kind_alone(role: str, event: str, said: Mapping[str, Any]) -> tuple[str, str, Severity] | None:
+    match role, event:
+        case "stager", "resume_proof":
+            return _kind("supervisor", event, said)
+        case "stager", "stager_ended":
+            is_whole = not said.get("lost_ranks")
+            return "job_ended", "job ended", Severity.INFO if is_whole else Severity.WARNING
+    return _ALONE.get((role, event))
 
 
 def _kind(role: str, event: str, said: Mapping[str, Any]) -> tuple[str, str, Severity]:

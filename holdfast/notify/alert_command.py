@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from operator_side.notify.alert import Alert
-from operator_side.notify.webhook import Undelivered, document
+from holdfast.notify.alert import Alert
+from holdfast.notify.webhook import Undelivered, document
 
 TIMEOUT_SECONDS = 30.0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from operator_side.notify.alert import Severity, alert_of
+from holdfast.notify.alert import Severity, alert_of
 
 
 def supervisor(event: str, **fields: Any) -> dict[str, Any]:
@@ -93,3 +93,59 @@ def test_a_long_text_is_cut() -> None:
     alert = alert_of(supervisor("over", cause="crashed") | {"message": "x" * 5000})
     assert alert is not None
     assert len(alert.text) == 1000
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "severity", "text"),
+    [
+        (
+            {"event": "rank_lost", "lost_rank": 3, "reason": "rank 3 was silent"},
+            "lost",
+            Severity.WARNING,
+            "rank 3 was silent",
+        ),
+        (
+            {"event": "resume_proof", "step": 7, "verdict": "verified resume", "text": "equal on 2 ranks"},
+            "resume_proof",
+            Severity.INFO,
+            "step 7: equal on 2 ranks",
+        ),
+        (
+            {"event": "resume_proof", "step": 7, "verdict": "differs", "text": "data differs"},
+            "resume_proof",
+            Severity.ERROR,
+            "step 7: data differs",
+        ),
+        (
+            {"event": "stager_ended", "lost_ranks": []},
+            "job_ended",
+            Severity.INFO,
+            "every rank has left the stager",
+        ),
+        (
+            {"event": "stager_ended", "lost_ranks": [1, 3]},
+            "job_ended",
+            Severity.WARNING,
+            "ranks [1, 3] were lost",
+        ),
+        ({"event": "stopped", "message": "told to"}, "over", Severity.INFO, "told to"),
+        ({"event": "gave_up", "message": "no store"}, "over", Severity.ERROR, "no store"),
+        (
+            {"event": "notice", "kind": "terminate", "name": "spot-7"},
+            "notice",
+            Severity.WARNING,
+            "spot-7; terminate",
+        ),
+    ],
+)
+def test_a_stager_without_a_supervisor_tells_of_ranks_proofs_and_ends_itself(
+    said: dict[str, Any], kind: str, severity: Severity, text: str
+) -> None:
+    alert = alert_of({"role": "stager", **said}, is_alone=True)
+    assert alert is not None
+    assert (alert.kind, alert.severity, alert.text) == (kind, severity, text)
+
+
+@pytest.mark.parametrize("event", ["rank_lost", "resume_proof", "stager_ended", "stopped", "gave_up"])
+def test_a_supervised_stager_leaves_those_to_its_supervisor(event: str) -> None:
+    assert alert_of({"role": "stager", "event": event}) is None

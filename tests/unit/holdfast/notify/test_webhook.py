@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigError
-from operator_side.notify.alert import Alert, Severity
-from operator_side.notify.webhook import Webhook
+from holdfast.notify.alert import Alert, Severity
+from holdfast.notify.webhook import Webhook
 
 ALERT = Alert("killed", "killed", "rank <0> & @everyone", Severity.WARNING)
 ABOUT = {"run": "s3://bucket/run", "time": 7.0}

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from operator_side.notify.alert import Alert, Severity
-from operator_side.notify.alert_command import AlertCommand
-from operator_side.notify.notifier import Destination, Notifier, RareAlerts
-from operator_side.notify.webhook import Undelivered, Webhook
+from holdfast.notify.alert import Alert, Severity
+from holdfast.notify.alert_command import AlertCommand
+from holdfast.notify.notifier import Destination, Notifier, RareAlerts
+from holdfast.notify.webhook import Undelivered, Webhook
 from tests.support.post_server import SECRET, PostServer
 
 HELD = {"role": "flusher", "event": "flush_held", "step": 3, "message": "503"}

@@ -13,9 +13,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
-from operator_side.notify.alert import Alert, alert_of
-from operator_side.notify.webhook import Undelivered
+from holdfast.notify.alert import Alert, alert_of
+from holdfast.notify.webhook import Undelivered
 
 WINDOW_SECONDS = 300.0
 CLOSE_SECONDS_MAX = 10.0
@@ -115,7 +116,8 @@ class Notifier:
 
     Args:
         destinations: Where they go.
-        run: URL of the run, for the reader.
+        run: URL of the run, for the reader; a password or query in it is left out.
+        is_alone: As for `alert_of`.
         window_seconds: Seconds within which one message of a kind is sent.
         pauses_seconds: Pauses between the tries for one message.
     """
@@ -125,11 +127,12 @@ class Notifier:
         destinations: Sequence[Destination],
         *,
         run: str,
+        is_alone: bool = False,
         window_seconds: float = WINDOW_SECONDS,
         pauses_seconds: Sequence[float] = PAUSES_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._about = {"run": run, "host": socket.gethostname()}
+        self._about, self._is_alone = {"run": _without_secrets(run), "host": socket.gethostname()}, is_alone
         self._rare, self._clock = RareAlerts(window_seconds), clock
         self._senders = [_Sender(one, pauses_seconds) for one in destinations]
         for sender in self._senders:
@@ -139,7 +142,7 @@ class Notifier:
 
     def tell(self, said: Mapping[str, Any]) -> None:
         """Tell people of an event, if they are told of such ones. Returns at once."""
-        alert = alert_of(said) if self._senders else None
+        alert = alert_of(said, is_alone=self._is_alone) if self._senders else None
         passing = None if alert is None else self._rare.passing(alert, self._clock())
         if passing is None:
             return
@@ -154,3 +157,8 @@ class Notifier:
             sender.close()
         for sender in self._senders:
             sender.join(max(0.0, deadline - time.monotonic()))
+
+
+def _without_secrets(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()

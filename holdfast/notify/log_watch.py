@@ -1,0 +1,63 @@
+"""Tells people of a run that has a stager and no supervisor: from the event log of the stager and its flusher.
+
+stager, flusher ─► event log ─► follower, in a thread of its own ─► notifier ─► destinations
+
+The stager's loop takes no part in it: neither a slow destination nor a slow disk of the log delays a rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.notify.notifier import CLOSE_SECONDS_MAX, Notifier
+from holdfast.telemetry.event_follower import Follower
+
+_log = logging.getLogger("holdfast.stager")
+
+_LOOK_SECONDS = 0.5
+
+
+class LogWatch(threading.Thread):
+    """See the module. Starts itself; lines that the log has already are not told.
+
+    Args:
+        events: The event log; it need not exist yet.
+        notifier: Closed by this thread at its end.
+    """
+
+    def __init__(self, events: Path, notifier: Notifier) -> None:
+        super().__init__(name="notify-log", daemon=True)
+        self._follower, self._notifier = Follower(events), notifier
+        self._ending = threading.Event()
+        self._last: Mapping[str, Any] | None = None
+        self.start()
+
+    def run(self) -> None:
+        while not self._ending.wait(_LOOK_SECONDS):
+            self._look()
+        self._look()
+        if self._last is not None:
+            self._notifier.tell(self._last)
+        self._notifier.close()
+        self._follower.close()
+
+    def close(self, last: Mapping[str, Any] | None = None) -> None:
+        """Send what the log has by now, and then `last`, an event. Returns after a bounded time; sends nothing if it
+        was called before.
+        """
+        if not self._ending.is_set():
+            self._last = last
+            self._ending.set()
+        self.join(2 * CLOSE_SECONDS_MAX)
+
+    def _look(self) -> None:
+        try:
+            while said := list(self._follower.read()):
+                for one in said:
+                    self._notifier.tell(one)
+        except Exception:  # noqa: BLE001 - a bug here must not end the messages
+            _log.exception("notify: an event could not be told")
