@@ -2,7 +2,7 @@
 
     mpirun --with-ft ulfm -n 2 python examples/train_accelerate.py --every 20 : -n 1 holdfast stager --store URL
 
-Run the same line again after a kill: it goes on where the newest good checkpoint ends, bit for bit. With `--sharded`
+Run the same line again after a kill: it resumes from the newest good checkpoint, bit for bit. With `--sharded`
 each rank holds a part of each tensor (FSDP2), and saves that part alone. What holdfast needs is marked with `holdfast:`
 below; there is nothing in it about FSDP2.
 """
@@ -27,7 +27,7 @@ SEED = 7
 
 
 class Average:
-    """Of the weights, decaying: something of one's own that must come back."""
+    """A moving average of the weights: an object of the script's own that must be restored."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -72,7 +72,7 @@ def train(
     average = Average(accelerator.unwrap_model(model))
     accelerator.register_for_checkpointing(average)
     torch.manual_seed(SEED + 1 + rank)  # each rank its own dropout
-    # holdfast: the order of samples, which goes on where it was; the loader is not prepared
+    # holdfast: the order of samples, which resumes at the saved position; the loader is not prepared
     sampler = ResumableSampler(len(data), seed=SEED, rank=rank, ranks=ranks)
     loader = DataLoader(data, batch_sampler=sampler.ahead(options.batch_size))
     state = {**prepared(accelerator), "data": sampler}  # holdfast: all of it, by name
@@ -103,7 +103,7 @@ def arguments() -> argparse.ArgumentParser:
         "--steps", type=int, default=200, help="steps of the whole training (default %(default)s)"
     )
     parser.add_argument(
-        "--every", type=int, default=20, help="checkpoint after so many steps (default %(default)s)"
+        "--every", type=int, default=20, help="steps between two checkpoints (default %(default)s)"
     )
     parser.add_argument(
         "--batch-size", type=int, default=16, help="samples of each rank (default %(default)s)"

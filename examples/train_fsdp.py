@@ -3,8 +3,8 @@
     mpirun --with-ft ulfm -n 2 python examples/train_fsdp.py --every 20 : -n 1 holdfast stager --store URL
 
 Each checkpoint is one file with whole tensors, which plain `torch.load` opens; nothing is gathered for it. Run the same
-line again after a kill: it goes on where the newest good checkpoint ends, bit for bit with as many ranks. With more or
-fewer ranks (`-n 4`) it resumes the same state, split in another way. What holdfast needs is marked with `holdfast:`
+line again after a kill: it resumes from the newest good checkpoint, bit for bit on the same number of ranks. With more
+or fewer ranks (`-n 4`) it resumes the same state, split in another way. What holdfast needs is marked with `holdfast:`
 below; there is nothing in it about FSDP.
 
 With `--every 0` no checkpoint is taken and no stager is needed.

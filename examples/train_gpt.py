@@ -2,8 +2,8 @@
 
     mpirun --with-ft ulfm -n 2 python examples/train_gpt.py --every 20 : -n 1 holdfast stager --store URL
 
-Run the same line again after a kill, on this machine or on others: it goes on where the newest good checkpoint
-ends, bit for bit. What holdfast needs in a training script is marked with `holdfast:` below. All the rest is an
+Run the same line again after a kill, on this machine or on others: it resumes from the newest good checkpoint,
+bit for bit. What holdfast needs in a training script is marked with `holdfast:` below. All the rest is an
 ordinary data-parallel PyTorch script, kept deterministic so that two runs can be compared to the last bit.
 
 With `--every 0` no checkpoint is taken and no stager is needed: that is the reference of `make demo`.
@@ -130,8 +130,8 @@ def train(options: argparse.Namespace) -> None:
     torch.manual_seed(SEED)  # the same first weights on every rank
     model = GPT(layers=options.layers, width=options.width, heads=options.width // 64)
     make_deterministic(rank)
-    # With three or more ranks the order of sums matters. DDP sorts its buckets anew in a process's second step, which
-    # is another step of the training in a resumed process; `find_unused_parameters` keeps the buckets as they are.
+    # With three or more ranks the order of sums matters. DDP rebuilds its buckets in a process's second step, which
+    # is a different training step in a resumed process; `find_unused_parameters` keeps the buckets as they are.
     ddp = DistributedDataParallel(model, find_unused_parameters=ranks > 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=options.steps + 1)
@@ -179,7 +179,7 @@ def parse(description: str | None = __doc__) -> argparse.Namespace:
         "--steps", type=int, default=1000, help="steps of the whole training (default %(default)s)"
     )
     parser.add_argument(
-        "--every", type=int, default=20, help="checkpoint after so many steps; 0: never (default %(default)s)"
+        "--every", type=int, default=20, help="steps between two checkpoints; 0: none (default %(default)s)"
     )
     parser.add_argument(
         "--batch-size", type=int, default=4, help="samples of each rank in a step (default %(default)s)"

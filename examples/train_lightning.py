@@ -2,7 +2,7 @@
 
     mpirun --with-ft ulfm -n 2 python examples/train_lightning.py --every 20 : -n 1 holdfast stager --store URL
 
-Run the same line again after a kill: it goes on where the newest good checkpoint ends, bit for bit. With `--sharded`
+Run the same line again after a kill: it resumes from the newest good checkpoint, bit for bit. With `--sharded`
 each rank holds a part of each tensor (FSDP2, by Lightning's `ModelParallelStrategy`), and saves that part alone. What
 holdfast needs is marked with `holdfast:` below; there is nothing in it about FSDP2.
 """
@@ -63,7 +63,7 @@ class Digits(LightningModule):
 
 
 def train(options: argparse.Namespace, *callbacks: Callback) -> Trainer:
-    """The whole training, with more callbacks if somebody wants to watch."""
+    """The whole training, with more callbacks for tests that watch."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     environment = HoldfastEnvironment("gloo")  # holdfast: the ranks of this job, without the stager
@@ -74,7 +74,7 @@ def train(options: argparse.Namespace, *callbacks: Callback) -> Trainer:
     torch.manual_seed(SEED)  # the same first weights on every rank
     model = Digits(options.steps, sharded=options.sharded)
     torch.manual_seed(SEED + 1 + rank)  # each rank its own dropout
-    # holdfast: the order of samples, which goes on where it was
+    # holdfast: the order of samples, which resumes at the saved position
     sampler = ResumableSampler(len(learned), seed=SEED, rank=rank, ranks=ranks, drop_last=True)
     loader = EpochLoader(DataLoader(learned, batch_sampler=sampler.ahead(options.batch_size)))
     trainer = Trainer(
@@ -99,7 +99,7 @@ def arguments() -> argparse.ArgumentParser:
         "--steps", type=int, default=400, help="steps of the whole training (default %(default)s)"
     )
     parser.add_argument(
-        "--every", type=int, default=20, help="checkpoint after so many steps (default %(default)s)"
+        "--every", type=int, default=20, help="steps between two checkpoints (default %(default)s)"
     )
     parser.add_argument(
         "--batch-size", type=int, default=32, help="samples of each rank (default %(default)s)"
@@ -111,9 +111,7 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     trainer = train(arguments().parse_args())
     if trainer.is_global_zero:
-        print(
-            f"{trainer.global_step} steps; loss of what was kept back: {trainer.callback_metrics['loss']:.4f}"
-        )
+        print(f"{trainer.global_step} steps; validation loss: {trainer.callback_metrics['loss']:.4f}")
     torch.distributed.destroy_process_group()
 
 

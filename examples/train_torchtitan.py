@@ -3,8 +3,8 @@
     mpirun --with-ft ulfm -n 2 python examples/train_torchtitan.py --every 20 : -n 1 holdfast stager --store URL
 
 `Trainer` calls its checkpoint manager where torchtitan's Trainer does; its containers of optimizers and schedulers are
-small ones of the same kind. Run the same line again after a kill: it goes on where the newest good checkpoint ends, bit
-for bit. What holdfast needs is marked with `holdfast:` below.
+small ones of the same kind. Run the same line again after a kill: it resumes from the newest good checkpoint, bit for
+bit. What holdfast needs is marked with `holdfast:` below.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Trainer:
         self.lr_schedulers = Schedulers(self.optimizers, options.steps)
         pixels, labels = (torch.as_tensor(array) for array in load_digits(return_X_y=True))
         data = TensorDataset(pixels.float() / 16, labels)
-        # holdfast: the order of samples, which goes on where it was
+        # holdfast: the order of samples, which resumes at the saved position
         sampler = ResumableSampler(len(data), seed=SEED, rank=rank, ranks=ranks)
         self.dataloader = EpochLoader(DataLoader(data, batch_sampler=sampler.ahead(options.batch_size)))
         self.checkpointer = HoldfastCheckpointManager(  # holdfast: in the place of torchtitan's
@@ -143,7 +143,7 @@ def arguments() -> argparse.ArgumentParser:
         "--steps", type=int, default=200, help="steps of the whole training (default %(default)s)"
     )
     parser.add_argument(
-        "--every", type=int, default=20, help="checkpoint after so many steps (default %(default)s)"
+        "--every", type=int, default=20, help="steps between two checkpoints (default %(default)s)"
     )
     parser.add_argument(
         "--batch-size", type=int, default=32, help="samples of each rank (default %(default)s)"

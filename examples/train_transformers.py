@@ -2,7 +2,7 @@
 
     mpirun --with-ft ulfm -n 2 python examples/train_transformers.py --every 20 : -n 1 holdfast stager --store URL
 
-Run the same line again after a kill: it goes on where the newest good checkpoint ends, bit for bit. With `--sharded`
+Run the same line again after a kill: it resumes from the newest good checkpoint, bit for bit. With `--sharded`
 each rank holds a part of each tensor (FSDP2), and saves that part alone. What holdfast needs is marked with `holdfast:`
 below; there is nothing in it about FSDP2.
 """
@@ -67,7 +67,7 @@ def shard_on_cpu(trainer: Trainer) -> None:
 
 
 def train(options: argparse.Namespace, *callbacks: TrainerCallback, **more: Any) -> Trainer:
-    """The whole training, with more callbacks if somebody wants to watch."""
+    """The whole training, with more callbacks for tests that watch."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     rank, _ = init_torch_distributed("gloo")  # holdfast: the ranks of this job, before TrainingArguments
@@ -114,7 +114,7 @@ def arguments() -> argparse.ArgumentParser:
         "--steps", type=int, default=400, help="steps of the whole training (default %(default)s)"
     )
     parser.add_argument(
-        "--every", type=int, default=20, help="checkpoint after so many steps (default %(default)s)"
+        "--every", type=int, default=20, help="steps between two checkpoints (default %(default)s)"
     )
     parser.add_argument(
         "--batch-size", type=int, default=16, help="samples of each rank (default %(default)s)"
@@ -127,7 +127,7 @@ def main() -> None:
     trainer = train(arguments().parse_args())
     if trainer.is_world_process_zero():
         losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-        print(f"{trainer.state.global_step} steps; loss of what was kept back: {losses[-1]:.4f}")
+        print(f"{trainer.state.global_step} steps; validation loss: {losses[-1]:.4f}")
     torch.distributed.destroy_process_group()
 
 

@@ -9,12 +9,12 @@ from enum import StrEnum
 
 _OWN_LOOP = """\
 # (1) with the other imports
-from trainer_side import Checkpointer, PerRank, RngState, init_torch_distributed
+from holdfast import Checkpointer, PerRank, RngState, init_torch_distributed
 
 # (2) in place of init_process_group; "gloo" without GPUs
 rank, ranks = init_torch_distributed("nccl")
 
-# (3) before the training loop; every object that must resume, by name
+# (3) before the training loop; every object that must resume, by name: a gradient scaler and weight averages too
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": PerRank(RngState())}
 checkpointer = Checkpointer(state, every=100)
 first = checkpointer.restore()  # the step to run next; 0 in a new run
@@ -41,7 +41,7 @@ checkpointer.close()  # waits until the last checkpoint is durable
 """
 _LIGHTNING = """\
 # (1) with the other imports
-from trainer_side.frameworks.lightning import HoldfastCallback, HoldfastEnvironment
+from holdfast.integrations.lightning import HoldfastCallback, HoldfastEnvironment
 
 # (2) among the arguments of Trainer; "gloo" without GPUs
 plugins=[HoldfastEnvironment("nccl")],
@@ -49,8 +49,8 @@ callbacks=[HoldfastCallback(every=100)],
 """
 _TRAINER = """\
 # (1) with the other imports
-from trainer_side import init_torch_distributed
-from trainer_side.frameworks.transformers import HoldfastCallback
+from holdfast import init_torch_distributed
+from holdfast.integrations.transformers import HoldfastCallback
 
 # (2) before TrainingArguments, which need data_seed=...; "gloo" without GPUs
 init_torch_distributed("nccl")
@@ -64,8 +64,8 @@ trainer.train(resume_from_checkpoint=holdfast.restore(trainer))
 """
 _ACCELERATE = """\
 # (1) with the other imports
-from trainer_side import Checkpointer, init_torch_distributed
-from trainer_side.frameworks.accelerate import prepared
+from holdfast import Checkpointer, init_torch_distributed
+from holdfast.integrations.accelerate import prepared
 
 # (2) before the Accelerator; "gloo" without GPUs
 init_torch_distributed("nccl")

@@ -26,7 +26,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="training ranks (default %(default)s)")
     parser.add_argument("--steps", type=int, default=150, help="steps of the training (default %(default)s)")
     parser.add_argument(
-        "--every", type=int, default=10, help="checkpoint after so many steps (default %(default)s)"
+        "--every", type=int, default=10, help="steps between two checkpoints (default %(default)s)"
     )
     parser.add_argument(
         "--out",

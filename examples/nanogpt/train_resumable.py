@@ -1,6 +1,6 @@
-"""The loop of `train.py` with holdfast: killed at any point it goes on with the batch that was in hand.
+"""The loop of `train.py` with holdfast: killed at any point, it resumes with the batch that was in hand.
 
-    mpirun --with-ft ulfm -n 2 python -m examples.nanogpt.train_resumable : -n 1 holdfast stager --store URL
+    holdfast run --launcher torchrun -n 2 --store URL -- -m examples.nanogpt.train_resumable
 
 Run the same line again after a kill. docs/data.md shows the difference to `train.py`.
 """
@@ -66,7 +66,7 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            checkpointer.step(step)
+            checkpointer.step(step, batch=trained, loss=loss)
             watch(step, loss.item(), trained)
     return model
 

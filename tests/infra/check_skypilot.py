@@ -1,9 +1,9 @@
 """Parse SkyPilot's files and commands by SkyPilot itself: {"files": texts, "lines": texts} on stdin.
 
 Run by the Python of `toolbox.sky_python`. On stdout for each line its fault or nothing, and for each file: `faults`,
-`hosts` (the name of each task's first machine), and `restarts` (for each task, which exit codes of its two machines
-start it again, asked one after the other). Fields are checked as the API server does it; a client lets some unknown
-ones pass. Nothing is asked of the network: a connection is an error.
+`hosts` (the name of each task's first machine), `strategies` (which class restarts each task), and `restarts` (for each
+task, which exit codes of its two machines start it again, asked one after the other). Fields are checked as the API
+server does it; a client lets some unknown ones pass. Nothing is asked of the network: a connection is an error.
 """
 
 from __future__ import annotations
@@ -51,19 +51,26 @@ def checked(text: str, warnings: Warnings) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - whatever it says is what a user would read
         return {"faults": [f"{type(error).__name__}: {error}"]}
     group = dag.name if dag.is_job_group() else ""
+    executors = {
+        task.name: executor_of(task) for task in dag.tasks
+    }  # once: it takes the strategy out of the task
     return {
         "faults": list(warnings.said),
         "hosts": {task.name: job_group_networking._get_job_address(task.name, group) for task in dag.tasks}
         if group
         else {},
-        "restarts": {task.name: restarts(task) for task in dag.tasks},
+        "restarts": {name: restarts(executor) for name, executor in executors.items()},
+        "strategies": {name: type(executor).__name__ for name, executor in executors.items()},
     }
 
 
-def restarts(task: Any) -> list[bool]:
-    executor = recovery_strategy.StrategyExecutor.make(
+def executor_of(task: Any) -> Any:
+    return recovery_strategy.StrategyExecutor.make(
         "cluster", CloudVmRayBackend(), task, 1, 0, None, set(), None, None
     )
+
+
+def restarts(executor: Any) -> list[bool]:
     ends = [ENDS["lost"]] * 9 + [ENDS["bug"]] * 4 + [ENDS["again"]]
     return [executor.should_restart_on_failure(exit_codes=codes) for codes in ends]
 

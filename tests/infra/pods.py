@@ -1,4 +1,4 @@
-"""Scenes of the pods of infra/kubernetes and infra/skypilot: two ranks, one in each pod, and their stager."""
+"""Scenes of the pods of infra/kubernetes and the tasks of infra/skypilot: two ranks, one in each, and their stager."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.infra.sky_tasks import PlayedJobGroup
 from tests.infra.toolbox import INFRA
 from tests.integration.jobs import in_a_pod
 from tests.support.cluster import wait_until
+from tests.support.swift import free_port
 
 __all__ = [
     "add_to_pod",
@@ -27,6 +28,7 @@ __all__ = [
     "played",
     "played_group",
     "played_in_namespaces",
+    "played_vms",
     "starts",
     "tls_additions",
     "trainer_document",
@@ -113,10 +115,32 @@ def played_in_namespaces(
 @contextlib.contextmanager
 def played_group(folder: Path) -> Iterator[PlayedJobGroup]:
     """The tasks of SkyPilot's job group; none runs yet."""
-    documents = list(yaml.safe_load_all((INFRA / "skypilot" / "job-group.yaml").read_text()))
     variables = {**_prepare(folder), "HOLDFAST_KEY": new_key()}
-    with PlayedJobGroup(documents, folder, variables) as group:
+    with PlayedJobGroup(_sky_documents("job-group"), folder, variables) as group:
         yield group
+
+
+@contextlib.contextmanager
+def played_vms(folder: Path) -> Iterator[PlayedJobGroup]:
+    """SkyPilot's two jobs on VMs, with the address that a user copies from the stager's log; none runs yet."""
+    stager, ranks = (_sky_documents(name)[0] for name in ("stager", "ranks"))
+    closed = f"127.0.0.1:{free_port()}"
+    variables = {
+        **_prepare(folder),
+        "HOLDFAST_KEY": new_key(),
+        "HOLDFAST_STAGER": "127.0.0.1:29411",
+        # HOLDFAST_WATCH=auto of the file asks each cloud's metadata server: none answers.
+        "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{closed}",
+        "GCE_METADATA_HOST": closed,
+        "HOLDFAST_AZURE_METADATA_URL": f"http://{closed}",
+    }
+    header = {"name": "vms", "primary_tasks": [ranks["name"]]}
+    with PlayedJobGroup([header, stager, ranks], folder, variables) as jobs:
+        yield jobs
+
+
+def _sky_documents(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((INFRA / "skypilot" / f"{name}.yaml").read_text()))
 
 
 def _prepare(folder: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The tasks of infra/skypilot/job-group.yaml as processes of this machine, started again by SkyPilot's rules.
+"""The tasks of infra/skypilot as processes of this machine, started again by SkyPilot's rules.
 
 Each pod of a task runs its `run` as a bash script, as SkyPilot does. When one ends with an error, SkyPilot kills the
 others; then `recover_on_exit_codes` of the task decides (tests/infra/test_skypilot.py asks SkyPilot itself). Replaced
@@ -110,9 +110,9 @@ class PlayedJobGroup:
             "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * nodes),
             "SKYPILOT_NUM_GPUS_PER_NODE": "1",
         }
-        script = task["run"]
-        for text, here in self._replaced.items():
-            script = script.replace(text, here)
+        script = self._here(task["run"])
+        if "HOLDFAST_STAGER" in given:
+            given["HOLDFAST_STAGER"] = self._here(given["HOLDFAST_STAGER"])
         with (self.folder / f"{task['name']}-{index}.log").open("ab") as output:
             process = subprocess.Popen(
                 ["bash", "-c", script],
@@ -124,3 +124,8 @@ class PlayedJobGroup:
                 start_new_session=True,
             )
         return PlayedPod(task["name"], index, process)
+
+    def _here(self, text: str) -> str:
+        for word, replacement in self._replaced.items():
+            text = text.replace(word, replacement)
+        return text

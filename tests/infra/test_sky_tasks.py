@@ -1,24 +1,34 @@
-"""The command lines of infra/skypilot/job-group.yaml as processes: a rank is killed, and the task is run again."""
+"""The command lines of infra/skypilot as processes: a rank is killed, and the task is run again."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+
+import pytest
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.store import open_store
 from operator_side.supervise.exit_codes import AGAIN
-from tests.infra.pods import go_on, played_group, starts, wait_for_ranks
+from tests.infra.pods import go_on, played_group, played_vms, starts, wait_for_ranks
+from tests.infra.sky_tasks import PlayedJobGroup
 from tests.integration.jobs.in_a_pod import EVERY, STEPS, counted_after
 from tests.support.cluster import wait_until
 
 
-def test_a_killed_rank_has_its_task_run_again_which_resumes_beside_the_same_stager(tmp_path: Path) -> None:
-    with played_group(tmp_path) as group:
+@pytest.mark.parametrize(
+    ("scene", "name"), [(played_group, "stager"), (played_vms, "holdfast-stager")], ids=["group", "vms"]
+)
+def test_a_killed_rank_has_its_task_run_again_which_resumes_beside_the_same_stager(
+    tmp_path: Path, scene: Callable[[Path], AbstractContextManager[PlayedJobGroup]], name: str
+) -> None:
+    with scene(tmp_path) as group:
         group.start()
         wait_for_ranks(group)
-        (stager,) = group.of("stager")
+        (stager,) = group.of(name)
         go_on(group)
         os.kill(int((tmp_path / "out" / "pid-1").read_text()), signal.SIGKILL)
         assert AGAIN in group.settle(), group.output()

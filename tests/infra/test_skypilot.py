@@ -130,6 +130,12 @@ def test_75_starts_the_ranks_again_as_often_as_it_takes_and_a_bug_three_times(
         assert as_parsed[file]["restarts"][task] == [True] * 9 + [True] * 3 + [False] + [True]
 
 
+def test_each_task_restarts_on_the_machines_that_it_has(as_parsed: dict[str, dict[str, Any]]) -> None:
+    """SkyPilot's default strategy terminates them first, and the stager's ring with them."""
+    for name, found in as_parsed.items():
+        assert set(found["strategies"].values()) == {"FailoverStrategyExecutor"}, name
+
+
 def test_the_page_of_exit_codes_says_what_the_files_say() -> None:
     (shown,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text().partition("## SkyPilot")[2], re.DOTALL)
     wanted = yaml.safe_load(shown)["resources"]["job_recovery"]

@@ -39,6 +39,9 @@ def test_lines_are_those_of_the_imported_framework(source: str, words: str, note
     assert noted in note
     assert "every=50" in lines
     assert "100" not in lines
+    modules = re.findall(r"^from (\S+) import", lines, re.MULTILINE)
+    assert modules
+    assert {module.partition(".")[0] for module in modules} == {"holdfast"}  # what docs/stability.md promises
 
 
 @pytest.mark.parametrize(
