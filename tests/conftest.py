@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.costs import Costs
 from tests.support.hangs import Hangs
+from tests.support.left_out import LeftOut
 from tests.support.moto_s3 import running_moto
 from tests.support.once import made_once
 from tests.support.quick_site import sitecustomize  # noqa: F401 - what it says of a job is so here, too
@@ -30,13 +31,17 @@ settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The budget of a unit test; the Makefile has the number."""
+    """Limits that .ci/run sets."""
     parser.addoption("--unit-cpu-seconds-max", type=float, help="more CPU seconds fail a test of tests/unit")
+    parser.addoption(
+        "--begin-seconds-max", type=float, default=0, help="later no test begins, and those left are skipped"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Count what each test costs; end what a hung one leaves."""
+    """Count what each test costs; end what a hung one leaves; begin none when time is up."""
     config.pluginmanager.register(Costs(config))
+    config.pluginmanager.register(LeftOut(config))
     config.pluginmanager.register(Hangs())
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.blocked import environment_without
+from tests.support.parsed import parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("holdfast", "trainer_side", "stager", "flusher", "operator_side")
@@ -43,7 +44,7 @@ def python(code: str, *arguments: str, env: dict[str, str] | None = None) -> sub
 
 def imports(path: Path) -> Iterator[str]:
     """Full names of all that a file imports, anywhere in it; `from a import b` gives `a.b`."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -122,16 +123,14 @@ def test_no_source_file_prints() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sources()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert found == []
 
 
 def test_every_source_file_says_what_it_owns() -> None:
-    silent = [
-        path.name for path in sources() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    silent = [path.name for path in sources() if not ast.get_docstring(parsed(path))]
     assert silent == []
 
 
@@ -142,9 +141,7 @@ def test_a_file_that_the_docstring_of_a_package_names_is_there() -> None:
         f"{path.relative_to(ROOT)}: {name}"
         for path in sources()
         if path.name == "__init__.py"
-        for name in re.findall(
-            r"[\w/*]+\.py\b", ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        )
+        for name in re.findall(r"[\w/*]+\.py\b", ast.get_docstring(parsed(path)) or "")
         if not (list(ROOT.glob(name)) if "/" in name else fnmatch.filter(names, name))
     ]
     assert gone == []
@@ -168,7 +165,7 @@ def hands(path: Path) -> Iterator[tuple[str, int]]:
     A dataclass or a named tuple is not among them, because its constructor is not written by hand: it is a value, or a
     group with a name, and groups are how others come to take less. Nor is a command: its parameters are its options.
     """
-    module = ast.parse(path.read_text(encoding="utf-8"))
+    module = parsed(path)
     for node in ast.walk(module):
         if isinstance(node, ast.ClassDef):
             for method in node.body:
@@ -225,7 +222,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
     found = shared(
         (node.name, path)
         for path in sources()
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in parsed(path).body
         if isinstance(node, ast.ClassDef)
     )
     assert sorted(found) == sorted(SHARED_CLASSES), found
@@ -243,7 +240,7 @@ def test_only_public_modules_list_what_they_offer() -> None:
         for path in sources()
         if any(
             isinstance(target, ast.Name) and target.id == "__all__"
-            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            for node in parsed(path).body
             for target in getattr(node, "targets", [])
         )
     ]

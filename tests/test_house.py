@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.parsed import parsed
 from tests.support.plain_words import prose
 from tests.test_architecture import PACKAGES, ROOT, sources
 
@@ -47,7 +48,7 @@ def rooms() -> list[str]:
 
 @pytest.mark.parametrize("room", rooms())
 def test_a_map_names_all_rooms_and_files(room: str) -> None:
-    docstring = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    docstring = ast.get_docstring(parsed(ROOT / room / "__init__.py")) or ""
     there = children(ROOT / room)
     errors = map_errors(docstring, there)
     if room in PACKAGES or len(there) > UNMAPPED_MAX:
@@ -239,10 +240,10 @@ def words(name: str) -> set[str]:
     return {stem(word) for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)}
 
 
-def defined(source: str) -> list[str]:
+def defined(tree: ast.Module) -> list[str]:
     """Public classes and functions of a file."""
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [node.name for node in ast.parse(source).body if isinstance(node, kinds) and node.name[0] != "_"]
+    return [node.name for node in tree.body if isinstance(node, kinds) and node.name[0] != "_"]
 
 
 def is_named_after(file: str, names: list[str]) -> bool:
@@ -261,10 +262,9 @@ def is_named_after(file: str, names: list[str]) -> bool:
 
 def test_a_file_is_named_after_something_that_it_defines() -> None:
     wrong = {
-        str(path.relative_to(ROOT)): defined(path.read_text(encoding="utf-8"))
+        str(path.relative_to(ROOT)): defined(parsed(path))
         for path in sources()
-        if not path.stem.startswith("__")
-        and not is_named_after(path.stem, defined(path.read_text(encoding="utf-8")))
+        if not path.stem.startswith("__") and not is_named_after(path.stem, defined(parsed(path)))
     }
     listed = {path for paths in NAMED_OTHERWISE.values() for path in paths}
     assert {path: names for path, names in wrong.items() if path not in listed} == {}, (
@@ -307,11 +307,7 @@ UNTOLD = re.compile(
 
 def test_a_test_is_named_after_its_unit_and_behaviour() -> None:
     files = (ROOT / "tests").rglob("test_*.py")
-    names = {
-        name
-        for path in files
-        for name in defined(path.read_text(encoding="utf-8"))
-        if name.startswith("test_")
-    }
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in files)  # of use once: none is kept
+    names = {name for tree in trees for name in defined(tree) if name.startswith("test_")}
     assert len(names) > 3000
     assert sorted(filter(UNTOLD.match, names)) == []

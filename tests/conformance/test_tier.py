@@ -361,7 +361,8 @@ def test_any_part_of_a_slice_can_be_read(rig: Rig) -> None:
     assert bytes(view) == data[7:107]
 
 
-def test_two_writers_of_one_rank_are_refused(rig: Rig) -> None:
+def test_two_writers_of_one_rank_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_side.tiers.slot_tier._DYING_SECONDS_MAX", 0.1)  # the other one does not die
     made = image()
     tier = rig.ready(made.layout)
     if tier.nearness is Nearness.STORE:

@@ -97,9 +97,15 @@ def test_up_status_down(endpoint: str, tmp_path: Path) -> None:
 
 
 def _placed(line: str, directory: Path) -> list[str]:
-    """What the processes say that mpirun starts by this line; an agent in the place of ssh starts them all here."""
+    """What the processes say that mpirun starts by this line; an agent in the place of ssh starts them all here.
+
+    Each daemon has a folder for temporary files, as on a host of its own. Daemons of one job that share it remove
+    each other's session directory, and mpirun waits forever for one that has lost its own.
+    """
     agent = directory / "agent"
-    agent.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    agent.write_text(
+        f'#!/bin/sh\nshift\nTMPDIR=$(mktemp -d {directory}/host-XXXXXX)\nexport TMPDIR\nexec sh -c "$*"\n'
+    )
     agent.chmod(0o755)
     mpirun = f"{find_mpirun()} --allow-run-as-root --prtemca plm_ssh_agent {agent}"
     ranks, stager = line.replace("mpirun", mpirun, 1).split(" : ")

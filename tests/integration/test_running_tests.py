@@ -107,3 +107,11 @@ def test_a_unit_test_over_its_budget_fails_with_its_children_counted(tmp_path: P
     assert "test_dear took 1." in done.stdout
     assert "s of CPU in all" in done.stdout
     assert pytest_in(tmp_path, "--unit-cpu-seconds-max", "5").returncode == 0
+
+
+def test_tests_that_have_not_begun_in_time_are_skipped_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(_DEAR)
+    done = pytest_in(tmp_path, "-n", "1", "--begin-seconds-max", "1e-9")
+    assert done.returncode == 0, done.stdout
+    assert "2 tests are left out: none begins after 1e-09 seconds" in done.stdout
+    assert "2 skipped" in done.stdout

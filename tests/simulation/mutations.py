@@ -131,6 +131,7 @@ MUTATIONS = {
             "        return self._record(slot) == record\n",
             "        return True\n",
             900,
+            first_seed=600,
         ),
         # -- a store that takes nothing
         _one(

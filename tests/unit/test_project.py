@@ -113,29 +113,15 @@ def test_ci_runs_the_same_targets_as_people_and_sums_up(
     assert ("not passed" in done.stdout) == bool(fails)
 
 
-@pytest.mark.parametrize(
-    ("seconds_max", "fails", "last"),
-    [
-        (2400, "", "35 passed, 0 failed, 5 skipped"),
-        (2400, "more", "34 passed, 1 failed, 5 skipped"),
-        (700, "", "30 passed, 0 failed, 5 skipped"),
-    ],
-)
-def test_ci_leaves_out_what_a_slow_machine_would_not_end_and_says_so(
-    tmp_path: Path, seconds_max: int, fails: str, last: str
-) -> None:
+def test_ci_says_how_many_tests_a_slow_machine_leaves_out(tmp_path: Path) -> None:
     (tmp_path / ".ci").mkdir()
-    script = (ROOT / ".ci/run").read_text().replace("quick_seconds=600", "quick_seconds=-1")
-    script = script.replace("seconds_max=2400", f"seconds_max={seconds_max}")
+    script = (ROOT / ".ci/run").read_text().replace("begin_seconds_max=3600", "begin_seconds_max=-1")
     (tmp_path / ".ci/run").write_text(script)
     (tmp_path / ".ci/run").chmod(0o755)
-    done = _ci(tmp_path, tmp_path / ".ci/run", fails)
-    more = [] if seconds_max == 700 else ["more"]
-    ran = (tmp_path / "ran").read_text().split()
-    assert sorted(ran) == ["lint", *more, "rest", "services", "setup", "test", "types"]
-    assert ("make more is left out: only " in done.stdout) == (not more)
-    assert done.stdout.splitlines()[-1] == last
-    assert done.returncode == (2 if fails else 0)
+    done = _ci(tmp_path, tmp_path / ".ci/run", "")
+    assert "7 tests are left out on a machine as slow as this one" in done.stdout
+    assert done.stdout.splitlines()[-1] == "35 passed, 0 failed, 5 skipped"
+    assert done.returncode == 0
 
 
 def _ci(tmp_path: Path, script: Path, fails: str) -> subprocess.CompletedProcess[str]:
@@ -147,9 +133,9 @@ case $1-{fails} in
 test-*) echo "============ 10 passed, 3 skipped in 284.20s (0:04:44) ============" ;;
 remaining-remaining) echo "===== 1 failed, 24 passed, 2 skipped, 1 warning in 9.1s =====" ;;
 remaining-*) echo "25 passed, 2 skipped, 2 deselected in 9.1s" ;;
-rest-*) echo "20 passed, 2 skipped, 2 deselected in 9.1s" ;;
-more-more) echo "1 failed, 4 passed in 9.1s" ;;
-more-*) echo "5 passed in 9.1s" ;;
+esac
+case "$*" in
+remaining*BEGIN_SECONDS_MAX=1) echo "7 tests are left out: none begins after 1 seconds" ;;
 esac
 test $1 != "{fails}" || exit 2
 """)

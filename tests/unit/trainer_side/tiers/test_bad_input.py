@@ -284,7 +284,10 @@ def test_a_half_made_slot_file_is_removed(directory: Path) -> None:
     assert path.exists()
 
 
-def test_the_lock_of_a_dead_process_is_none_and_that_of_a_living_one_is_named(directory: Path) -> None:
+def test_the_lock_of_a_dead_process_is_none_and_that_of_a_living_one_is_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_side.tiers.slot_tier._DYING_SECONDS_MAX", 0.1)  # the holder lives
     place = TierDirectory(directory, RUN)
     place.make()
     holder = subprocess.Popen(
