@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import StateError
 from trainer_side.state.optimizer_places import at, reachable
-from trainer_side.state.tree import children
+from trainer_side.state.tree import containers
 
 # As torch's schedulers, and timm's, name their lists.
 _PER_GROUP = frozenset(
@@ -152,13 +152,8 @@ def _differ(one: Any, other: Any) -> bool:
 
 def _lists(tree: Any) -> Iterator[tuple[str, Any, Any]]:
     """The lists in dictionaries: path of the dictionary, key, list."""
-    seen: set[int] = set()
-    pending: list[tuple[str, Any]] = [("", tree)]
-    while pending:
-        path, node = pending.pop()
-        for key, value in children(node):
-            if isinstance(node, dict) and isinstance(value, list | tuple):
-                yield path, key, value
-            if isinstance(value, dict | list | tuple) and id(value) not in seen:
-                seen.add(id(value))
-                pending.append((f"{path}/{key}" if path else str(key), value))
+    for prefix, node in containers(tree):
+        if isinstance(node, dict):
+            for key, value in node.items():
+                if isinstance(value, list | tuple):
+                    yield prefix.removesuffix("/"), key, value

@@ -21,13 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from trainer_side.state.optimizer_places import has_groups, parameter_names
+from trainer_side.restore.joining_by_name import LIKE_PARAMETERS
+from trainer_side.state.optimizer_places import is_form, numbers_of, parameter_names
 from trainer_side.state.position_names import Position, Positions
 
-# Moments that torch's optimizers make in the shape of the parameter; those of Adafactor are smaller.
-_LIKE_PARAMETERS = frozenset(
-    {"exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
-)
 _Groups = Sequence[Sequence[Sequence[str]]]  # of an optimizer: group, parameter, its names
 
 
@@ -218,7 +215,7 @@ def _by_order(
         key_of = dict(zip(places, numbers, strict=True))
         for place, key in key_of.items():
             for kind, tensor in _tensors(saved["state"].get(key, {})):
-                if kind in _LIKE_PARAMETERS and tuple(tensor.shape) != place.shape:
+                if kind in LIKE_PARAMETERS and tuple(tensor.shape) != place.shape:
                     raise StateError(
                         f"{at}: {kind} of parameter {key} has the shape {list(tensor.shape)}, and the parameter in its "
                         f"place {list(place.shape)}: the parameters were in another order; nothing was loaded"
@@ -256,7 +253,7 @@ def _same_groups(at: str, saved: Mapping[str, Any], every: Sequence[_Groups]) ->
 
 def _numbered(saved: Mapping[str, Any], keys: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """The saved state of these parameters alone, numbered in this order."""
-    of_parameters = {key for group in saved["param_groups"] for key in group["params"]}
+    of_parameters = {*numbers_of(saved)}
     state = {key: value for key, value in saved["state"].items() if key not in of_parameters}
     groups, count = [], 0
     for group, own in zip(saved["param_groups"], keys, strict=True):
@@ -281,12 +278,12 @@ def _optimizers(state: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, value in state.items()
-        if isinstance(value, torch.optim.Optimizer) and has_groups(tree.get(name))
+        if isinstance(value, torch.optim.Optimizer) and is_form(tree.get(name))
     ]
 
 
 def _is_by_name(saved: Mapping[str, Any]) -> bool:
-    return any(isinstance(key, str) for group in saved["param_groups"] for key in group["params"])
+    return any(isinstance(key, str) for key in numbers_of(saved))
 
 
 def _tensors(moments: Any) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -18,9 +18,9 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.region_targets import Claims, ScatterTarget
 from trainer_side.restore.structure import Structure, entry_at, once
-from trainer_side.state.optimizer_places import at
+from trainer_side.state.optimizer_places import at, matched
 from trainer_side.state.split_tensor import Held, held, is_dtensor, is_split
-from trainer_side.state.tree import children, tensor_paths
+from trainer_side.state.tree import children, containers, tensor_paths
 
 
 class SplitPart(NamedTuple):
@@ -173,18 +173,11 @@ def place(
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """All tensors of a tree and what is split by hand, as `tensor_paths` names them."""
-    tensors = tensor_paths(tree)
-    yield from tensors
-    seen = {id(tree)}
-    pending = [("", tree)]
-    while pending:
-        prefix, node = pending.pop()
+    yield from tensor_paths(tree)
+    for prefix, node in containers(tree):
         for key, value in children(node):
             if is_split(value) and not isinstance(value, torch.Tensor):
                 yield f"{prefix}{key}", value
-            elif isinstance(value, dict | list | tuple) and id(value) not in seen:
-                seen.add(id(value))
-                pending.append((f"{prefix}{key}/", value))
 
 
 def _held(path: str, value: Any) -> Held | None:
@@ -198,14 +191,7 @@ def _saved_moments(
     optimizer: torch.optim.Optimizer, saved: Any
 ) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]]]:
     """Number in the checkpoint, parameter and what was saved for it, of split parameters; as torch matches them."""
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    groups = saved.get("param_groups") or []
-    numbers = [number for group in groups for number in group.get("params", ())]
-    if len(numbers) != len(parameters):
-        return  # refused by its own load_state_dict, with a better message
-    for number, parameter in zip(numbers, parameters, strict=True):
+    for number, parameter in matched(optimizer, saved):
         moments = saved["state"].get(number)
         if is_split(parameter) and isinstance(moments, Mapping):
             yield number, parameter, moments

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from trainer_side.state.optimizer_places import has_groups
+from trainer_side.state.optimizer_places import is_form
 from trainer_side.state.split_tensor import is_dtensor
 
 # They change nothing in a file that has all names of the module: they complete or refuse files of old versions.
@@ -302,7 +302,7 @@ def _renamed(saved: Mapping[str, Any], here: Mapping[str, Any], new: Mapping[str
 
 
 def _rewrapped_optimizer(saved: Any, here: Collection[str], moved: Mapping[str, str]) -> Any:
-    if not has_groups(saved):
+    if not is_form(saved):
         return saved
     listed = {
         name

@@ -16,7 +16,7 @@ import torch
 
 from holdfast.errors import StateError
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.tree import Given, children, tensor_paths
+from trainer_side.state.tree import Given, children, containers, tensor_paths
 
 _DEPTH_MAX = 6
 _OBJECTS_MAX = 20_000  # a data set may be a list of millions
@@ -103,17 +103,9 @@ def located(
 
 def forms(tree: Any) -> Iterator[tuple[str, Any]]:
     """All dictionaries that look like those of an optimizer, with their paths; one that is there twice comes once."""
-    seen: set[int] = set()
-    pending = [("", tree)]
-    while pending:
-        path, node = pending.pop()
+    for prefix, node in containers(tree, is_leaf=is_form):
         if is_form(node):
-            yield path, node
-            continue
-        for key, value in children(node):
-            if isinstance(value, dict | list | tuple) and id(value) not in seen:
-                seen.add(id(value))
-                pending.append((f"{path}/{key}" if path else str(key), value))
+            yield prefix.removesuffix("/"), node
 
 
 def is_form(node: Any) -> bool:
@@ -124,6 +116,26 @@ def is_form(node: Any) -> bool:
     return isinstance(groups, list) and all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     )
+
+
+def numbers_of(saved: Mapping[str, Any]) -> list[Any]:
+    """What stands for the parameters in a state, in the order of the groups: numbers, or names."""
+    return [number for group in saved["param_groups"] for number in group["params"]]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def matched(optimizer: torch.optim.Optimizer, saved: Any) -> list[tuple[Any, torch.Tensor]]:
+    """What stands for each parameter in a state, and the parameter, by their order, as torch matches them.
+
+    Empty where there are more of the one than of the other: the loading refuses that, or is the optimizer's own.
+    """
+    if not is_form(saved):
+        return []
+    numbers, parameters = numbers_of(saved), parameters_of(optimizer)
+    return [*zip(numbers, parameters, strict=True)] if len(numbers) == len(parameters) else []
 
 
 def sizes(groups: Any) -> list[int]:
@@ -157,9 +169,7 @@ def on_host(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimi
     found: list[str] = []
     for path, optimizer in optimizers.items():
         saved = at(tree, path)
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
+        for number, parameter in matched(optimizer, saved):
             if parameter.device.type != "cpu":
                 state = {f"{path}/state/{number}": saved["state"].get(number)}
                 found += [
@@ -226,16 +236,6 @@ def by_name(
         united: Names of the parameters of all ranks, which the groups then list.
     """
     return {at: _named(value, names[at], united[at]) if at in names else value for at, value in tree.items()}
-
-
-def has_groups(saved: Any) -> bool:
-    """Whether the saved value has the form of an optimizer's state."""
-    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
-    return (
-        isinstance(groups, list)
-        and isinstance(saved.get("state"), dict)
-        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
-    )
 
 
 def settings(tree: Mapping[str, Any], at: str) -> list[str]:

@@ -32,7 +32,7 @@ from trainer_side.state.split_tensor import (
     local_of,
 )
 from trainer_side.state.survey import StorageSource, parts_of
-from trainer_side.state.tree import Ownership, children, with_changes
+from trainer_side.state.tree import Ownership, children, containers, with_changes
 
 _DICTS = frozenset({dict, OrderedDict})
 _CONTAINERS = _DICTS | {list, tuple}
@@ -228,16 +228,7 @@ class SplitStandIns:
 
     @staticmethod
     def are_in(tree: Any) -> bool:
-        seen: set[int] = set()
-        pending = [tree]
-        while pending:
-            for _, value in children(pending.pop()):
-                if is_split(value):
-                    return True
-                if isinstance(value, dict | list | tuple) and id(value) not in seen:
-                    seen.add(id(value))
-                    pending.append(value)
-        return False
+        return any(is_split(value) for _, node in containers(tree) for _, value in children(node))
 
     def expand(self, tree: Any) -> Expanded:
         """Put stand-ins in place of all split tensors; for a plan, so they are new.

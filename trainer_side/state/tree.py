@@ -14,7 +14,7 @@ rank 0 sends them. Replicated tensors that only `optimizer.step()` changes are *
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -35,6 +35,24 @@ def children(node: Any) -> Iterator[tuple[Any, Any]]:
         yield from node.items()
     elif isinstance(node, list | tuple):
         yield from enumerate(node)
+
+
+def containers(tree: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[str, Any]]:
+    """The containers of a tree, each once, and the begin of the paths of what is in it, such as `loop/nets/`.
+
+    `is_leaf`: Containers whose content is left out.
+    """
+    seen: set[int] = set()
+    pending = [("", tree)]
+    while pending:
+        prefix, node = pending.pop()
+        yield prefix, node
+        if is_leaf(node):
+            continue
+        for key, value in children(node):
+            if isinstance(value, dict | list | tuple) and id(value) not in seen:
+                seen.add(id(value))
+                pending.append((f"{prefix}{key}/", value))
 
 
 def with_changes(node: Any, changed: Mapping[Any, Any]) -> Any:
