@@ -171,7 +171,6 @@ NAMED_OTHERWISE = {
         "operator_side/simulate/study_pictures.py",
         "trainer_side/convert/plain_values.py",
         "trainer_side/convert/publishing.py",
-        "trainer_side/convert/tensor_names.py",
         "trainer_side/ranks/uncaught.py",
         "trainer_side/restore/mismatch.py",
         "trainer_side/restore/per_rank_values.py",

@@ -45,11 +45,8 @@ def best_first(
 ) -> Sequence[Candidate | Passed]:
     """The items of `listed` that have the metric, the best first. One checkpoint's places stay in their order.
 
-    Args:
-        listed: All checkpoints, newest first.
-        stored: The store's manifests, summed up. Slices of which it has no manifest have no metric.
-        wanted: The metric.
-        where: The run, for the message.
+    `listed`: All checkpoints, newest first. `stored`: The store's manifests, summed up. Slices of which it has no
+    manifest have no metric.
 
     Raises:
         StoreMissing: No good checkpoint has the metric.

@@ -1,16 +1,12 @@
-"""The choice of a checkpoint, and of the place from which each rank reads its bytes. It does no I/O.
+"""The choice of a checkpoint, and of the places that have it. It does no I/O.
 
     slices that ranks found ─┐
                              ├─► candidates, newest first; of equals the nearest first
-    manifests of the store ──┘      └─► pieces: one frame of one slice each ─► units: what one rank reads at once
+    manifests of the store ──┘
 
-1. A candidate is whole if each saved rank's slice was found by some rank, or if the store has that very checkpoint to
-   fill the gaps with: same attempt, step, number of ranks and layout.
-2. A frame that several ranks have found is read by the one with the nearest tier, and among equals by the one that
-   has less to read. Where a chunk lacks a frame, the whole chunk comes from the store, where a CRC covers all of it.
-3. A frame that one source cannot give is read from the next one, until no source is left.
-
-Everything here is a function of facts that all ranks know, so all ranks come to the same result.
+A candidate is whole if each saved rank's slice was found by some rank, or if the store has that very checkpoint to fill
+the gaps with: same attempt, step, number of ranks and layout. Everything here is a function of facts that all ranks
+know, so all ranks come to the same result.
 """
 
 from __future__ import annotations

@@ -103,15 +103,10 @@ class TierListing:
 
 
 def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_MAX) -> TierListing:
-    """Ask every tier of every rank what it keeps. Collective.
+    """Ask every tier of every rank what it keeps, at most `seconds_max` each. Collective.
 
     A tier that fails or hangs, and a slice whose layout is not that of its seal, is left out and named: others may have
     it too.
-
-    `seconds_max`: How long a tier may take to say it.
-
-    Raises:
-        PeerLost: A rank is gone.
     """
     found = TierListing()
     lost: list[tuple[str, bool]] = []  # what, and whether a whole checkpoint may be missed
@@ -142,20 +137,9 @@ def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_
         found.lost += [what for what, _ in lost_there]
         found.missed += [what for what, is_missed in lost_there if is_missed]
         found.places.append(RankPlace(host, tuple(tiers_there)))
-        for number, (key, slice_rank, nearness, name, place, absent, *said) in enumerate(rows):
-            found.holders.append(
-                Holder(
-                    SliceKey(*key),
-                    slice_rank,
-                    rank,
-                    number,
-                    nearness,
-                    name,
-                    place,
-                    frozenset(absent),
-                    *said,
-                )
-            )
+        for number, (key, slice_rank, nearness, name, place, absent, *seal) in enumerate(rows):
+            lies = nearness, name, place, frozenset(absent)
+            found.holders.append(Holder(SliceKey(*key), slice_rank, rank, number, *lies, *seal))
     return found
 
 
@@ -206,12 +190,8 @@ class StoreListing:
     ) -> tuple[StoreListing, HoldfastError | None]:
         """List the store, on rank 0, and read the newest manifest. Collective.
 
-        Args:
-            store: The run.
-            peers: The ranks.
-            step: List only this step; None: all steps.
-            also: Checkpoints that are read as well, the same on every rank.
-            seconds_max: Time for the reads that follow; the listing may take half of it.
+        `step`: List only this step; None: all steps. `also`: Checkpoints that are read as well, the same on every rank.
+        `seconds_max`: Time for the reads that follow; the listing may take half of it.
 
         Returns:
             The listing, and the error if the store does not answer.
@@ -352,14 +332,10 @@ def newest_attempt(
 ) -> int:
     """The highest attempt that any tier of any rank, or the store, knows of; 0 on a new run. Collective.
 
-    A job without a stager, which claims one, takes the next.
+    A job without a stager, which claims one, takes the next. Only rank 0 asks the store.
 
-    Args:
-        tiers: Tiers of this rank.
-        store: The run; only rank 0 asks it.
-        peers: The ranks.
-        without_store: Whether the tiers alone may answer when the store does not.
-        seconds_max: How long the store, and each tier, may take to say it.
+    `without_store`: Whether the tiers alone may answer when the store does not. `seconds_max`: How long the store, and
+    each tier, may take to say it.
 
     Raises:
         StoreError: The store does not answer, and the tiers alone may not.
@@ -385,31 +361,13 @@ def newest_attempt(
     return max(newest, int(peers.broadcast(b"%d" % said if peers.rank == 0 else None)))
 
 
-def _passed_by(shelf: StoreListing, left: int) -> list[Candidate | Passed]:
-    """That there are checkpoints of older branches, as a reason not to begin from the start where no other is left."""
-    if shelf.branches is None or not left:
-        return []
-    fork = shelf.branches.rewinds[-1].fork
-    reason = (
-        f"the run was rewound to {fork}, and checkpoints of older branches are not restored; `holdfast rewind --to` "
-        "goes back to one of them"
-    )
-    return [Passed(fork.attempt, fork.step, reason, lost=shelf.step is None)]
-
-
 class InTurn:
     """All checkpoints, newest first, each as a candidate or with the reason why it cannot be one.
 
-    Iterating is collective: every rank takes the same steps. It raises what `StoreListing.more` raises.
+    Iterating is collective: every rank takes the same steps. It raises what `StoreListing.more` raises. Checkpoints of
+    older branches are none of them; that there are some is the last reason.
 
-    Args:
-        holders: The slices that the ranks have found.
-        shelf: The store's checkpoints.
-        peers: The ranks.
-        set_aside: Checkpoints that are passed over.
-        places: Where each rank is, for people.
-
-    Checkpoints of older branches are none of them; that there are some is the last reason.
+    `set_aside`: Checkpoints that are passed over. `places`: Where each rank is, for people.
     """
 
     def __init__(
@@ -422,10 +380,16 @@ class InTurn:
     ) -> None:
         self._places = places
         self._holders, self._shelf, self._peers, self._set_aside = holders, shelf, peers, set_aside
-        self._passed_by: list[Candidate | Passed] = []
+        self._older: list[Candidate | Passed] = []
         if shelf.branches is not None:
             self._holders = [one for one in holders if shelf.branches.is_current(CheckpointId(*one.key[:2]))]
-            self._passed_by = _passed_by(shelf, shelf.left + len(holders) - len(self._holders))
+            if shelf.left or len(self._holders) < len(holders):
+                fork = shelf.branches.rewinds[-1].fork
+                reason = (
+                    f"the run was rewound to {fork}, and checkpoints of older branches are not restored; "
+                    "`holdfast rewind --to` goes back to one of them"
+                )
+                self._older = [Passed(fork.attempt, fork.step, reason, lost=shelf.step is None)]
 
     def __iter__(self) -> Iterator[Candidate | Passed]:
         number = 0
@@ -443,7 +407,7 @@ class InTurn:
     def known(self) -> Sequence[Candidate | Passed]:
         """The candidates known so far, in order; others that were not read yet may lie between them. Not collective."""
         listed = pass_over(candidates(self._holders, self._shelf.stored, self._places), self._set_aside)
-        return [*listed, *self._passed_by] if self._passed_by and self._shelf.unread is None else listed
+        return listed if self._shelf.unread is not None else [*listed, *self._older]
 
     def first(self) -> Candidate | None:
         """The first candidate; all newer checkpoints are known by then. Collective."""

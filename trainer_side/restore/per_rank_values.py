@@ -19,9 +19,9 @@ from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.mismatch import misfit
 from trainer_side.restore.torch_loading import rewrap
 from trainer_side.state.optimizer_places import located, optimizers_of
-from trainer_side.state.per_rank import PerRank
+from trainer_side.state.per_rank import PerRank, unmarked
 from trainer_side.state.per_rank_blob import beside_of, decode
-from trainer_side.state.position_names import Positions, from_record, opened, tensor_lists
+from trainer_side.state.position_names import Positions, from_record, tensor_lists
 from trainer_side.state.tree import telling
 
 _log = logging.getLogger("holdfast.restore")
@@ -29,11 +29,8 @@ _log = logging.getLogger("holdfast.restore")
 
 def may_refuse(state: Mapping[str, Any]) -> bool:
     """Whether a value of the state that each rank has for itself may not be the one that was saved."""
-    return any(
-        isinstance(value.value, torch.nn.Module | torch.optim.Optimizer) or optimizers_of({name: value.value})
-        for name, value in state.items()
-        if isinstance(value, PerRank)
-    )
+    own = [value.value for value in state.values() if isinstance(value, PerRank)]
+    return any(isinstance(one, torch.nn.Module) or optimizers_of({"": one}) for one in own)
 
 
 def open_own(
@@ -48,18 +45,14 @@ def open_own(
 
     A value that the checkpoint does not have for this rank is taken out of the tree, and named in the log.
 
-    Args:
-        state: The state, as the script passed it.
-        live: Result of `live_trees` for it.
-        tree: The saved tree, with all bytes that this rank takes; is changed.
-        names: The names in the file.
-        rank: This rank.
+    `live`: Result of `live_trees`. `tree`: The saved tree, with all bytes that this rank takes; is changed. `names`:
+    The names in the file.
 
     Raises:
         DamageError: A value in the file is not a blob.
         StateError: A value does not fit, or parameters of an optimizer in it have no counterpart; names them.
     """
-    inner = opened(state)
+    inner = unmarked(state)
     for name, value in state.items():
         if not isinstance(value, PerRank) or name not in tree:
             continue

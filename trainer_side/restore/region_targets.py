@@ -56,7 +56,7 @@ class RegionTarget:
             copy_runs(self.comb, inside - self.base, source, self.memory, 0)
 
     def parts(self, inside: int, begin: int, nbytes: int) -> Iterator[SectionPart]:
-        """As `EntryTaker.parts`."""
+        """As `ScatterTarget.parts`."""
         if self.device is None:
             return
         first = inside - self.base  # of the tensor
@@ -79,12 +79,8 @@ class RegionTarget:
 def copy_runs(comb: Comb, begin: int, source: np.ndarray, memory: np.ndarray, first: int) -> None:
     """Copy what belongs to a region from bytes of its tensor.
 
-    Args:
-        comb: Where the region's bytes lie in the tensor.
-        begin: Where the source begins in it.
-        source: Bytes of the tensor.
-        memory: Where they go.
-        first: The number of the region's byte with which the memory begins.
+    `comb`: Where the region's bytes lie in the tensor. `begin`: Where the source begins in it. `first`: The number of
+    the region's byte with which the memory begins.
     """
     at, end = comb.before(begin), comb.before(begin + len(source))
     if at >= end:
@@ -96,11 +92,25 @@ def copy_runs(comb: Comb, begin: int, source: np.ndarray, memory: np.ndarray, fi
         at += nbytes
 
 
+def whole_entry(entry: int, storage: torch.UntypedStorage) -> RegionTarget:
+    """All of an entry, which the storage has the size of."""
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    nbytes = storage.nbytes()
+    whole = ((nbytes,), 1, Region((0,), (nbytes,)))
+    if memory.device.type != "cpu":
+        return RegionTarget(entry, 0, Comb(*whole), whole, np.empty(0, np.uint8), device=memory)
+    return RegionTarget(entry, 0, Comb(*whole), whole, memory.numpy())
+
+
 @dataclass(frozen=True)
 class ScatterTarget:
     """All regions that this rank holds of one entry; perhaps none."""
 
     regions: list[RegionTarget] = field(default_factory=list)
+
+    @classmethod
+    def whole(cls, entry: int, storage: torch.UntypedStorage) -> ScatterTarget:
+        return cls([whole_entry(entry, storage)])
 
     def put(self, inside: int, _address: int, view: memoryview) -> None:
         """Take from bytes of the entry, which begin `inside` bytes into it. Any thread."""
@@ -109,7 +119,7 @@ class ScatterTarget:
             region.put(inside, source)
 
     def parts(self, inside: int, begin: int, nbytes: int) -> list[SectionPart]:
-        """As `EntryTaker.parts`."""
+        """The parts that go to a device, of `nbytes` of the entry from `inside` on, at `begin` of a window."""
         return [part for region in self.regions for part in region.parts(inside, begin, nbytes)]
 
 
@@ -174,15 +184,6 @@ class Claims:
             return False
         self._spans.insert(place, span)
         return True
-
-
-def whole_entry(entry: int, nbytes: int, storage: torch.UntypedStorage) -> RegionTarget:
-    """All of an entry: for a rank that takes it whole where others take parts of it."""
-    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    whole = ((nbytes,), 1, Region((0,), (nbytes,)))
-    if memory.device.type != "cpu":
-        return RegionTarget(entry, 0, Comb(*whole), whole, np.empty(0, np.uint8), device=memory)
-    return RegionTarget(entry, 0, Comb(*whole), whole, memory.numpy())
 
 
 def settle(targets: Iterable[ScatterTarget]) -> None:

@@ -47,7 +47,7 @@ from trainer_side.restore.slice_reader import SliceReader
 from trainer_side.restore.split_parts import Placed, beside_live, place, split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
 from trainer_side.restore.torch_loading import read_in_place, rewrap
-from trainer_side.restore.two_values import Suspects, suspects
+from trainer_side.restore.two_values import Suspects, see_suspects, suspects
 from trainer_side.restore.uncast import offloaded
 from trainer_side.state.optimizer_places import located, optimizers_of
 from trainer_side.state.per_rank import PerRank
@@ -122,6 +122,11 @@ class RestoreJob:
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
     locked: Locked | None = None
 
+    @property
+    def where(self) -> str:
+        """The run, for messages."""
+        return "the tiers" if self.store is None else self.store.url
+
     def tell(self, reasons: Sequence[str], instead: str, *, event: str = "skipped") -> None:
         """Name what is not used, once for all ranks in the log, and in each rank's events."""
         for reason in reasons:
@@ -135,11 +140,7 @@ class RestoreAttempt:
     """One candidate. Training thread; every method is collective."""
 
     def __init__(
-        self,
-        job: RestoreJob,
-        candidate: Candidate,
-        seconds: Mapping[str, float],
-        rewound: Rewound | None = None,
+        self, job: RestoreJob, candidate: Candidate, seconds: Mapping[str, float], rewound: Rewound | None
     ) -> None:
         self._rewound = rewound
         self._job, self._candidate, self._peers = job, candidate, job.peers
@@ -152,7 +153,7 @@ class RestoreAttempt:
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._names, self._is_other = StageNames({}, {}), False
         self._reading = Reading()
-        self._suspects = Suspects((), candidate.step)
+        self._suspects: Suspects = ()
         self._placed = Placed({}, frozenset(), 0)
         self._plan = ReadPlan()
         self._adopted_bytes = 0
@@ -264,7 +265,7 @@ class RestoreAttempt:
 
     def _read_file(self) -> str | None:
         """Read it from the store alone. Collective."""
-        job, manifest, whole, own = self._job, self._manifest, self._plan.whole, self._plan.own
+        job, manifest, whole, own = self._job, self._manifest, self._plan.shared, self._plan.own
         assert manifest is not None
         assert job.store is not None
         origins = {STORE: StoredFile(job.store, manifest)}
@@ -288,12 +289,7 @@ class RestoreAttempt:
         return agree(self._peers, error)
 
     def load(self, skipped: list[str], before: CheckpointId | None) -> Restored:
-        """Load what was read into the objects. Collective.
-
-        Args:
-            skipped: Newer checkpoints that are not used, each with the reason.
-            before: The checkpoint that would be taken if this one were set aside.
-        """
+        """Load what was read into the objects. Collective; `skipped`, `before`: See `Restored`."""
         assert self._structure is not None
         begun = time.monotonic()
         job, candidate = self._job, self._candidate
@@ -302,7 +298,7 @@ class RestoreAttempt:
 
         def open_all() -> None:
             self._plan.settle()
-            self._suspects.see(tree)
+            see_suspects(self._suspects, tree, candidate.step)
             if self._has_own:
                 open_own(job.state, self._live, tree, names, rank=rank)
 
@@ -313,12 +309,7 @@ class RestoreAttempt:
             values.update(load(job.state, self._live, tree, in_place=in_place, on_host=on_host))
 
         for work in (open_all, load_all):
-            error: HoldfastError | None = None
-            try:
-                work()
-            except HoldfastError as refused:
-                error = refused
-            problem = agree(self._peers, error)
+            problem = agree(self._peers, _error_of(work))
             if problem is not None:
                 raise DamageError(f"step {candidate.step}: {problem}")
         self._seconds["load"] = time.monotonic() - begun
@@ -404,25 +395,18 @@ class RestoreAttempt:
     def _guarded(self, work: Callable[[], None]) -> HoldfastError | None:
         """Why a part of the preparation failed."""
         try:
-            work()
-        except RecursionError as error:
+            error = _error_of(work)
+        except RecursionError as deep:
             return StateError(
-                f"step {self._candidate.step}: what is saved is nested too deep to be loaded: {error}"
+                f"step {self._candidate.step}: what is saved is nested too deep to be loaded: {deep}"
             )
-        except StateError as refused:
-            if self._rounds is not None:
-                return refused
+        if isinstance(error, StateError) and self._rounds is None:
+            assert self._job.store is not None
+            assert self._manifest is not None
             # Parsed before its chunks were checked: a state that does not fit may be a bit that flipped.
-            try:
-                assert self._job.store is not None
-                assert self._manifest is not None
-                check_structure_chunks(self._job.store, self._manifest)
-            except HoldfastError as damage:
-                return damage
-            return refused
-        except HoldfastError as refused:
-            return refused
-        return None
+            check = functools.partial(check_structure_chunks, self._job.store, self._manifest)
+            return _error_of(check) or error
+        return error
 
     def _parse(self, data: bytes) -> None:
         if self._rounds is None:
@@ -444,8 +428,7 @@ class RestoreAttempt:
     def _fit(self, ranks: Sequence[StageNames]) -> None:
         """Check that the state fits, and lay the tree over the live tensors.
 
-        Args:
-            ranks: The names of each rank, if the ranks may be pipeline stages; else empty.
+        `ranks`: The names of each rank, if the ranks may be pipeline stages; else empty.
         """
         job, step, structure = self._job, self._candidate.step, self._structure
         assert structure is not None
@@ -465,13 +448,21 @@ class RestoreAttempt:
             job.state, self._live, structure.tree, self._image, structure.entry_of, step
         )
         # While it is open whether the bytes will be taken, none of them goes into live memory.
-        is_open = bool(self._suspects.groups) or (self._has_own and may_refuse(job.state))
+        is_open = bool(self._suspects) or (self._has_own and may_refuse(job.state))
         in_place = {} if is_open else read_in_place(job.state, self._live, structure.tree)
         self._in_place = frozenset(name for name, one in in_place.items() if tensor_paths([one]))
         own = {name: tree for name, tree in self._live.items() if name not in in_place}
         parts = {**beside_live(parts, own, structure.tree), **split_moments(job.state, structure.tree)}
         self._placed = place(structure, parts, job.state, left_out)
         self._adopted_bytes = structure.adopt(in_place) + self._placed.nbytes
+
+
+def _error_of(work: Callable[[], object]) -> HoldfastError | None:
+    try:
+        work()
+    except HoldfastError as error:
+        return error
+    return None
 
 
 def _has_names_only(value: Any, live: Any) -> bool:

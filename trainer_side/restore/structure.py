@@ -45,13 +45,6 @@ _ENDS_BYTES_MAX = 1 << 30  # about three million tensors, as for a layout
 
 
 @dataclass(frozen=True)
-class _End:
-    name: str
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class ImageEnds:
     """The begin and the end of an image as its two entries: all that is needed to make the tree.
 
@@ -77,10 +70,9 @@ class ImageEnds:
         return self.head_bytes + self.image_bytes - self.tail_offset
 
     @property
-    def entries(self) -> Sequence[_End]:
-        """The head and the tail."""
+    def entries(self) -> Sequence[Entry]:
         tail_bytes = self.image_bytes - self.tail_offset
-        return (_End("head", 0, self.head_bytes), _End("tail", self.tail_offset, tail_bytes))
+        return (Entry("head", 0, self.head_bytes, 0, ()), Entry("tail", self.tail_offset, tail_bytes, 0, ()))
 
 
 # Says where each entry of an image lies: the manifest of a portable file, with every CRC-32; the layout of slices in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from holdfast.crc import crc32
 from holdfast.image.entries import Extent
 from holdfast.ring.pages import direct_window
 from trainer_side.restore.device_sections import SectionPart
+from trainer_side.restore.region_targets import ScatterTarget
 from trainer_side.restore.structure import ImageMap
 
 
@@ -27,20 +28,8 @@ class Sum(NamedTuple):
         return cls(crc32(view), view.nbytes)
 
 
-class EntryTaker(Protocol):
-    """Takes bytes of one entry as they are read: all of them, or the parts that a rank holds."""
-
-    def put(self, inside: int, address: int, view: memoryview) -> None:
-        """Take what goes to host memory of bytes of the entry, which begin `inside` bytes into it. Any thread."""
-        ...
-
-    def parts(self, inside: int, begin: int, nbytes: int, /) -> Sequence[SectionPart]:
-        """The parts that go to a device, of `nbytes` of the entry from `inside` on, at `begin` of a window."""
-        ...
-
-
 class EntryTarget(NamedTuple):
-    """The memory to which the bytes of one entry go."""
+    """The host memory to which all bytes of one entry go."""
 
     address: int
     memory: memoryview
@@ -58,6 +47,10 @@ class EntryTarget(NamedTuple):
     def parts(self, _inside: int, _begin: int, _nbytes: int) -> Sequence[SectionPart]:
         """Nothing: the entry is in host memory."""
         return ()
+
+
+EntryTaker = EntryTarget | ScatterTarget
+"""Takes bytes of one entry as they are read: all of them, or the parts that a rank holds."""
 
 
 class ReadWindow(NamedTuple):
