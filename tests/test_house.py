@@ -173,7 +173,6 @@ NAMED_OTHERWISE = {
         "trainer_side/convert/publishing.py",
         "trainer_side/ranks/uncaught.py",
         "trainer_side/restore/mismatch.py",
-        "trainer_side/restore/per_rank_values.py",
         "trainer_side/restore/two_values.py",
         "trainer_side/state/accelerator.py",
         "trainer_side/state/per_rank_blob.py",

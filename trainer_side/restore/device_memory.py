@@ -21,9 +21,9 @@ import torch
 
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.device_sections import DeviceSections, Locked
-from trainer_side.restore.region_targets import RegionTarget, bytes_in
 from trainer_side.restore.split_parts import Placed
 from trainer_side.restore.structure import Structure, once
+from trainer_side.restore.targets import RegionTarget, bytes_in
 from trainer_side.restore.uncast import elsewhere
 from trainer_side.state.accelerator import module_of
 from trainer_side.state.optimizer_places import matched
@@ -70,14 +70,9 @@ def take_to_device(
     An entry that is read whole goes to a device on every rank or on none, since the ranks exchange it. Parts belong to
     one rank each.
 
-    Args:
-        structure: After `adopt` and `place`. Its storages are changed.
-        placed: The parts of this rank; those on a device get memory there.
-        state: The state, as the script passed it.
-        live: Result of `live_trees` for it.
-        locked: Makes locked host memory.
-        peers: The ranks.
-        on_host: Tensors of the tree that stay in host memory (`uncast.offloaded`).
+    `structure`: After `adopt` and `place`. Its storages are changed. `placed`: The parts of this rank; those on a
+    device get memory there. `live`: Result of `live_trees`. `locked`: Makes locked host memory. `on_host`: Tensors of
+    the tree that stay in host memory (`uncast.offloaded`).
 
     Returns:
         None: this rank has no tensor for a device, or some rank lacks room.

@@ -56,11 +56,7 @@ def reorder_schedulers(
 ) -> None:
     """Change the lists of all schedulers of the tree whose optimizer has its groups in another order.
 
-    Args:
-        state: The state, as the script passed it.
-        live: Result of `live_trees` for it.
-        tree: The saved tree; is changed.
-        orders: By `id()` of the optimizer.
+    `live`: Result of `live_trees`. `tree`: The saved tree; is changed. `orders`: By `id()` of the optimizer.
 
     Raises:
         StateError: It cannot be told whether a list follows the groups, or which optimizer it is of; names it.
@@ -90,8 +86,6 @@ def reorder_schedulers(
 
 def see_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
     """Refuse a list of dictionaries of several kinds, such as a SequentialLR has of its schedulers, in another order.
-
-    `live`: Result of `live_trees`.
 
     Raises:
         StateError: The same kinds, by their keys, were saved in another order; names the first.

@@ -74,12 +74,8 @@ def narrow(
 ) -> list[str]:
     """Remove values from the tree that other ranks take and this rank does not.
 
-    Args:
-        state: The state, as the script passed it.
-        tree: The saved tree; is changed.
-        ranks: The names of each rank.
-        rank: This rank.
-        names: Names of parameters that have numbers in the tree, as far as the file has them.
+    `tree`: The saved tree; is changed. `ranks`: The names of each rank. `names`: Names of parameters that have numbers
+    in the tree, as far as the file has them.
 
     Returns:
         The optimizers whose parameters now have the numbers of the script.
@@ -162,7 +158,7 @@ def _by_name(
     at: str,
     saved: Mapping[str, Any],
     every: Sequence[_Groups],
-    known: Sequence[Mapping[str, Any]] | None = None,
+    known: Sequence[Mapping[str, Any]] | None,
 ) -> list[list[list[Any]]]:
     """By rank and group, which of the saved parameters each parameter is; `known`: what `_names_of` gave."""
     groups = _same_groups(at, saved, every)

@@ -29,10 +29,9 @@ from holdfast.store.base import Store
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import NEARNESS_OF_STORE, STORE, Candidate
-from trainer_side.restore.region_targets import ScatterTarget, settle, whole_entry
 from trainer_side.restore.split_parts import Placed
 from trainer_side.restore.structure import Structure, ends_of
-from trainer_side.restore.targets import EntryTaker, EntryTarget
+from trainer_side.restore.targets import EntryTaker, EntryTarget, ScatterTarget, settle, whole_entry
 from trainer_side.tiers.tier import Keeps, Kept, Nearness
 
 _SMALL_BYTES = 64 << 10

@@ -23,8 +23,7 @@ from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers
-from trainer_side.restore.best_order import WantedBest, best_first
-from trainer_side.restore.choice import Candidate, Passed
+from trainer_side.restore.choice import Candidate, Passed, WantedBest, best_first
 from trainer_side.restore.device_sections import Locked
 from trainer_side.restore.inventory import InTurn, StoreListing, find
 from trainer_side.restore.restore_attempt import RestoreAttempt, Restored, RestoreJob

@@ -37,9 +37,8 @@ from trainer_side.restore.device_sections import DeviceSections, Locked
 from trainer_side.restore.exchange import check_received
 from trainer_side.restore.inventory import StoreListing, TierListing
 from trainer_side.restore.joining_by_name import join_by_name
-from trainer_side.restore.loading import check, live_trees, load
+from trainer_side.restore.loading import check, live_trees, load, may_refuse, open_own
 from trainer_side.restore.narrowing import StageNames, is_other, narrow
-from trainer_side.restore.per_rank_values import may_refuse, open_own
 from trainer_side.restore.read_plan import KeptSlice, Origin, ReadPlan, StoredFile, agree_on_plan, store_units
 from trainer_side.restore.reading import Means, Reading, Use, read
 from trainer_side.restore.scatter import Scatter

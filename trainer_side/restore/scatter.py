@@ -28,9 +28,8 @@ from trainer_side.restore.choice import STORE
 from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow
 from trainer_side.restore.exchange import Exchange
 from trainer_side.restore.read_plan import Unit
-from trainer_side.restore.region_targets import RegionTarget, ScatterTarget, copy_runs
 from trainer_side.restore.structure import ImageMap
-from trainer_side.restore.targets import EntryPart, Sum
+from trainer_side.restore.targets import EntryPart, RegionTarget, ScatterTarget, Sum, copy_runs
 
 _PACKED = 2  # own chunks whose parcels are under way at once
 _AHEAD = _PACKED + 2  # own chunks that are read and packed, and not yet given away

@@ -10,8 +10,9 @@ was not compared, also not on ranks that got it from others.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,10 +69,10 @@ class SliceReader:
         """
         damaged = self._unusable | {source for _, source in self._failed}
         found: dict[str, set[int]] = {}
-        for slice_rank, holders in self.candidate.slices.items():
-            for holder in (holder for holder in holders if holder.nearness != NEARNESS_OF_RING):
-                found.setdefault(holder.tier, set()).add(slice_rank)
-        for holder in (holder for some in self.candidate.slices.values() for holder in some):
+        for holder in self._holders:
+            if holder.nearness != NEARNESS_OF_RING:
+                found.setdefault(holder.tier, set()).add(holder.slice_rank)
+        for holder in self._holders:
             if FrameSource(holder.rank, holder.number) in damaged:
                 found.pop(holder.tier, None)
         return frozenset(tier for tier, slices in found.items() if len(slices) == self.layout.ranks)
@@ -79,10 +80,13 @@ class SliceReader:
     @property
     def _unusable(self) -> set[FrameSource]:
         """Sources that give nothing any more."""
-        holders = (holder for some in self.candidate.slices.values() for holder in some)
         return self._broken | {
-            FrameSource(one.rank, one.number) for one in holders if (one.rank, one.tier) in self.hanging
+            FrameSource(one.rank, one.number) for one in self._holders if (one.rank, one.tier) in self.hanging
         }
+
+    @property
+    def _holders(self) -> Iterator[Holder]:
+        return itertools.chain.from_iterable(self.candidate.slices.values())
 
     def ends(self) -> tuple[bytes, str | None]:
         """Head and tail of the image, back to back, checked; or why they cannot be had.
@@ -113,7 +117,7 @@ class SliceReader:
         """
         told, problem = self._read(self.layout, pieces_of(self.layout), targets, crossing)
         if problem is None and self.manifest is not None:
-            tiers = sorted({holder.tier for some in self.candidate.slices.values() for holder in some})
+            tiers = sorted({holder.tier for holder in self._holders})
             problem = agree(self.peers, check_entries(self.manifest, self.layout, told, ", ".join(tiers)))
         return problem
 

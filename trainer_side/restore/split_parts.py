@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.errors import StateError
-from trainer_side.restore.region_targets import Claims, ScatterTarget
 from trainer_side.restore.structure import Structure, entry_at, once
+from trainer_side.restore.targets import Claims, ScatterTarget
 from trainer_side.state.optimizer_places import at, matched
-from trainer_side.state.split_tensor import Held, held, is_dtensor, is_split
+from trainer_side.state.split_tensor import Held, held_at, is_dtensor, is_split
 from trainer_side.state.tree import children, containers, tensor_paths
 
 
@@ -27,7 +26,6 @@ class SplitPart(NamedTuple):
     """A split tensor of this rank.
 
     Attributes:
-        path: In the state, and in the checkpoint.
         value: The DTensor or `Split` that its object takes back. `held`: what is here of it.
         live: Whether the object has it already.
     """
@@ -55,9 +53,7 @@ class Placed(NamedTuple):
 def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, SplitPart]:
     """The split tensors in the state, by path; those whose path stands for another one too are left out.
 
-    Args:
-        state: The state, as the script passed it.
-        live: Result of `live_trees` for it. FSDP2 reshards its parameters for that.
+    `live`: Result of `live_trees`. FSDP2 reshards its parameters for that.
 
     Raises:
         StateError: A sharded tensor cannot be restored in place; the message names it.
@@ -71,7 +67,7 @@ def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, 
     clear = once(path for path, _ in found)
     parts: dict[str, SplitPart] = {}
     for path, value in found:
-        here = _held(path, value)
+        here = held_at(path, value)
         if here is not None and path in clear:
             parts[path] = SplitPart(path, value, here)
     return parts
@@ -93,7 +89,7 @@ def beside_live(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: An
             placed[path] = part
         elif shapes.get(path) == torch.Size(part.held.shape):
             fresh = torch.empty_like(part.value, requires_grad=False)
-            here = _held(path, fresh)
+            here = held_at(path, fresh)
             assert here is not None
             placed[path] = SplitPart(path, fresh, here, live=False)
     return placed
@@ -116,7 +112,7 @@ def split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str
                     before = at(value.state.get(parameter, {}), own)
                     if _is_moment(own.rpartition("/")[2], saved, parameter) and not _fits(before, saved):
                         moment = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
-                        here = _held(path, moment)
+                        here = held_at(path, moment)
                         assert here is not None
                         parts[path] = SplitPart(path, moment, here, live=False)
     return parts
@@ -130,12 +126,9 @@ def place(
 ) -> Placed:
     """Put the parts into the tree, and free memory that no tensor of the tree uses any more.
 
-    Args:
-        structure: Its tensors have the shapes of the parts at their paths.
-        parts: By path.
-        names: Names of the state. If it is split, the memory of all other names is freed as well: no rank has room for
-            bytes that it does not take.
-        left_out: Entries of tensors that other ranks take, and that are not in the tree any more.
+    `structure`: Its tensors have the shapes of the parts at their paths. `names`: Names of the state. If it is split,
+    the memory of all other names is freed as well: no rank has room for bytes that it does not take. `left_out`:
+    Entries of tensors that other ranks take, and that are not in the tree any more.
 
     Raises:
         StateError: A saved tensor does not lie in one piece.
@@ -178,13 +171,6 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
         for key, value in children(node):
             if is_split(value) and not isinstance(value, torch.Tensor):
                 yield f"{prefix}{key}", value
-
-
-def _held(path: str, value: Any) -> Held | None:
-    try:
-        return held(value)
-    except StateError as error:
-        raise StateError(f"{path} is {error}") from error
 
 
 def _saved_moments(

@@ -30,10 +30,7 @@ def offloaded(structure: Structure) -> frozenset[int]:
 
 
 def elsewhere(optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]) -> Elsewhere:
-    """The tensors of the saved state that do not go to the device of their parameter, with their devices.
-
-    `optimizer`: The live optimizer, with its current state.
-    """
+    """The tensors of the saved state that do not go to the device of their parameter, with their devices."""
     found: dict[int, Mapping[str, torch.device]] = {}
     for number, parameter in matched(optimizer, saved):
         live = {path: one.device for path, one in tensor_paths(optimizer.state.get(parameter)) if one.dim()}

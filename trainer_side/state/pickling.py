@@ -179,9 +179,6 @@ class _HeadOnly(Exception):
 class Pickling:
     """One pickling of a tree, or of a part of it.
 
-    Args:
-        found: The survey of the tree.
-
     Attributes:
         kinds: Classes of the values met, other than tensors and what every pickle may hold. Whether torch.load takes a
             pickle back depends on them alone.

@@ -64,9 +64,7 @@ class Skeleton:
         layout: The same on every rank.
         literals: All bytes of the image outside the entries, CRC fields as zeros; the same on every rank.
         gated: Per entry of the layout, whether it is copied behind the gate.
-        rank: The rank whose plan this is.
         signature: Identifies the tensors that the plan is for.
-        zip_parts: Where each record of the zip lies in the image.
     """
 
     layout: Layout

@@ -87,8 +87,7 @@ class Stages:
     def fill(self, tree: Mapping[str, Any]) -> dict[str, Any] | None:
         """The tree with the tensors of all ranks; None if its own are not those that were agreed on.
 
-        Args:
-            tree: With blobs in place of `PerRank` values.
+        `tree`: With blobs in place of `PerRank` values.
         """
         if self._rank == 0:
             done: dict[int, Any] = {}
