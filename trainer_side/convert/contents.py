@@ -160,7 +160,7 @@ class Contents:
 
 
 def part_of(tree: Any, only: str | None, what: str) -> Any:
-    """What is under a name at the top of a state; all of it if `only` is None.
+    """Returns the value under one name of a state, or the whole state if `only` is None.
 
     Raises:
         StateError: There is no such name.

@@ -27,7 +27,7 @@ from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.wire.frames import peer_error
 from trainer_side.ranks.deadlines import within
-from trainer_side.ranks.peers import Peers, agree, gather
+from trainer_side.ranks.peers import Peers, agree, gather, raise_agreed
 from trainer_side.restore.choice import (
     NEARNESS_OF_RING,
     NEARNESS_OF_STORE,
@@ -81,24 +81,25 @@ class TierListing:
         """The layout of a candidate's slices, from a rank that has one of them. Collective.
 
         Raises:
-            DamageError: The bytes from that rank are not this layout.
+            DamageError: On every rank: the bytes that some rank got are not this layout.
         """
         first = min(
             (holder for some in candidate.slices.values() for holder in some), key=lambda one: one[2:4]
         )
-        mine = self.own[first.number][1].layout if first.rank == peers.rank else None
-        said = peers.broadcast(mine.to_bytes() if mine is not None else None, first.rank)
-        if mine is not None:
-            return mine
-        try:
-            layout = Layout.from_bytes(said)
-        except ProtocolError as error:
-            raise DamageError(f"{candidate.name}: from rank {first.rank}: {error}") from error
-        assert candidate.key is not None
-        if layout.digest != candidate.key.digest:
-            raise DamageError(
-                f"{candidate.name}: the layout that rank {first.rank} sent is not the layout that its slices name"
-            )
+        layout = self.own[first.number][1].layout if first.rank == peers.rank else None
+        said = peers.broadcast(layout.to_bytes() if layout is not None else None, first.rank)
+        problem: DamageError | None = None
+        if layout is None:
+            try:
+                layout = Layout.from_bytes(said)
+            except ProtocolError as error:
+                problem = DamageError(f"{candidate.name}: from rank {first.rank}: {error}")
+            if layout is not None and candidate.key is not None and layout.digest != candidate.key.digest:
+                problem = DamageError(
+                    f"{candidate.name}: the layout that rank {first.rank} sent is not the layout that its slices name"
+                )
+        raise_agreed(peers, problem)
+        assert layout is not None
         return layout
 
 
@@ -233,9 +234,7 @@ class StoreListing:
                 mine = self._manifest(number)
             except HoldfastError as error:
                 failed = error
-        problem = agree(peers, failed)
-        if problem is not None:
-            raise DamageError(problem)
+        raise_agreed(peers, failed)
         if mine is not None and peers.ranks == 1:
             return mine
         said = peers.broadcast(mine.to_bytes() if mine is not None else None)
@@ -283,9 +282,7 @@ class StoreListing:
                 silent, said = error, json.dumps({"code": error.code, "text": str(error)}).encode()
             except HoldfastError as error:
                 failed = error
-        problem = agree(peers, failed)
-        if problem is not None:
-            raise DamageError(problem)
+        raise_agreed(peers, failed)
         answer = json.loads(peers.broadcast(said if peers.rank == 0 else None))
         if isinstance(answer, dict):
             return silent or peer_error(answer["code"], f"rank 0: {answer['text']}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,12 +28,12 @@ from trainer_side.restore.structure import once
 from trainer_side.restore.torch_loading import is_loaded_by_torch, read_in_place, rewrap
 from trainer_side.restore.uncast import uncast, uncasting
 from trainer_side.state.optimizer_places import located, optimizers_of
-from trainer_side.state.per_rank import PerRank, unmarked
+from trainer_side.state.per_rank import PerRank
 from trainer_side.state.per_rank_blob import beside_of, decode
 from trainer_side.state.position_names import Positions, from_record, tensor_lists
 from trainer_side.state.rng import RngState
 from trainer_side.state.split_tensor import local_of, writable
-from trainer_side.state.tree import refusal, telling, tensor_paths, with_inner
+from trainer_side.state.tree import refusal, telling, tensor_paths, unmarked, with_inner
 
 
 @contextmanager
@@ -432,7 +432,11 @@ def _load_object(name: str, value: Any, saved: Any, live: Any, on_host: Collecti
     undone = nullcontext() if by_torch else rolled_back_on_error(value, live)
     lists = same_group_lists(value) if is_optimizer else nullcontext()
     with _refusal_named(name, value), undone:
-        with uncasting(optimizers_of({name: value}), on_host) as done, lists, writable(value):
+        optimizers = optimizers_of({name: value})
+        casts: AbstractContextManager[list[Optimizer]] = nullcontext([])
+        if optimizers:
+            casts = uncasting(optimizers, on_host)
+        with casts as done, lists, writable(value):
             value.load_state_dict(saved)
         if is_optimizer and not done:
             uncast(value, saved, only_casts=True)  # its own loading may cast as torch's does

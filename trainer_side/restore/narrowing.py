@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import StateError
+from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.joining_by_name import LIKE_PARAMETERS
 from trainer_side.state.optimizer_places import is_form, numbers_of, parameter_names
 from trainer_side.state.position_names import Position, Positions
@@ -48,13 +49,9 @@ class StageNames(NamedTuple):
         except StateError:
             return cls(modules, {})  # said by `narrow`, if they are needed
 
-    def to_bytes(self) -> bytes:
-        return json.dumps([self.modules, self.parameters]).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> StageNames:
-        """Read what `to_bytes` made."""
-        return cls(*json.loads(data))
+    def of_all(self, peers: Peers) -> list[StageNames]:
+        """The names of each rank. Collective."""
+        return [StageNames(*json.loads(said)) for said in gather(peers, json.dumps(self).encode())]
 
 
 def is_other(own: StageNames, state: Mapping[str, Any], tree: Any) -> bool:

@@ -30,7 +30,7 @@ from holdfast.image.save_record import StepRecord
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.step_proof import ResumeProof
-from trainer_side.ranks.peers import Peers, agree, gather
+from trainer_side.ranks.peers import Peers, agree, gather, raise_agreed
 from trainer_side.restore.choice import STORE, Candidate
 from trainer_side.restore.device_memory import take_to_device
 from trainer_side.restore.device_sections import DeviceSections, Locked
@@ -163,25 +163,26 @@ class RestoreAttempt:
 
     def read(self) -> str | None:
         """Read all bytes; returns why this candidate is no good, or None. Collective."""
-        begun = time.monotonic()
         try:
-            data, problem = self._open()
+            self._prepare()
+            self._read_all()
         except DamageError as damage:
             return str(damage)
-        if problem is not None:
-            return problem
-        error = self._guarded(functools.partial(self._parse, data))
+        return None
+
+    def _prepare(self) -> None:
+        """Open, parse and fit. Raises `DamageError` on every rank, as `_read_all` does. Collective."""
+        begun = time.monotonic()
+        error = self._guarded(functools.partial(self._parse, self._open()))
         ranks: list[StageNames] = []
         if not self._peers.all_agree(error is None and not self._is_other):
-            problem = agree(self._peers, error)
-            if problem is not None:
-                return problem
-            ranks = [StageNames.from_bytes(said) for said in gather(self._peers, self._names.to_bytes())]
+            raise_agreed(self._peers, error)
+            ranks = self._names.of_all(self._peers)
         error = self._guarded(functools.partial(self._fit, ranks))
         self._seconds["structure"] = time.monotonic() - begun
-        problem = agree(self._peers, error)
-        if problem is not None:
-            return problem
+        raise_agreed(self._peers, error)
+
+    def _read_all(self) -> None:
         assert self._structure is not None
         if self._job.locked is not None:
             self._crossing = take_to_device(
@@ -195,23 +196,26 @@ class RestoreAttempt:
             )
         self._plan = agree_on_plan(self._structure, self._placed, self._peers)
         try:
-            problem = (
+            if self._rounds is None:
                 self._read_file()
-                if self._rounds is None
-                else self._rounds.read(self._plan.targets, self._crossing)
-            )
+            else:
+                self._read_slices(self._rounds)
         finally:
             if self._crossing is not None:
                 self._crossing.finish()
-        if self._rounds is not None:
-            self._reading = self._rounds.reading
-            self._seconds.update(self._reading.seconds)
-            instead = "read from elsewhere" if problem is None else "and nothing else has all of it"
-            self._job.tell(self._rounds.mended, instead, event="damaged")
-        return problem
 
-    def _open(self) -> tuple[bytes, str | None]:
-        """Find out what the image is, and get its head and tail; or why not. Collective."""
+    def _read_slices(self, rounds: SliceReader) -> None:
+        try:
+            rounds.read(self._plan.targets, self._crossing)
+        except DamageError:
+            self._job.tell(rounds.mended, "and nothing else has all of it", event="damaged")
+            raise
+        self._reading = rounds.reading
+        self._seconds.update(self._reading.seconds)
+        self._job.tell(rounds.mended, "read from elsewhere", event="damaged")
+
+    def _open(self) -> bytes:
+        """Find out what the image is, and get its head and tail. Collective."""
         job, candidate = self._job, self._candidate
         if candidate.stored != STORE:
             self._manifest = job.shelf.manifest(candidate.stored, self._peers)
@@ -227,20 +231,13 @@ class RestoreAttempt:
             except HoldfastError as refused:
                 error = refused
         data = self._peers.broadcast(data if self._peers.rank == 0 else None)
-        return data, None if data else agree(self._peers, error)
+        if not data:
+            raise_agreed(self._peers, error)
+        return data
 
-    def _open_slices(self) -> tuple[bytes, str | None]:
+    def _open_slices(self) -> bytes:
         job, candidate = self._job, self._candidate
-        layout, error = None, None
-        try:
-            layout = job.found.layout(candidate, self._peers)
-        except DamageError as refused:
-            error = refused
-        problem = agree(self._peers, error)
-        if problem is not None:
-            return b"", problem
-        assert layout is not None
-        self._image = layout
+        self._image = layout = job.found.layout(candidate, self._peers)
         origins: dict[int, Origin] = {
             holder.number: KeptSlice(*job.found.own[holder.number])
             for some in candidate.slices.values()
@@ -262,7 +259,7 @@ class RestoreAttempt:
         )
         return self._rounds.ends()
 
-    def _read_file(self) -> str | None:
+    def _read_file(self) -> None:
         """Read it from the store alone. Collective."""
         job, manifest, whole, own = self._job, self._manifest, self._plan.shared, self._plan.own
         assert manifest is not None
@@ -271,21 +268,21 @@ class RestoreAttempt:
         units = store_units(manifest, self._peers.ranks, self._plan.unshared)
         means = Means(job.threads, job.seconds_max, self._crossing)
         self._reading = read(manifest, units, origins, whole, self._peers, means)
-        problem = agree(self._peers, self._reading.error)
-        if problem is None and own:
+        raise_agreed(self._peers, self._reading.error)
+        if own:
             left = job.seconds_max - self._reading.seconds["read"]
             scatter = Scatter(manifest, own, self._peers, self._crossing)
             parts = read(manifest, scatter, origins, own, self._peers, means._replace(seconds_max=left))
             self._reading.add(parts)
-            problem = agree(self._peers, parts.error)
+            raise_agreed(self._peers, parts.error)
         self._seconds.update(self._reading.seconds)
-        if problem is not None or self._peers.ranks == 1:
-            return problem
+        if self._peers.ranks == 1:
+            return
         begun = time.monotonic()
         sums = {**self._reading.sums, **self._reading.received}
         error = check_received(manifest, units, whole, sums, self._peers, threads=job.threads)
         self._seconds["check"] = time.monotonic() - begun
-        return agree(self._peers, error)
+        raise_agreed(self._peers, error)
 
     def load(self, skipped: list[str], before: CheckpointId | None) -> Restored:
         """Load what was read into the objects. Collective; `skipped`, `before`: See `Restored`."""

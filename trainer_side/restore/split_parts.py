@@ -30,7 +30,6 @@ class SplitPart(NamedTuple):
         live: Whether the object has it already.
     """
 
-    path: str
     value: Any
     held: Held
     live: bool = True
@@ -69,7 +68,7 @@ def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, 
     for path, value in found:
         here = held_at(path, value)
         if here is not None and path in clear:
-            parts[path] = SplitPart(path, value, here)
+            parts[path] = SplitPart(value, here)
     return parts
 
 
@@ -88,10 +87,7 @@ def beside_live(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: An
         if path not in paths:
             placed[path] = part
         elif shapes.get(path) == torch.Size(part.held.shape):
-            fresh = torch.empty_like(part.value, requires_grad=False)
-            here = held_at(path, fresh)
-            assert here is not None
-            placed[path] = SplitPart(path, fresh, here, live=False)
+            placed[path] = _like(path, part.value, part.value.dtype)
     return placed
 
 
@@ -111,10 +107,7 @@ def split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str
                     path = f"{name}/state/{number}/{own}"
                     before = at(value.state.get(parameter, {}), own)
                     if _is_moment(own.rpartition("/")[2], saved, parameter) and not _fits(before, saved):
-                        moment = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
-                        here = held_at(path, moment)
-                        assert here is not None
-                        parts[path] = SplitPart(path, moment, here, live=False)
+                        parts[path] = _like(path, parameter, saved.dtype)
     return parts
 
 
@@ -162,6 +155,14 @@ def place(
     for entry in free:
         del structure.storages[entry]
     return Placed(regions, frozenset(free), claims.nbytes)
+
+
+def _like(path: str, tensor: torch.Tensor, dtype: torch.dtype) -> SplitPart:
+    """A new tensor, split like this one."""
+    fresh = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+    here = held_at(path, fresh)
+    assert here is not None
+    return SplitPart(fresh, here, live=False)
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:

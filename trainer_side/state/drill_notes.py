@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from holdfast import supervised as diary
-from trainer_side.state.per_rank import unmarked
+from trainer_side.state.tree import unmarked
 from trainer_side.state.value_crc import tensor_crc, tensors_in
 
 _ATTRIBUTES_MAX = 10_000

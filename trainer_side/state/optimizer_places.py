@@ -101,7 +101,7 @@ def is_form(node: Any) -> bool:
 
 
 def numbers_of(saved: Mapping[str, Any]) -> list[Any]:
-    """What stands for the parameters in a state, in the order of the groups: numbers, or names."""
+    """The numbers (or names) of the parameters in a saved state, in the order of the groups."""
     return [number for group in saved["param_groups"] for number in group["params"]]
 
 
@@ -110,9 +110,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def matched(optimizer: torch.optim.Optimizer, saved: Any) -> list[tuple[Any, torch.Tensor]]:
-    """What stands for each parameter in a state, and the parameter, by their order, as torch matches them.
+    """The parameters, each with its number (or name) in a saved state: by position, as torch matches them.
 
-    Empty where there are more of the one than of the other: the loading refuses that, or is the optimizer's own.
+    Empty if the saved state has another number of parameters: the loading refuses that, or is the optimizer's own.
     """
     if not is_form(saved):
         return []

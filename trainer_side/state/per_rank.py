@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,8 +53,3 @@ class PerRank:
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
-
-
-def unmarked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with what its `PerRank` values hold in their place."""
-    return {name: value.value if isinstance(value, PerRank) else value for name, value in state.items()}

@@ -34,9 +34,9 @@ from trainer_side.state.optimizer_places import (
     reachable,
     with_paths,
 )
-from trainer_side.state.per_rank import PerRank, unmarked
+from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.tree import Given, children, telling, tensor_paths, view_of
+from trainer_side.state.tree import Given, children, telling, tensor_paths, unmarked, view_of
 
 _MAGIC = b"HFNAMES1"
 _END = struct.Struct(f"<I{len(_MAGIC)}s")
@@ -336,22 +336,11 @@ class PerRankNames:
     def _made(self, name: str, value: PerRank, tree: Mapping[str, Any]) -> tuple[Parameters, bytes]:
         optimizers = optimizers_of({name: value.value})
         try:
-            found = own_positions(self._state, tree, name, value, optimizers)
+            with telling(optimizers) as given:
+                whole = {**tree, name: value.snapshot()}
+            here = unmarked(self._state)
+            every = positions(here, whole, located({name: whole[name]}, {name: here[name]}, given))
         except Exception:  # noqa: BLE001 - the script's own code; the save that follows says what is wrong with it
-            found = {}
-        return Parameters(optimizers), to_trailer(found)
-
-
-def own_positions(
-    state: Mapping[str, Any],
-    tree: Mapping[str, Any],
-    name: str,
-    value: PerRank,
-    optimizers: list[torch.optim.Optimizer],
-) -> dict[str, list[list[Position]]]:
-    """The names of the parameters and tensors in the optimizers and lists of one `PerRank` value, by path."""
-    with telling(optimizers) as given:
-        whole = {**tree, name: value.snapshot()}
-    here = unmarked(state)
-    found = positions(here, whole, located({name: whole[name]}, {name: here[name]}, given))
-    return {path: groups for path, groups in found.items() if path == name or path.startswith(f"{name}/")}
+            every = {}
+        own = {path: groups for path, groups in every.items() if path.partition("/")[0] == name}
+        return Parameters(optimizers), to_trailer(own)

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.checkpoints.branches import Rewound
 from holdfast.telemetry.events import EventLog
-from trainer_side.state.per_rank import unmarked
+from trainer_side.state.tree import unmarked
 
 _log = logging.getLogger("holdfast.restore")
 

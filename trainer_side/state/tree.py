@@ -120,9 +120,6 @@ class GivenState:
 
     All methods belong to the training thread.
 
-    Args:
-        given: Names mapped to objects, tensors, plain values or `PerRank(...)`, as the script holds it.
-
     Attributes:
         held: The values that the next checkpoint takes. It stays the same dictionary.
 
@@ -202,6 +199,11 @@ class Ownership(NamedTuple):
     gated: bool
 
 
+def unmarked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with what its `PerRank` values hold in their place."""
+    return {name: value.value if isinstance(value, PerRank) else value for name, value in state.items()}
+
+
 def collect(state: Mapping[str, Any], *, may_arrive: bool = False) -> dict[str, Any]:
     """The tree that would be saved: each object's `state_dict()`; tensors, plain values and `PerRank` as they are.
 
@@ -211,11 +213,10 @@ def collect(state: Mapping[str, Any], *, may_arrive: bool = False) -> dict[str, 
     """
     tree: dict[str, Any] = {}
     for name, value in state.items():
-        own = not isinstance(value, PerRank | type) and callable(getattr(value, "state_dict", None))
         if may_arrive and isinstance(value, torch.amp.GradScaler):
             tree[name] = scaler_state(value)
         else:
-            tree[name] = value.state_dict() if own else value
+            tree[name] = value.state_dict() if _is_object(value) else value
     return tree
 
 
