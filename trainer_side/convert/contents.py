@@ -160,7 +160,7 @@ class Contents:
 
 
 def part_of(tree: Any, only: str | None, what: str) -> Any:
-    """Returns the value under one name of a state, or the whole state if `only` is None.
+    """Returns the value under one name of a state, or without `only` the whole state.
 
     Raises:
         StateError: There is no such name.
