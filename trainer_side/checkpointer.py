@@ -39,7 +39,7 @@ from trainer_side.pace.schedule import chosen_interval
 from trainer_side.proof.digest_taker import StepInput
 from trainer_side.ranks.peers import agree
 from trainer_side.ranks.uncaught import end_by_exit_codes
-from trainer_side.restore.best_order import wanted_best
+from trainer_side.restore.choice import wanted_best
 from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.restore.restore_attempt import Restored
 from trainer_side.save.finished_step import FinishedStep

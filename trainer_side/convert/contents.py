@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,19 @@ _WINDOW_BYTES_MAX = 16 * 1024 * 1024
 
 Sink = Callable[[int, memoryview], None]
 """Takes bytes of a storage: where they begin in it, and a view that is good for this call only."""
+
+
+class Flat(NamedTuple):
+    """A tensor by its flat name, as other tools have it: `model/layer.0.weight` is `model.layer.0.weight`.
+
+    Attributes:
+        tied_to: The flat name of the first tensor at this place of memory with this shape; empty for the first itself.
+    """
+
+    name: str
+    path: str
+    tensor: torch.Tensor
+    tied_to: str = ""
 
 
 class Contents:
@@ -53,7 +66,7 @@ class Contents:
         except StateError:
             check_structure_chunks(store, manifest)  # it is the file, and not what is in it
             raise
-        self.tree: Any = self._structure.tree if only is None else self._part(only)
+        self.tree: Any = part_of(self._structure.tree, only, manifest.file)
         self.names = {
             at: groups
             for at, groups in self._structure.names.items()
@@ -71,6 +84,29 @@ class Contents:
     def entry(self, tensor: torch.Tensor) -> int | None:
         """Index of the entry that holds a tensor's storage; None for a tensor without bytes."""
         return self._entries.get(tensor.untyped_storage().data_ptr())
+
+    def flat(self) -> list[Flat]:
+        """The tensors with flat names, in the order of the tree.
+
+        Raises:
+            StateError: Two paths come to the same name.
+        """
+        paths: dict[str, str] = {}
+        first: dict[tuple[object, ...], str] = {}
+        found: list[Flat] = []
+        for path, tensor in self.tensors:
+            name = path.replace("/", ".") or "tensor"
+            if name in paths:
+                raise StateError(
+                    f"{paths[name]} and {path} would both be named {name}; export with --to dcp or torch, or export "
+                    "only one of them with --only"
+                )
+            paths[name] = path
+            entry = self.entry(tensor)
+            place = (entry, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+            same = "" if entry is None else first.setdefault(place, name)
+            found.append(Flat(name, path, tensor, "" if same == name else same))
+        return found
 
     def nbytes(self, entry: int) -> int:
         return self.manifest.entries[entry].nbytes
@@ -112,15 +148,6 @@ class Contents:
         self.stream(entry, lay)
         return storage
 
-    def _part(self, only: str) -> Any:
-        tree = self._structure.tree
-        if not isinstance(tree, dict) or only not in tree:
-            names = ", ".join(map(str, tree)) if isinstance(tree, dict) else f"a {type(tree).__name__}"
-            raise StateError(
-                f"{self.manifest.file}: --only {only}: there is no such name in it; it holds {names}"
-            )
-        return tree[only]
-
     def _paths(self, entry: int) -> list[str]:
         return [record.path for record in self.manifest.tensors if record.entry == entry][:8]
 
@@ -130,6 +157,20 @@ class Contents:
             nbytes = min(_WINDOW_BYTES_MAX, max(1, self.manifest.image_bytes))
             window = self._windows.view = memoryview(mmap.mmap(-1, nbytes))  # page-aligned, for direct reads
         return window
+
+
+def part_of(tree: Any, only: str | None, what: str) -> Any:
+    """Returns the value under one name of a state, or without `only` the whole state.
+
+    Raises:
+        StateError: There is no such name.
+    """
+    if only is None:
+        return tree
+    if not isinstance(tree, dict) or only not in tree:
+        names = ", ".join(map(str, tree)) if isinstance(tree, dict) else f"a {type(tree).__name__}"
+        raise StateError(f"{what}: --only {only}: there is no such name in it; it holds {names}")
+    return tree[only]
 
 
 def bytes_of(address: int, nbytes: int) -> memoryview:

@@ -30,7 +30,7 @@ from holdfast.errors import ConfigError, DamageError, HoldfastError, StateError
 from holdfast.pickle_cost import check_pickle
 from trainer_side.convert.dcp_claims import check_claims
 from trainer_side.convert.dcp_parts import Patterns, StoredTensor, stored_tensor
-from trainer_side.state.pickle_bounds import NOT_READABLE
+from trainer_side.state.pickle_bounds import NOT_READABLE, unpickler_cause
 
 _METADATA = ".metadata"
 _METADATA_BYTES_MAX = 1 << 28
@@ -107,10 +107,9 @@ def _explained(folder: Path, error: BaseException) -> BaseException:
     if isinstance(error, HoldfastError | OSError):
         return error
     if isinstance(error, pickle.UnpicklingError):
-        cause = str(error).rsplit("WeightsUnpickler error:", 1)[-1].strip().split("\n", 1)[0]
         return StateError(
-            f"{folder}: holds what is not read without running code ({cause}); where you trust it, dcp.load it, and "
-            "save its tensors and plain values again"
+            f"{folder}: holds what is not read without running code ({unpickler_cause(error)}); where you trust it, "
+            "dcp.load it, and save its tensors and plain values again"
         )
     return DamageError(f"{folder}: not a checkpoint that DCP reads: {error}")
 

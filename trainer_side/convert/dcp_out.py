@@ -25,18 +25,12 @@ from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from trainer_side.convert.contents import Contents, dense
 from trainer_side.convert.dcp_names import write_names
-from trainer_side.convert.tensor_names import flatten
 
 
 def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None, quiet: bool) -> Exported:
     """Write the folder at `path`, whole or not at all; for `holdfast export`.
 
-    Args:
-        store: The run.
-        manifest: The checkpoint.
-        path: The folder's name.
-        only: A name at the top of the state: nothing but what is under it.
-        quiet: Show no progress.
+    `only`: A name at the top of the state: nothing but what is under it.
 
     Raises:
         DamageError: Bytes are not what was written; names the tensors.
@@ -48,7 +42,7 @@ def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None,
         raise StateError(
             f"--only {only}: DCP saves dicts, and this is a {type(contents.tree).__name__}; leave --only out"
         )
-    flat = flatten(contents, contents.tensors)
+    flat = contents.flat()
     entries = [contents.entry(tensor) for _, tensor in contents.tensors]
     read_bytes = sum(contents.nbytes(entry) for entry in entries if entry is not None)
 

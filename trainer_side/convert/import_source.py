@@ -11,7 +11,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,12 @@ from trainer_side.convert.dcp_names import read_names
 from trainer_side.convert.dcp_parts import StoredTensor
 from trainer_side.convert.publishing import StateImage, plan_state
 from trainer_side.convert.safetensors_in import read_safetensors
-from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle, refuse_packed
+from trainer_side.state.pickle_bounds import (
+    NOT_READABLE,
+    refuse_costly_pickle,
+    refuse_packed,
+    unpickler_cause,
+)
 from trainer_side.state.position_names import Position, Positions, from_record, to_trailer
 from trainer_side.state.tree import tensor_paths
 
@@ -34,8 +38,7 @@ _NAMES_SHOWN = 8
 class ImportedState:
     """A state that was read, ready to be published. See `holdfast.command.converters.ImportSource`.
 
-    Args:
-        stored: Sources of the bytes of tensors that are not in memory.
+    `stored`: Sources of the bytes of tensors that are not in memory.
 
     Raises:
         StateError: It cannot be saved; names the path.
@@ -45,8 +48,8 @@ class ImportedState:
         self,
         kind: str,
         tree: Mapping[str, Any],
-        stored: Sequence[StoredTensor] = (),
-        names: Positions = MappingProxyType({}),
+        stored: Sequence[StoredTensor],
+        names: Positions,
     ) -> None:
         self.kind, self._tree, self._stored = kind, tree, stored
         self._trailer = to_trailer(names)
@@ -74,11 +77,8 @@ def open_import_source(
 ) -> ImportedState:
     """Open a file or folder; for `holdfast import`.
 
-    Args:
-        path: The file or folder.
-        under: Put all of it under this name of the state.
-        renamed: Names at the top to the names of the state.
-        dropped: Names at the top that are left out.
+    `under`: Put all of it under this name of the state. `renamed`: Names at the top to the names of the state.
+    `dropped`: Names at the top that are left out.
 
     Raises:
         ConfigError: It cannot be read, or there is no such name.
@@ -165,10 +165,9 @@ def _read_torch(path: Path) -> Any:
             refuse_costly_pickle(file, str(path))
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        cause = str(error).rsplit("WeightsUnpickler error:", 1)[-1].strip().split("\n", 1)[0]
         raise StateError(
-            f"{path}: torch.load(weights_only=True) refuses the file ({cause}); if you trust the file, load it with "
-            "weights_only=False, and save its state_dict()s, tensors and plain values in a new file"
+            f"{path}: torch.load(weights_only=True) refuses the file ({unpickler_cause(error)}); if you trust the "
+            "file, load it with weights_only=False, and save its state_dict()s, tensors and plain values in a new file"
         ) from error
     except OSError:
         raise

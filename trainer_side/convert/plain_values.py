@@ -11,7 +11,6 @@ A reader of the file without holdfast finds the plain values by eye; `decode` ma
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -25,11 +24,7 @@ _DEPTH_MAX = 200  # json itself gives up at about a thousand; no state is so dee
 
 
 def encode(tree: Any, names: Mapping[str, str]) -> Any:
-    """The document of a tree.
-
-    Args:
-        tree: As it was saved.
-        names: Path of each tensor to its flat name.
+    """The document of a tree; `names`: Path of each tensor to its flat name.
 
     Raises:
         StateError: A value cannot be told in JSON; names its path.
@@ -85,26 +80,14 @@ def _scalar(value: Any, path: str) -> Any:
 
 
 def decode(document: Any, tensors: Mapping[str, Any]) -> Any:
-    """The tree of a document.
-
-    Args:
-        document: Result of `encode`; input from outside.
-        tensors: Flat name to tensor.
+    """The tree of a document, which comes from outside; `tensors`: Flat name to tensor.
 
     Raises:
-        DamageError: It is not that.
+        DamageError: `encode` has not made it.
     """
     try:
         return _decode(document, tensors)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        RecursionError,
-        binascii.Error,
-    ) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise DamageError(
             f"the JSON of the values that are no tensors cannot be read: {error!r:.200}"
         ) from error

@@ -28,7 +28,7 @@ from trainer_side.state.tree import classify
 _RANK = 0  # the one that has it all
 
 
-def plan_state(tree: Mapping[str, Any], trailer: bytes = b"") -> Skeleton:
+def plan_state(tree: Mapping[str, Any], trailer: bytes) -> Skeleton:
     """Lay out a state that one rank holds; `trailer`: see `capture`.
 
     Raises:
@@ -47,11 +47,9 @@ def plan_state(tree: Mapping[str, Any], trailer: bytes = b"") -> Skeleton:
 
 
 class StateImage:
-    """The image of a tree. See `holdfast.checkpoints.assembly.Image`.
+    """The image of a tree, whose tensors must stay as they are. See `holdfast.checkpoints.assembly.Image`.
 
-    Args:
-        tree: The state; its tensors must stay as they are.
-        stored: Sources of the bytes of tensors that are not in memory.
+    `stored`: Sources of the bytes of tensors that are not in memory.
     """
 
     def __init__(
@@ -59,8 +57,8 @@ class StateImage:
         key: CheckpointId,
         tree: Mapping[str, Any],
         skeleton: Skeleton,
-        stored: Sequence[StoredTensor] = (),
-        trailer: bytes = b"",
+        stored: Sequence[StoredTensor],
+        trailer: bytes,
     ) -> None:
         taken = capture(tree, skeleton, trailer=trailer)
         assert taken is not None, "the plan is of this tree"

@@ -25,7 +25,7 @@ from holdfast.command.place import write_whole
 from holdfast.errors import StateError
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
-from trainer_side.convert.contents import Contents, bytes_of, dense
+from trainer_side.convert.contents import Contents, Flat, bytes_of, dense
 from trainer_side.convert.plain_values import encode
 from trainer_side.convert.safetensors_format import (
     DTYPES,
@@ -35,7 +35,6 @@ from trainer_side.convert.safetensors_format import (
     VALUES,
     VALUES_FORMAT,
 )
-from trainer_side.convert.tensor_names import Flat, flatten
 from trainer_side.state.position_names import to_rows
 
 _READERS = 4
@@ -61,16 +60,15 @@ class _TensorSlot:
 class SafetensorsPlan:
     """The plan of the file: its header and the places of its tensors, none of which is read yet.
 
-    Args:
-        only: The part of it that `contents` has, by name.
+    `only`: The part of it that `contents` has, by name.
 
     Raises:
         StateError: A dtype or a value has no place in such a file; names it.
     """
 
-    def __init__(self, contents: Contents, *, only: str | None = None) -> None:
+    def __init__(self, contents: Contents, *, only: str | None) -> None:
         self._contents = contents
-        self.tensors = flatten(contents, contents.tensors)
+        self.tensors = contents.flat()
         _refuse_dtypes(self.tensors)
         self._slots: list[_TensorSlot] = []
         end = 0
@@ -91,11 +89,9 @@ class SafetensorsPlan:
         return sum(self._contents.nbytes(entry) for entry in self._by_entry())
 
     def write(self, fd: int, advance: Callable[[int], None]) -> None:
-        """Write all of it. Blocks.
+        """Write all of it to an empty file. Blocks.
 
-        Args:
-            fd: An empty file, open for writing.
-            advance: Told of the bytes newly read; from any thread.
+        `advance`: Told of the bytes newly read; from any thread.
 
         Raises:
             DamageError: Bytes are not what was written; names the tensors.
@@ -197,12 +193,7 @@ def write_safetensors(
 ) -> Exported:
     """Write the file at `path`, whole or not at all; for `holdfast export`.
 
-    Args:
-        store: The run.
-        manifest: The checkpoint.
-        path: The file's name.
-        only: A name at the top of the state: nothing but what is under it.
-        quiet: Show no progress.
+    `only`: A name at the top of the state: nothing but what is under it.
 
     Raises:
         DamageError: Bytes are not what was written; names the tensors.

@@ -17,9 +17,9 @@ import torch
 
 from holdfast.command.converters import ComparedFile, StateComparison, TensorDifference
 from holdfast.command.output import progress_bar
-from holdfast.errors import ConfigError, StateError
+from holdfast.errors import ConfigError
 from holdfast.image.manifest import EntryRecord, State
-from trainer_side.convert.contents import Contents, dense
+from trainer_side.convert.contents import Contents, dense, part_of
 from trainer_side.convert.import_source import read_source
 from trainer_side.state.tree import children
 
@@ -33,8 +33,7 @@ _ABSENT = object()
 class ComparedState:
     """One side: its leaves by path, and the values of one tensor after the other.
 
-    Args:
-        only: A name at the top of the state: nothing but what is under it.
+    `only`: A name at the top of the state: nothing but what is under it.
 
     Raises:
         ConfigError: The file cannot be read, or is a folder.
@@ -73,28 +72,18 @@ class ComparedState:
 
 
 def compare(a: ComparedFile, b: ComparedFile, *, only: str | None, quiet: bool) -> StateComparison:
-    """Compare two states; for `holdfast diff`. Blocks.
+    """Compare two states; for `holdfast diff`. Blocks. Raises what `ComparedState` does.
 
-    Args:
-        a: The first.
-        b: The second.
-        only: A name at the top of both states: nothing but what is under it.
-        quiet: Show no progress.
-
-    Raises:
-        ConfigError, DamageError, StateError, StoreError: As `ComparedState`.
+    `only`: A name at the top of both states: nothing but what is under it.
     """
     one, other = ComparedState(a, only), ComparedState(b, only)
     both = [path for path in one.leaves if path in other.leaves]
     pairs = [(path, one.leaves[path], other.leaves[path]) for path in both]
-    tensors = [
-        pair for pair in pairs if isinstance(pair[1], torch.Tensor) and isinstance(pair[2], torch.Tensor)
-    ]
-    values = [
-        pair
-        for pair in pairs
-        if not (isinstance(pair[1], torch.Tensor) and isinstance(pair[2], torch.Tensor))
-    ]
+    tensors: list[tuple[str, Any, Any]] = []
+    values: list[tuple[str, Any, Any]] = []
+    for pair in pairs:
+        both_are = isinstance(pair[1], torch.Tensor) and isinstance(pair[2], torch.Tensor)
+        (tensors if both_are else values).append(pair)
     found: list[TensorDifference] = []
     unread = 0
     with progress_bar("tensors", sum(first.numel() for _, first, _ in tensors), hidden=quiet) as advance:
@@ -127,14 +116,7 @@ def _tree_of_file(path: Any, only: str | None) -> Any:
         raise ConfigError(
             f"{path}: expected a file of torch.save or safetensors, or a run; a folder of DCP is neither"
         )
-    if only is None:
-        return loaded.tree
-    if not isinstance(loaded.tree, dict) or only not in loaded.tree:
-        names = (
-            ", ".join(map(str, loaded.tree)) if isinstance(loaded.tree, dict) else type(loaded.tree).__name__
-        )
-        raise StateError(f"{path}: --only {only}: there is no such name in it; it holds {names}")
-    return loaded.tree[only]
+    return part_of(loaded.tree, only, str(path))
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -183,11 +165,11 @@ class ComparedNumbers(NamedTuple):
     """The numbers of a `TensorDifference`. None: a dtype that torch makes no numbers of."""
 
     differing: int
-    max_abs: float | None
-    mean_abs: float | None
-    max_relative: float | None
-    relative: float | None
-    nonfinite: tuple[int, int] | None
+    max_abs: float | None = None
+    mean_abs: float | None = None
+    max_relative: float | None = None
+    relative: float | None = None
+    nonfinite: tuple[int, int] | None = None
 
 
 def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> ComparedNumbers:
@@ -213,7 +195,7 @@ def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> ComparedNumber
                 are_nan = numbers[0].isnan() & numbers[1].isnan()
                 differing += int(((numbers[0] != numbers[1]) & ~are_nan).sum())
         sums.add(*numbers)
-    return ComparedNumbers(differing, *sums.told())
+    return sums.told(differing)
 
 
 class _Sums:
@@ -229,7 +211,6 @@ class _Sums:
     def add(self, first: torch.Tensor | None, second: torch.Tensor | None) -> None:
         if first is None or second is None:
             self._known = False
-        if not self._known or first is None or second is None:
             return
         finite = first.isfinite(), second.isfinite()
         for side in (0, 1):
@@ -248,24 +229,19 @@ class _Sums:
         for index, one in enumerate((apart, first.abs(), second.abs())):
             self._squares[index] += float(one.square().sum())
 
-    def told(
-        self,
-    ) -> tuple[float | None, float | None, float | None, float | None, tuple[int, int] | None]:
+    def told(self, differing: int) -> ComparedNumbers:
         if not self._known:
-            return None, None, None, None, None
+            return ComparedNumbers(differing)
         mean = self._sum / self._finite if self._finite else 0.0
         norm = math.sqrt(max(self._squares[1:]))
         relative = math.sqrt(self._squares[0]) / norm if norm else 0.0
-        return self._max, mean, self._max_relative, relative, (self._nonfinite[0], self._nonfinite[1])
+        nonfinite = self._nonfinite[0], self._nonfinite[1]
+        return ComparedNumbers(differing, self._max, mean, self._max_relative, relative, nonfinite)
 
 
 def _bits(block: torch.Tensor) -> torch.Tensor:
     width = block.element_size()
-    return (
-        block.view(_BITS.get(width, torch.uint8))
-        if width in _BITS
-        else block.view(torch.uint8).view(-1, width)
-    )
+    return block.view(_BITS[width]) if width in _BITS else block.view(torch.uint8).view(-1, width)
 
 
 def _numbers(block: torch.Tensor) -> torch.Tensor | None:

@@ -11,11 +11,10 @@ docs/guides/accelerate.md says more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from holdfast.errors import ConfigError
-from trainer_side.frameworks.missing import missing
+from trainer_side.frameworks.missing import missing, numbered
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
 
@@ -27,11 +26,7 @@ except ImportError as error:
 
 __all__ = ["prepared"]
 
-_WHOLE = {
-    DistributedType.NO,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-}
+_WHOLE = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
 
 def prepared(accelerator: Accelerator) -> dict[str, Any]:
@@ -60,19 +55,11 @@ def prepared(accelerator: Accelerator) -> dict[str, Any]:
         raise ConfigError(
             "accelerate: this Accelerator has prepared no model; call prepared() after accelerator.prepare()"
         )
-    optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
     return {
-        **_named("model", [accelerator.unwrap_model(model) for model in accelerator._models]),
-        **_named("optimizer", optimizers),
-        **_named("scheduler", accelerator._schedulers),
-        **_named("registered", accelerator._custom_objects),
+        **numbered("model", [accelerator.unwrap_model(model) for model in accelerator._models]),
+        **numbered("optimizer", [optimizer.optimizer for optimizer in accelerator._optimizers]),
+        **numbered("scheduler", accelerator._schedulers),
+        **numbered("registered", accelerator._custom_objects),
         **({} if accelerator.scaler is None else {"scaler": accelerator.scaler}),
         "rng": PerRank(RngState()),
     }
-
-
-def _named(kind: str, values: Iterable[Any]) -> dict[str, Any]:
-    numbered = list(values)
-    if len(numbered) == 1:
-        return {kind: numbered[0]}
-    return {f"{kind}{number}": value for number, value in enumerate(numbered)}

@@ -27,7 +27,7 @@ from typing_extensions import override
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.frameworks.missing import RngAgain, missing
+from trainer_side.frameworks.missing import RngAgain, missing, numbered, refuse_taken
 from trainer_side.opaque import opaque_methods
 from trainer_side.ranks.distributed import init_torch_distributed
 from trainer_side.ranks.joined import join_world
@@ -182,15 +182,10 @@ class HoldfastCallback(Checkpoint):
             raise ConfigError(
                 f"Trainer.fit(ckpt_path={trainer.ckpt_path!r}) and HoldfastCallback both restore; leave one of them out"
             )
-        own = _state(trainer, pl_module, self)
-        if twice := own.keys() & self._more.keys() | {"rng"} & self._more.keys():
-            raise ConfigError(
-                f"HoldfastCallback(state=…): the callback itself saves {', '.join(sorted(twice))}; choose another name"
-            )
+        own, rng = _state(trainer, pl_module, self), {"rng": PerRank(self._random)}
+        refuse_taken({**own, **rng}, self._more)
         before = signal.getsignal(signal.SIGTERM)
-        self.checkpointer = Checkpointer(
-            {**own, **self._more, "rng": PerRank(self._random)}, config=self._config, every=self._every
-        )
+        self.checkpointer = Checkpointer({**own, **self._more, **rng}, config=self._config, every=self._every)
         handler = signal.getsignal(signal.SIGTERM)
         self._notice_handler = None if handler == before else handler
         self.checkpointer.restore()
@@ -282,14 +277,13 @@ def _something_follows(trainer: Trainer) -> bool:
 
 
 def _state(trainer: Trainer, module: LightningModule, own: Callback) -> dict[str, Any]:
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     # `callbacks` and `datamodule` are set from outside, so the class does not declare them.
     parts: Any = trainer
     others = [callback for callback in parts.callbacks if callback is not own]
     return {
         "model": module,
-        **_named("optimizer", trainer.optimizers),
-        **_named("scheduler", schedulers),
+        **numbered("optimizer", trainer.optimizers),
+        **numbered("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs]),
         "loops": trainer.fit_loop,
         "callbacks": _Callbacks(others),
         "metrics": PerRank(_Metrics(trainer)),
@@ -303,10 +297,6 @@ def _precision(plugin: Precision) -> Any:
     if isinstance(plugin, MixedPrecision) and type(plugin).state_dict is MixedPrecision.state_dict:
         return plugin if plugin.scaler is None else plugin.scaler
     return plugin
-
-
-def _named(name: str, values: Sequence[Any]) -> dict[str, Any]:
-    return {name: values[0]} if len(values) == 1 else {f"{name}{i}": value for i, value in enumerate(values)}
 
 
 class _Callbacks:

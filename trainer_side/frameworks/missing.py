@@ -1,13 +1,14 @@
-"""Parts that all framework modules use: the error for a missing framework, and random numbers that load twice."""
+"""Parts that all framework modules use: the error for a missing framework, names, random numbers that load twice."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast.errors import ConfigError
 from trainer_side.state.rng import RngState
 
-__all__ = ["RngAgain", "missing"]
+__all__ = ["RngAgain", "missing", "numbered", "refuse_taken"]
 
 
 def missing(
@@ -18,13 +19,29 @@ def missing(
     Args:
         framework: Name of the framework for pip.
         error: The error of the import.
-        module: Last part of the name of the holdfast module that needs it; empty: the framework's name.
+        module: Last part of the name in `holdfast.integrations`; empty: the framework's name.
         extra: The extra of holdfast that has it.
     """
     return ConfigError(
         f"holdfast.integrations.{module or framework} needs {framework}, which cannot be imported here: {error}; "
         f"run: pip install {framework} (holdfast's extra [{extra}] has it)"
     )
+
+
+def numbered(kind: str, values: Iterable[Any]) -> dict[str, Any]:
+    """One object of its kind is named `optimizer`; several are named `optimizer0`, `optimizer1` and so on."""
+    found = [*values]
+    return (
+        {kind: found[0]} if len(found) == 1 else {f"{kind}{number}": one for number, one in enumerate(found)}
+    )
+
+
+def refuse_taken(own: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if `HoldfastCallback(state=…)` has a name that the callback itself uses."""
+    if twice := own.keys() & more.keys():
+        raise ConfigError(
+            f"HoldfastCallback(state=…): the callback itself saves {', '.join(sorted(twice))}; choose another name"
+        )
 
 
 class RngAgain(RngState):

@@ -24,6 +24,7 @@ from holdfast.errors import ConfigError
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.data.sampler import ResumableSampler
 from trainer_side.frameworks.epochs import EpochLoader
+from trainer_side.frameworks.missing import numbered
 from trainer_side.opaque import opaque_methods
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
@@ -95,7 +96,7 @@ class HoldfastCheckpointManager:
             )
         own = {
             "model": model_parts[0],
-            **_optimizers(optimizers),
+            **numbered("optimizer", optimizers if isinstance(optimizers, Iterable) else [optimizers]),
             "lr_scheduler": lr_schedulers,
             **({} if dataloader is None else {"dataloader": dataloader}),
         }
@@ -187,10 +188,3 @@ class _NotLoaded:
 
     def load_state_dict(self, saved: Any) -> None:
         pass
-
-
-def _optimizers(container: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
-    inner = [*container] if isinstance(container, Iterable) else [container]
-    if len(inner) == 1:
-        return {"optimizer": inner[0]}
-    return {f"optimizer{number}": optimizer for number, optimizer in enumerate(inner)}

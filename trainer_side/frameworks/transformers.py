@@ -28,7 +28,7 @@ from typing_extensions import override
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.frameworks.missing import RngAgain, missing
+from trainer_side.frameworks.missing import RngAgain, missing, refuse_taken
 from trainer_side.opaque import opaque_methods
 from trainer_side.state.per_rank import PerRank
 
@@ -101,10 +101,7 @@ class HoldfastCallback(TrainerCallback):
             **({} if scaler is None else {"scaler": scaler}),
             "rng": PerRank(self._random),
         }
-        if twice := own.keys() & self._more.keys():
-            raise ConfigError(
-                f"HoldfastCallback(state=…): the callback itself saves {', '.join(sorted(twice))}; choose another name"
-            )
+        refuse_taken(own, self._more)
         self.checkpointer = Checkpointer({**own, **self._more}, config=self._config, every=self._every)
         self._last_batch.of(trainer)
         self._looked_at = self.checkpointer.restore(may_lack=() if scaler is None else ("scaler",))

@@ -154,3 +154,15 @@ def agree(peers: Peers, error: HoldfastError | None) -> str | None:
         return str(found[0][1])
     named = "; ".join(f"rank {rank}: {other}" for rank, other in found[:_NAMED])
     return f"{named}; and {len(found) - _NAMED} more ranks" if len(found) > _NAMED else named
+
+
+def raise_agreed(peers: Peers, error: HoldfastError | None) -> None:
+    """Tell each other how a stage went. Collective.
+
+    Raises:
+        DamageError: On every rank: some rank has met damage, and another checkpoint may do.
+        HoldfastError: As `agree`.
+    """
+    problem = agree(peers, error)
+    if problem is not None:
+        raise DamageError(problem)

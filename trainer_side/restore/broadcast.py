@@ -63,14 +63,11 @@ def _offset(part: EntryPart) -> int:
 class Broadcast(Exchange):
     """Gives every unit to all ranks: in place where the bytes lie in host memory, through windows otherwise.
 
-    Args:
-        image: Where each entry lies.
-        windows: Windows for the entries in `targets`.
-        targets: Entries that are shared in place have an `EntryTarget`; all others go through windows.
-        own: The units that this rank reads, in order.
-        crossing: The way to the device that some of the targets are on; None: this rank has none there.
+    Entries that are shared in place have an `EntryTarget`; all others go through windows. It checks nothing itself:
+    checksums are compared when all bytes have arrived (`check_received`).
 
-    It checks nothing itself: checksums are compared when all bytes have arrived (`check_received`).
+    `own`: The units that this rank reads, in order. `crossing`: The way to the device that some of the targets are on;
+    None: this rank has none there.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class Broadcast(Exchange):
         windows: ChunkWindows,
         targets: Mapping[int, EntryTaker],
         own: Iterable[Unit],
-        crossing: DeviceSections | None = None,
+        crossing: DeviceSections | None,
     ) -> None:
         super().__init__(_AHEAD)
         self._windows, self._targets, self._crossing = windows, targets, crossing

@@ -1,16 +1,12 @@
-"""The choice of a checkpoint, and of the place from which each rank reads its bytes. It does no I/O.
+"""The choice of a checkpoint, and of the places that have it. It does no I/O.
 
     slices that ranks found ─┐
                              ├─► candidates, newest first; of equals the nearest first
-    manifests of the store ──┘      └─► pieces: one frame of one slice each ─► units: what one rank reads at once
+    manifests of the store ──┘
 
-1. A candidate is whole if each saved rank's slice was found by some rank, or if the store has that very checkpoint to
-   fill the gaps with: same attempt, step, number of ranks and layout.
-2. A frame that several ranks have found is read by the one with the nearest tier, and among equals by the one that
-   has less to read. Where a chunk lacks a frame, the whole chunk comes from the store, where a CRC covers all of it.
-3. A frame that one source cannot give is read from the next one, until no source is left.
-
-Everything here is a function of facts that all ranks know, so all ranks come to the same result.
+A candidate is whole if each saved rank's slice was found by some rank, or if the store has that very checkpoint to fill
+the gaps with: same attempt, step, number of ranks and layout. Everything here is a function of facts that all ranks
+know, so all ranks come to the same result.
 """
 
 from __future__ import annotations
@@ -18,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from holdfast.errors import ConfigError
+from holdfast.image.best_rule import BestMode, BestRule, is_metric_name, no_best, rule_of
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.replicas import drifted_groups, groups_of
+from trainer_side.whole_number import shown
 
 STORE = -1  # in place of the number of a slice: the portable file
 RING = "ring"  # in place of the name of a job: whose slices in the ring are is known by attempt and step
@@ -253,3 +252,63 @@ def _gap(
         who.append(f"so have {len(lacking) - _PLACES_NAMED} more ranks")
     nobody = "each rank of this job has some of it, so they lay on a machine that is not in it"
     return f"{said}. Every rank had sealed it: {'; '.join(who) or nobody}"
+
+
+class WantedBest(NamedTuple):
+    """The metric by which the best checkpoint is wanted. `mode`: None: as the newest manifest that names it says."""
+
+    metric: str
+    mode: BestMode | None = None
+
+
+def wanted_best(best: Any, mode: Any, step: Any) -> WantedBest | None:
+    """The arguments of `restore()`; None: the best is not asked for.
+
+    Raises:
+        ConfigError: They are wrong, or do not go together.
+    """
+    if mode not in (None, "min", "max"):
+        raise ConfigError(f'restore(): mode: expected "min" or "max", got {shown(mode)}')
+    if best is None:
+        if mode is not None:
+            raise ConfigError(f'restore(): mode="{mode}" is for a metric; give best="NAME" with it')
+        return None
+    if not is_metric_name(best):
+        raise ConfigError(
+            f'restore(): best: expected the name of a metric, such as "val_loss", got {shown(best)}'
+        )
+    if step is not None:
+        raise ConfigError("restore(): step and best name a checkpoint each; give one of them")
+    return WantedBest(best, mode)
+
+
+def best_first(
+    listed: Sequence[Candidate | Passed], stored: Sequence[StoreCandidate], wanted: WantedBest, where: str
+) -> Sequence[Candidate | Passed]:
+    """The items of `listed` that have the metric, the best first. One checkpoint's places stay in their order.
+
+    `listed`: All checkpoints, newest first. `stored`: The store's manifests, summed up. Slices of which it has no
+    manifest have no metric.
+
+    Raises:
+        StoreMissing: No good checkpoint has the metric.
+        ConfigError: Nobody says which of its values is best.
+    """
+    metrics = {CheckpointId(one.attempt, one.step): one.metrics for one in stored if one.metrics}
+    recorded = [_rule(one) for one in stored]
+    rule = rule_of(wanted.metric, wanted.mode, recorded)
+    usable = [one for one in listed if isinstance(one, Candidate) and one.checkpoint in metrics]
+    if rule is None or all(rule.metric not in metrics[one.checkpoint] for one in usable):
+        raise no_best(where, wanted.metric, [metrics[one.checkpoint] for one in usable])
+    found = [
+        (rule.key(said, order, has_caveat=isinstance(one, Candidate) and bool(one.drift)), number)
+        for number, one in enumerate(listed)
+        if rule.metric in (said := metrics.get(order := CheckpointId(one.attempt, one.step), {}))
+    ]
+    return [listed[number] for _, number in sorted(found)]
+
+
+def _rule(one: StoreCandidate) -> BestRule | None:
+    if not one.best_metric:
+        return None
+    return BestRule.model_validate({"metric": one.best_metric, "mode": one.best_mode})

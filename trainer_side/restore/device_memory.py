@@ -21,11 +21,12 @@ import torch
 
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.device_sections import DeviceSections, Locked
-from trainer_side.restore.region_targets import RegionTarget, bytes_in
 from trainer_side.restore.split_parts import Placed
 from trainer_side.restore.structure import Structure, once
+from trainer_side.restore.targets import RegionTarget, bytes_in
 from trainer_side.restore.uncast import elsewhere
 from trainer_side.state.accelerator import module_of
+from trainer_side.state.optimizer_places import matched
 from trainer_side.state.split_tensor import is_split
 from trainer_side.state.tree import Named, refusal, tensor_paths
 
@@ -69,14 +70,9 @@ def take_to_device(
     An entry that is read whole goes to a device on every rank or on none, since the ranks exchange it. Parts belong to
     one rank each.
 
-    Args:
-        structure: After `adopt` and `place`. Its storages are changed.
-        placed: The parts of this rank; those on a device get memory there.
-        state: The state, as the script passed it.
-        live: Result of `live_trees` for it.
-        locked: Makes locked host memory.
-        peers: The ranks.
-        on_host: Tensors of the tree that stay in host memory (`uncast.offloaded`).
+    `structure`: After `adopt` and `place`. Its storages are changed. `placed`: The parts of this rank; those on a
+    device get memory there. `live`: Result of `live_trees`. `locked`: Makes locked host memory. `on_host`: Tensors of
+    the tree that stay in host memory (`uncast.offloaded`).
 
     Returns:
         None: this rank has no tensor for a device, or some rank lacks room.
@@ -206,33 +202,22 @@ def _moments(
     """As torch's own loading moves them: to the device of their parameter, counters of steps only where asked to."""
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbered = [
-        (number, group) for group in saved.get("param_groups") or () for number in group.get("params", ())
-    ]
-    if len(numbered) != len(parameters):
-        return  # refused by load_state_dict, with a better message
-    others = elsewhere(optimizer, saved, on_host)
-    for (number, group), parameter in zip(numbered, parameters, strict=True):
+    pairs, others = matched(optimizer, saved), elsewhere(optimizer, saved, on_host)
+    group_of = (
+        {number: group for group in saved["param_groups"] for number in group["params"]} if pairs else {}
+    )
+    for number, parameter in pairs:
         moments = saved["state"].get(number)
-        if (
-            not isinstance(moments, Mapping)
-            or parameter.device.type != "cuda"
-            or refusal(parameter) is not None
-        ):
+        if parameter.device.type != "cuda" or refusal(parameter) or not isinstance(moments, Mapping):
             continue
         for key, moment in moments.items():
+            path = f"{name}/state/{number}/{key}"
             if not isinstance(moment, torch.Tensor) or key in others.get(number, ()):
                 continue
             if key != "step":
-                yield f"{name}/state/{number}/{key}", _Destination(parameter.device, None, alone=True)
-            elif group.get("capturable") or group.get("fused"):
-                yield (
-                    f"{name}/state/{number}/{key}",
-                    _Destination(parameter.device, torch.float32, alone=True),
-                )
+                yield path, _Destination(parameter.device, None, alone=True)
+            elif group_of[number].get("capturable") or group_of[number].get("fused"):
+                yield path, _Destination(parameter.device, torch.float32, alone=True)
 
 
 def _has_room(device: torch.device, nbytes: int) -> bool:

@@ -53,24 +53,6 @@ class SectionPart(NamedTuple):
         return self.begin + (self.runs - 1) * self.stride + self.run_bytes
 
 
-class DeviceTarget(NamedTuple):
-    """Memory of a device to which the bytes of one entry go."""
-
-    memory: torch.Tensor
-
-    @classmethod
-    def of(cls, storage: torch.UntypedStorage) -> DeviceTarget:
-        """All of a storage on the device, as bytes."""
-        return cls(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
-
-    def put(self, inside: int, _address: int, view: memoryview) -> None:
-        """Take nothing: all of it crosses."""
-
-    def parts(self, inside: int, begin: int, nbytes: int) -> list[SectionPart]:
-        """As `EntryTaker.parts`."""
-        return [SectionPart(self.memory, inside, begin, nbytes)]
-
-
 class SectionWindow:
     """Locked memory of one thread.
 

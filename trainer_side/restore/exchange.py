@@ -34,9 +34,6 @@ class Exchange(ABC):
     A reader that is ahead waits in `wait` until there is memory for its next unit; a few units may be read and not yet
     sent. `share`, `is_full` and `settle` belong to the training thread; each rank calls them in the same order.
 
-    Args:
-        ahead_max: How many own units may be read and not yet sent.
-
     Attributes:
         received: CRC-32 of parts that came from other ranks, by their place in the image.
         error: Set if received bytes differ from the bytes that were sent.
@@ -97,10 +94,8 @@ def check_received(
 ) -> DamageError | None:
     """Compare the CRC of each entry of which other ranks have sent something with the manifest's.
 
-    For when every rank has read its units without an error: else the fault lies there.
-
-    `units`: As given to `read`, chunks ascending. `sums`: `Reading.sums` and `Reading.received`: of these parts no byte
-    is looked at again. `threads`: How many compute at once.
+    For when every rank has read its units without an error: else the fault lies there. `sums`: `Reading.sums` and
+    `Reading.received`: of these parts no byte is looked at again.
     """
     windows = ChunkWindows(manifest, targets)
     parts: dict[int, list[EntryPart]] = {}
@@ -172,7 +167,7 @@ def check_told(
     """Compare each part that another rank has read with what that rank has told of it.
 
     `sums`: `Reading.sums`: these parts were read here. `received`: `Reading.received`: these were passed on, and have
-    their sum already. `threads`: How many compute at once.
+    their sum already.
     """
     from_others = [(part, said) for offset, (part, said) in sorted(told.items()) if offset not in sums]
 

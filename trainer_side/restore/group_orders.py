@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import StateError
 from trainer_side.state.optimizer_places import at, reachable
-from trainer_side.state.tree import children
+from trainer_side.state.tree import containers
 
 # As torch's schedulers, and timm's, name their lists.
 _PER_GROUP = frozenset(
@@ -56,11 +56,7 @@ def reorder_schedulers(
 ) -> None:
     """Change the lists of all schedulers of the tree whose optimizer has its groups in another order.
 
-    Args:
-        state: The state, as the script passed it.
-        live: Result of `live_trees` for it.
-        tree: The saved tree; is changed.
-        orders: By `id()` of the optimizer.
+    `live`: Result of `live_trees`. `tree`: The saved tree; is changed. `orders`: By `id()` of the optimizer.
 
     Raises:
         StateError: It cannot be told whether a list follows the groups, or which optimizer it is of; names it.
@@ -90,8 +86,6 @@ def reorder_schedulers(
 
 def see_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
     """Refuse a list of dictionaries of several kinds, such as a SequentialLR has of its schedulers, in another order.
-
-    `live`: Result of `live_trees`.
 
     Raises:
         StateError: The same kinds, by their keys, were saved in another order; names the first.
@@ -152,13 +146,8 @@ def _differ(one: Any, other: Any) -> bool:
 
 def _lists(tree: Any) -> Iterator[tuple[str, Any, Any]]:
     """The lists in dictionaries: path of the dictionary, key, list."""
-    seen: set[int] = set()
-    pending: list[tuple[str, Any]] = [("", tree)]
-    while pending:
-        path, node = pending.pop()
-        for key, value in children(node):
-            if isinstance(node, dict) and isinstance(value, list | tuple):
-                yield path, key, value
-            if isinstance(value, dict | list | tuple) and id(value) not in seen:
-                seen.add(id(value))
-                pending.append((f"{path}/{key}" if path else str(key), value))
+    for prefix, node in containers(tree):
+        if isinstance(node, dict):
+            for key, value in node.items():
+                if isinstance(value, list | tuple):
+                    yield prefix.removesuffix("/"), key, value

@@ -27,7 +27,7 @@ from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.wire.frames import peer_error
 from trainer_side.ranks.deadlines import within
-from trainer_side.ranks.peers import Peers, agree, gather
+from trainer_side.ranks.peers import Peers, agree, gather, raise_agreed
 from trainer_side.restore.choice import (
     NEARNESS_OF_RING,
     NEARNESS_OF_STORE,
@@ -81,37 +81,33 @@ class TierListing:
         """The layout of a candidate's slices, from a rank that has one of them. Collective.
 
         Raises:
-            DamageError: The bytes from that rank are not this layout.
+            DamageError: On every rank: the bytes that some rank got are not this layout.
         """
         first = min(
             (holder for some in candidate.slices.values() for holder in some), key=lambda one: one[2:4]
         )
-        mine = self.own[first.number][1].layout if first.rank == peers.rank else None
-        said = peers.broadcast(mine.to_bytes() if mine is not None else None, first.rank)
-        if mine is not None:
-            return mine
-        try:
-            layout = Layout.from_bytes(said)
-        except ProtocolError as error:
-            raise DamageError(f"{candidate.name}: from rank {first.rank}: {error}") from error
-        assert candidate.key is not None
-        if layout.digest != candidate.key.digest:
-            raise DamageError(
-                f"{candidate.name}: the layout that rank {first.rank} sent is not the layout that its slices name"
-            )
+        layout = self.own[first.number][1].layout if first.rank == peers.rank else None
+        said = peers.broadcast(layout.to_bytes() if layout is not None else None, first.rank)
+        problem: DamageError | None = None
+        if layout is None:
+            try:
+                layout = Layout.from_bytes(said)
+            except ProtocolError as error:
+                problem = DamageError(f"{candidate.name}: from rank {first.rank}: {error}")
+            if layout is not None and candidate.key is not None and layout.digest != candidate.key.digest:
+                problem = DamageError(
+                    f"{candidate.name}: the layout that rank {first.rank} sent is not the layout that its slices name"
+                )
+        raise_agreed(peers, problem)
+        assert layout is not None
         return layout
 
 
 def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_MAX) -> TierListing:
-    """Ask every tier of every rank what it keeps. Collective.
+    """Ask every tier of every rank what it keeps, at most `seconds_max` each. Collective.
 
     A tier that fails or hangs, and a slice whose layout is not that of its seal, is left out and named: others may have
     it too.
-
-    `seconds_max`: How long a tier may take to say it.
-
-    Raises:
-        PeerLost: A rank is gone.
     """
     found = TierListing()
     lost: list[tuple[str, bool]] = []  # what, and whether a whole checkpoint may be missed
@@ -142,20 +138,9 @@ def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_
         found.lost += [what for what, _ in lost_there]
         found.missed += [what for what, is_missed in lost_there if is_missed]
         found.places.append(RankPlace(host, tuple(tiers_there)))
-        for number, (key, slice_rank, nearness, name, place, absent, *said) in enumerate(rows):
-            found.holders.append(
-                Holder(
-                    SliceKey(*key),
-                    slice_rank,
-                    rank,
-                    number,
-                    nearness,
-                    name,
-                    place,
-                    frozenset(absent),
-                    *said,
-                )
-            )
+        for number, (key, slice_rank, nearness, name, place, absent, *seal) in enumerate(rows):
+            lies = nearness, name, place, frozenset(absent)
+            found.holders.append(Holder(SliceKey(*key), slice_rank, rank, number, *lies, *seal))
     return found
 
 
@@ -206,12 +191,8 @@ class StoreListing:
     ) -> tuple[StoreListing, HoldfastError | None]:
         """List the store, on rank 0, and read the newest manifest. Collective.
 
-        Args:
-            store: The run.
-            peers: The ranks.
-            step: List only this step; None: all steps.
-            also: Checkpoints that are read as well, the same on every rank.
-            seconds_max: Time for the reads that follow; the listing may take half of it.
+        `step`: List only this step; None: all steps. `also`: Checkpoints that are read as well, the same on every rank.
+        `seconds_max`: Time for the reads that follow; the listing may take half of it.
 
         Returns:
             The listing, and the error if the store does not answer.
@@ -253,9 +234,7 @@ class StoreListing:
                 mine = self._manifest(number)
             except HoldfastError as error:
                 failed = error
-        problem = agree(peers, failed)
-        if problem is not None:
-            raise DamageError(problem)
+        raise_agreed(peers, failed)
         if mine is not None and peers.ranks == 1:
             return mine
         said = peers.broadcast(mine.to_bytes() if mine is not None else None)
@@ -303,9 +282,7 @@ class StoreListing:
                 silent, said = error, json.dumps({"code": error.code, "text": str(error)}).encode()
             except HoldfastError as error:
                 failed = error
-        problem = agree(peers, failed)
-        if problem is not None:
-            raise DamageError(problem)
+        raise_agreed(peers, failed)
         answer = json.loads(peers.broadcast(said if peers.rank == 0 else None))
         if isinstance(answer, dict):
             return silent or peer_error(answer["code"], f"rank 0: {answer['text']}")
@@ -352,14 +329,10 @@ def newest_attempt(
 ) -> int:
     """The highest attempt that any tier of any rank, or the store, knows of; 0 on a new run. Collective.
 
-    A job without a stager, which claims one, takes the next.
+    A job without a stager, which claims one, takes the next. Only rank 0 asks the store.
 
-    Args:
-        tiers: Tiers of this rank.
-        store: The run; only rank 0 asks it.
-        peers: The ranks.
-        without_store: Whether the tiers alone may answer when the store does not.
-        seconds_max: How long the store, and each tier, may take to say it.
+    `without_store`: Whether the tiers alone may answer when the store does not. `seconds_max`: How long the store, and
+    each tier, may take to say it.
 
     Raises:
         StoreError: The store does not answer, and the tiers alone may not.
@@ -385,31 +358,13 @@ def newest_attempt(
     return max(newest, int(peers.broadcast(b"%d" % said if peers.rank == 0 else None)))
 
 
-def _passed_by(shelf: StoreListing, left: int) -> list[Candidate | Passed]:
-    """That there are checkpoints of older branches, as a reason not to begin from the start where no other is left."""
-    if shelf.branches is None or not left:
-        return []
-    fork = shelf.branches.rewinds[-1].fork
-    reason = (
-        f"the run was rewound to {fork}, and checkpoints of older branches are not restored; `holdfast rewind --to` "
-        "goes back to one of them"
-    )
-    return [Passed(fork.attempt, fork.step, reason, lost=shelf.step is None)]
-
-
 class InTurn:
     """All checkpoints, newest first, each as a candidate or with the reason why it cannot be one.
 
-    Iterating is collective: every rank takes the same steps. It raises what `StoreListing.more` raises.
+    Iterating is collective: every rank takes the same steps. It raises what `StoreListing.more` raises. Checkpoints of
+    older branches are none of them; that there are some is the last reason.
 
-    Args:
-        holders: The slices that the ranks have found.
-        shelf: The store's checkpoints.
-        peers: The ranks.
-        set_aside: Checkpoints that are passed over.
-        places: Where each rank is, for people.
-
-    Checkpoints of older branches are none of them; that there are some is the last reason.
+    `set_aside`: Checkpoints that are passed over. `places`: Where each rank is, for people.
     """
 
     def __init__(
@@ -422,10 +377,16 @@ class InTurn:
     ) -> None:
         self._places = places
         self._holders, self._shelf, self._peers, self._set_aside = holders, shelf, peers, set_aside
-        self._passed_by: list[Candidate | Passed] = []
+        self._older: list[Candidate | Passed] = []
         if shelf.branches is not None:
             self._holders = [one for one in holders if shelf.branches.is_current(CheckpointId(*one.key[:2]))]
-            self._passed_by = _passed_by(shelf, shelf.left + len(holders) - len(self._holders))
+            if shelf.left or len(self._holders) < len(holders):
+                fork = shelf.branches.rewinds[-1].fork
+                reason = (
+                    f"the run was rewound to {fork}, and checkpoints of older branches are not restored; "
+                    "`holdfast rewind --to` goes back to one of them"
+                )
+                self._older = [Passed(fork.attempt, fork.step, reason, lost=shelf.step is None)]
 
     def __iter__(self) -> Iterator[Candidate | Passed]:
         number = 0
@@ -443,7 +404,7 @@ class InTurn:
     def known(self) -> Sequence[Candidate | Passed]:
         """The candidates known so far, in order; others that were not read yet may lie between them. Not collective."""
         listed = pass_over(candidates(self._holders, self._shelf.stored, self._places), self._set_aside)
-        return [*listed, *self._passed_by] if self._passed_by and self._shelf.unread is None else listed
+        return listed if self._shelf.unread is not None else [*listed, *self._older]
 
     def first(self) -> Candidate | None:
         """The first candidate; all newer checkpoints are known by then. Collective."""

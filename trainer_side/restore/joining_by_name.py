@@ -11,9 +11,10 @@ Settings of groups follow the groups, and the lists of schedulers follow the set
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +22,13 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.group_orders import GroupOrder, reorder_schedulers, see_kinds
 from trainer_side.restore.torch_loading import WRAPPERS
-from trainer_side.state.optimizer_places import at, is_form, sizes
+from trainer_side.state.optimizer_places import at, is_form, numbers_of, parameters_of, sizes
 from trainer_side.state.position_names import Position, Positions, positions, tensor_lists
 from trainer_side.state.tree import tensor_paths
 
 _log = logging.getLogger("holdfast.restore")
 # Moments that torch's optimizers make in the shape of the parameter; those of other kinds may be smaller.
-_LIKE_PARAMETERS = frozenset(
+LIKE_PARAMETERS = frozenset(
     {"exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
 )
 
@@ -45,6 +46,12 @@ class _Side(NamedTuple):
     paths: frozenset[str]
     objects: frozenset[str]
 
+    @classmethod
+    def of(cls, paths: frozenset[str], objects: Iterable[Any], groups: Sequence[Sequence[Position]]) -> _Side:
+        flat = [position for group in groups for position in group]
+        group_of = [number for number, group in enumerate(groups) for _ in group]
+        return cls(flat, group_of, paths, frozenset(map(str, objects)))
+
 
 def join_by_name(
     state: Mapping[str, Any],
@@ -58,12 +65,8 @@ def join_by_name(
     Optimizers with another number of parameters stay unchanged, and so does a file without names: both are refused
     elsewhere.
 
-    Args:
-        state: The state, as the script passed it.
-        live: Result of `live_trees` for it.
-        tree: The saved tree; is changed.
-        names: Names of the parameters in the tree, as far as the file has them.
-        optimizers: By the path of their dictionaries in `live`.
+    `tree`: The saved tree; is changed. `names`: Names of the parameters in it, as far as the file has them.
+    `optimizers`: By the path of their dictionaries in `live`, the result of `live_trees`.
 
     Raises:
         StateError: Parameters, or groups, of the script have no counterpart; names both.
@@ -73,35 +76,29 @@ def join_by_name(
     here = positions(state, live, optimizers)
     shapes = {path: tuple(tensor.shape) for path, tensor in tensor_paths(tree)}
     paths_here = _bare(path for path, _ in tensor_paths(live)) | _bare(_names_of(here))
-    paths_there = _bare(shapes) | _bare(_names_of(names))
-    objects_here, objects_there = frozenset(map(str, state)), frozenset(map(str, tree))
+    side_of_script = functools.partial(_Side.of, paths_here, state)
+    side_of_file = functools.partial(_Side.of, _bare(shapes) | _bare(_names_of(names)), tree)
     orders: dict[int, GroupOrder] = {}
     for path, optimizer in optimizers.items():
         saved = at(tree, path)
         if not is_form(saved):
             continue
         there = _saved_positions(saved, names.get(path))
-        own = here[path]
-        if sorted(map(len, own)) != sorted(sizes(saved["param_groups"])) or list(map(len, there)) != sizes(
-            saved["param_groups"]
-        ):
+        own, counts = here[path], sizes(saved["param_groups"])
+        if sorted(map(len, own)) != sorted(counts) or list(map(len, there)) != counts:
             continue
-        join = _Join(
-            path,
-            _Side(*_flat(own), paths_here, objects_here),
-            _Side(*_flat(there), paths_there, objects_there),
-            names,
-        )
+        join = _Join(path, side_of_script(own), side_of_file(there), names)
         order = join.order()
-        join.see_shapes(order, optimizer, saved, shapes)
-        join.see_twice(order, optimizer, saved)
-        join.say_unnamed(optimizer)
+        parameters = parameters_of(optimizer)
+        join.see_shapes(order, parameters, saved, shapes)
+        join.see_twice(order, parameters, saved)
+        join.say_unnamed(parameters)
         groups = join.groups(order, len(own))
-        is_by_text = any(isinstance(key, str) for group in saved["param_groups"] for key in group["params"])
-        if is_by_text or order != sorted(order) or groups != sorted(groups):
+        moved = order != sorted(order) or groups != sorted(groups)
+        if moved or any(isinstance(key, str) for key in numbers_of(saved)):
             _arrange(saved, at(live, path), order, groups)
             orders[id(optimizer)] = GroupOrder(path, groups)
-        if order != sorted(order) or groups != sorted(groups):
+        if moved:
             _log.warning(
                 "%s: its parameters are in another order than in the checkpoint, so their state is loaded by name",
                 path,
@@ -109,11 +106,8 @@ def join_by_name(
     for path in sorted((here.keys() - optimizers.keys()) & names.keys()):
         saved, own, there = at(tree, path), here[path], [list(group) for group in names[path]]
         if isinstance(saved, list) and len(saved) == sum(map(len, own)) == sum(map(len, there)):
-            sides = (
-                _Side(*_flat(own), paths_here, objects_here),
-                _Side(*_flat(there), paths_there, objects_there),
-            )
-            saved[:] = [saved[number] for number in _Join(path, *sides, names).order()]
+            join = _Join(path, side_of_script(own), side_of_file(there), names)
+            saved[:] = [saved[number] for number in join.order()]
     _see_lists(state, live, tree)
     reorder_schedulers(state, live, tree, orders)
     see_kinds(live, tree)
@@ -157,11 +151,6 @@ def _saved_positions(
     return found
 
 
-def _flat(groups: Sequence[Sequence[Position]]) -> tuple[list[Position], list[int]]:
-    flat = [position for group in groups for position in group]
-    return flat, [number for number, group in enumerate(groups) for _ in group]
-
-
 def _names_of(found: Positions) -> Iterator[str]:
     for groups in found.values():
         for group in groups:
@@ -193,12 +182,9 @@ _RENAMED = (_inside, _in_module)
 
 
 class _Join:
-    """The join of one optimizer.
+    """The join of one optimizer: its parameters in the script, and in the checkpoint.
 
-    Args:
-        path: Path of its dictionary in the tree.
-        here, there: Its parameters in the script, and in the checkpoint.
-        names: Names in all optimizers of the checkpoint, for messages.
+    `path`: Path of its dictionary in the tree. `names`: Names in all optimizers of the checkpoint, for messages.
     """
 
     def __init__(self, path: str, here: _Side, there: _Side, names: Positions) -> None:
@@ -310,7 +296,7 @@ class _Join:
     def see_shapes(
         self,
         order: Sequence[int],
-        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.Tensor],
         saved: Mapping[str, Any],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
@@ -319,8 +305,7 @@ class _Join:
         Raises:
             StateError: It has others, so the order must be another one; names both.
         """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        numbers = numbers_of(saved)
         expected: dict[int, tuple[int, ...]] = {}
         guessed: dict[int, tuple[int, ...]] = {}
         for number in self._by_order:
@@ -343,9 +328,8 @@ class _Join:
                     "parameters were in another order, and no names say which is which; nothing was loaded"
                 )
 
-    def say_unnamed(self, optimizer: torch.optim.Optimizer) -> None:
+    def say_unnamed(self, parameters: Sequence[torch.Tensor]) -> None:
         """Name in the log parameters of one shape that have no names, so that nobody can see another order of them."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         by_shape: dict[tuple[int, ...], list[int]] = {}
         for number in self._by_order:
             by_shape.setdefault(tuple(parameters[number].shape), []).append(number)
@@ -362,15 +346,14 @@ class _Join:
             )
 
     def see_twice(
-        self, order: Sequence[int], optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
+        self, order: Sequence[int], parameters: Sequence[torch.Tensor], saved: Mapping[str, Any]
     ) -> None:
         """Check that a parameter that the optimizer has twice has one state in the checkpoint.
 
         Raises:
             StateError: It has two, and the later one would win; names both.
         """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        numbers = numbers_of(saved)
         first: dict[int, int] = {}
         for number, parameter in enumerate(parameters):
             one = first.setdefault(id(parameter), number)
@@ -404,7 +387,7 @@ def _unique(side: _Side, level: Callable[[str], str], done: Any) -> dict[str, in
 def _moment_shape(moments: Any) -> tuple[int, ...] | None:
     if isinstance(moments, Mapping):
         for key, value in moments.items():
-            if key in _LIKE_PARAMETERS and isinstance(value, torch.Tensor):
+            if key in LIKE_PARAMETERS and isinstance(value, torch.Tensor):
                 return tuple(value.shape)
     return None
 
@@ -413,14 +396,13 @@ def _arrange(
     saved: dict[str, Any], live: Mapping[str, Any], order: Sequence[int], groups: Sequence[int]
 ) -> None:
     """Number what was saved as the script's optimizer numbers its parameters."""
-    there = [number for group in saved["param_groups"] for number in group["params"]]
+    there = numbers_of(saved)
     texts = [
         name
         for group in saved["param_groups"]
         for name in group.get("param_names") or [None] * len(group["params"])
     ]
-    here = [number for group in live["param_groups"] for number in group["params"]]
-    known = set(there)
+    here, known = numbers_of(live), set(there)
     state = {key: value for key, value in saved["state"].items() if key not in known}
     state.update(
         (own, saved["state"][there[other]])

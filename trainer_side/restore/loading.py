@@ -1,8 +1,10 @@
 """Puts a restored tree into the live objects of the state.
 
-    check    names and shapes, before the first byte is read       live_trees   what the tensors are read over
-    load     objects ─► tensors ─► PerRank values ─► RNG states
+    check       names and shapes, before the first byte is read       live_trees   what the tensors are read over
+    open_own    this rank's PerRank values: opened, joined by name and checked, after all bytes are read
+    load        objects ─► tensors ─► PerRank values ─► RNG states
 
+The content of a `PerRank` blob is unknown before it is read. If one may be refused, nothing is read in place.
 Random states come last, because another object's `load_state_dict` may draw random numbers.
 """
 
@@ -19,16 +21,19 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from holdfast.errors import StateError
+from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.mismatch import misfit
 from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import once
-from trainer_side.restore.torch_loading import is_loaded_by_torch, read_in_place
+from trainer_side.restore.torch_loading import is_loaded_by_torch, read_in_place, rewrap
 from trainer_side.restore.uncast import uncast, uncasting
-from trainer_side.state.optimizer_places import optimizers_of
+from trainer_side.state.optimizer_places import located, optimizers_of
 from trainer_side.state.per_rank import PerRank
+from trainer_side.state.per_rank_blob import beside_of, decode
+from trainer_side.state.position_names import Positions, from_record, tensor_lists
 from trainer_side.state.rng import RngState
 from trainer_side.state.split_tensor import local_of, writable
-from trainer_side.state.tree import refusal, tensor_paths, with_inner
+from trainer_side.state.tree import refusal, telling, tensor_paths, unmarked, with_inner
 
 
 @contextmanager
@@ -123,14 +128,13 @@ def _merged(live: Any, saved: Any) -> Any:
 def rolled_back_on_error(value: Any, live: Any) -> Iterator[None]:
     """Give the tensors of `value` their bytes back if the block raises. Training thread.
 
-    Args:
-        value: A module, an optimizer, or any other object with `load_state_dict`.
-        live: Its `state_dict()`; for objects of other kinds, the bytes of these tensors are kept.
+    `live`: Its `state_dict()`, whose tensors count if it is neither a module nor an optimizer.
     """
     held = [local_of(tensor).detach() for tensor in _tensors(value, live)]
     kept = [(tensor, tensor.to("cpu", copy=True)) for tensor in held if not tensor.is_meta]
     members = [(of, dict(of)) for of in _members(value)]
-    optimizer = {name: vars(value)[name] for name in _OPTIMIZER} if _is_optimizer(value) else {}
+    of_optimizer = ("state", "param_groups") if isinstance(value, Optimizer) else ()
+    optimizer = {name: vars(value)[name] for name in of_optimizer}
     try:
         yield
     except BaseException:
@@ -145,14 +149,11 @@ def rolled_back_on_error(value: Any, live: Any) -> Iterator[None]:
         raise
 
 
-_OPTIMIZER = ("state", "param_groups")
-
-
 def _tensors(value: Any, live: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.nn.Module):
         own = [*value.parameters(), *value.buffers()]
         return [tensor for tensor in own if not is_lazy(tensor)]
-    if _is_optimizer(value):
+    if isinstance(value, Optimizer):
         live = [*value.state.values()]
     return [tensor for _, tensor in tensor_paths(live)]
 
@@ -161,15 +162,11 @@ def _members(value: Any) -> list[dict[Any, Any]]:
     """The dictionaries in which the object keeps tensors: it may put others into them."""
     if isinstance(value, torch.nn.Module):
         return [of for module in value.modules() for of in (module._parameters, module._buffers)]
-    if _is_optimizer(value):
+    if isinstance(value, Optimizer):
         return [
             of for of in (value.state, *value.state.values(), *value.param_groups) if isinstance(of, dict)
         ]
     return []
-
-
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, torch.optim.Optimizer)
 
 
 _log = logging.getLogger("holdfast.restore")
@@ -191,9 +188,7 @@ def live_trees(state: Mapping[str, Any]) -> dict[str, Any]:
         elif _loadable(value):
             try:
                 trees[name] = value.state_dict()
-            except (
-                Exception
-            ) as error:  # the user's code may raise anything; it is named, and kept as the cause
+            except Exception as error:  # the user's code may raise anything
                 raise StateError(
                     f"{name}: state_dict() of {type(value).__name__} failed: {error!r}"
                 ) from error
@@ -212,14 +207,8 @@ def check(
 ) -> None:
     """Check that the checkpoint fits the state, before anything is changed.
 
-    Args:
-        state: The state, as the script passed it.
-        live: Result of `live_trees` for it.
-        parts: The split tensors in it: their whole shapes count.
-        tree: The saved tree.
-        step: Its step, for messages.
-        ranks: Number of ranks of this job.
-        may_lack: Names that the checkpoint need not have.
+    `live`: Result of `live_trees`. `parts`: The split tensors in it: their whole shapes count. `ranks`: Of this job.
+    `may_lack`: Names that the checkpoint need not have.
 
     Raises:
         StateError: A name is missing in the checkpoint, names, groups or shapes of an object are others, or an object
@@ -303,6 +292,62 @@ def _differences(
     return wrong, converted
 
 
+def may_refuse(state: Mapping[str, Any]) -> bool:
+    """Whether a value of the state that each rank has for itself may not be the one that was saved."""
+    own = [value.value for value in state.values() if isinstance(value, PerRank)]
+    return any(isinstance(one, torch.nn.Module) or optimizers_of({"": one}) for one in own)
+
+
+def open_own(
+    state: Mapping[str, Any],
+    live: Mapping[str, Any],
+    tree: dict[str, Any],
+    names: Positions,
+    *,
+    rank: int,
+) -> None:
+    """Put this rank's values into the tree in place of all ranks' blobs. Training thread, before `load`.
+
+    A value that the checkpoint does not have for this rank is taken out of the tree, and named in the log.
+
+    `live`: Result of `live_trees`. `tree`: The saved tree, with all bytes that this rank takes; is changed. `names`:
+    The names in the file.
+
+    Raises:
+        DamageError: A value in the file is not a blob.
+        StateError: A value does not fit, or parameters of an optimizer in it have no counterpart; names them.
+    """
+    inner = unmarked(state)
+    for name, value in state.items():
+        if not isinstance(value, PerRank) or name not in tree:
+            continue
+        blobs = tree[name]
+        if rank >= len(blobs):
+            _log.warning(
+                "%s: the checkpoint has values of %d ranks and none for rank %d, so that rank keeps the script's value",
+                name,
+                len(blobs),
+                rank,
+            )
+            del tree[name]
+            continue
+        what = f"{name} of rank {rank}"
+        tree[name] = decode(blobs[rank], name=what)
+        own = {**names, **from_record(beside_of(blobs[rank]), source=what)}
+        held = inner[name]
+        if isinstance(held, torch.nn.Module):
+            rewrap({name: held}, {name: held.state_dict()}, tree)
+        if isinstance(held, torch.nn.Module | torch.optim.Optimizer):
+            wrong = misfit(name, held, tree[name], ranks=len(blobs))
+            if wrong:
+                raise StateError(f"{wrong}; nothing was loaded")
+        with telling(optimizers_of({name: held})) as given:
+            here = value.snapshot()
+        optimizers = located({name: here}, {name: held}, given)
+        if optimizers or any(tensor_lists(name, held, here)):
+            join_by_name(inner, {**live, name: here}, tree, own, optimizers)
+
+
 def load(
     state: Mapping[str, Any],
     live: Mapping[str, Any],
@@ -313,13 +358,9 @@ def load(
 ) -> dict[str, Any]:
     """Load every name of `state` that the tree has, and take it out of the tree. Training thread.
 
-    Args:
-        state: The state, as the script passed it.
-        live: Result of `live_trees` for it.
-        tree: The saved tree, with this rank's own values (`open_own`). The memory of each object's part is free as soon
-            as the object is loaded.
-        in_place: Names whose live tensors were read into.
-        on_host: Tensors of the tree that optimizers keep in host memory (`uncast.offloaded`), by `id()`.
+    The memory of each object's part is free as soon as the object is loaded. `live`: Result of `live_trees`. `tree`:
+    The saved tree, with this rank's own values (`open_own`). `in_place`: Names whose live tensors were read into.
+    `on_host`: Tensors of the tree that optimizers keep in host memory (`uncast.offloaded`), by `id()`.
 
     Returns:
         The plain values. Lists and dictionaries of the state have got their saved content in place; numbers, texts and
@@ -387,12 +428,12 @@ def _load_per_rank(name: str, value: PerRank, saved: Any) -> None:
 
 
 def _load_object(name: str, value: Any, saved: Any, live: Any, on_host: Collection[int] = ()) -> None:
-    by_torch, is_optimizer = is_loaded_by_torch(value, saved), isinstance(value, torch.optim.Optimizer)
+    by_torch, is_optimizer = is_loaded_by_torch(value, saved), isinstance(value, Optimizer)
     undone = nullcontext() if by_torch else rolled_back_on_error(value, live)
     lists = same_group_lists(value) if is_optimizer else nullcontext()
     with _refusal_named(name, value), undone:
         optimizers = optimizers_of({name: value})
-        casts: AbstractContextManager[list[torch.optim.Optimizer]] = nullcontext([])
+        casts: AbstractContextManager[list[Optimizer]] = nullcontext([])
         if optimizers:
             casts = uncasting(optimizers, on_host)
         with casts as done, lists, writable(value):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer_side.restore.torch_loading import Loading, loading_of, other_wrappers, places_of
-from trainer_side.state.optimizer_places import has_groups
+from trainer_side.state.optimizer_places import is_form
 from trainer_side.state.per_rank import PerRank
 
 # Schedulers write these into the groups of the optimizer that they drive.
@@ -42,7 +42,7 @@ def misfit(name: str, value: Any, saved: Any, *, ranks: int) -> str:
             return _other_kind(name, f"a {type(value).__name__}", saved)
         return _other_names(name, value, saved, is_adapted=loading is Loading.ADAPTED)
     if isinstance(value, torch.optim.Optimizer):
-        if not has_groups(saved):
+        if not is_form(saved):
             return _other_kind(name, f"the optimizer {type(value).__name__}", saved)
         return _other_optimizer(name, value, saved["param_groups"]) or _other_groups(name, value, saved)
     return "" if isinstance(saved, torch.Tensor) else _other_kind(name, "a tensor", saved)

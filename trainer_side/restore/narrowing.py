@@ -21,13 +21,11 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from trainer_side.state.optimizer_places import has_groups, parameter_names
+from trainer_side.ranks.peers import Peers, gather
+from trainer_side.restore.joining_by_name import LIKE_PARAMETERS
+from trainer_side.state.optimizer_places import is_form, numbers_of, parameter_names
 from trainer_side.state.position_names import Position, Positions
 
-# Moments that torch's optimizers make in the shape of the parameter; those of Adafactor are smaller.
-_LIKE_PARAMETERS = frozenset(
-    {"exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
-)
 _Groups = Sequence[Sequence[Sequence[str]]]  # of an optimizer: group, parameter, its names
 
 
@@ -51,13 +49,9 @@ class StageNames(NamedTuple):
         except StateError:
             return cls(modules, {})  # said by `narrow`, if they are needed
 
-    def to_bytes(self) -> bytes:
-        return json.dumps([self.modules, self.parameters]).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> StageNames:
-        """Read what `to_bytes` made."""
-        return cls(*json.loads(data))
+    def of_all(self, peers: Peers) -> list[StageNames]:
+        """The names of each rank. Collective."""
+        return [StageNames(*json.loads(said)) for said in gather(peers, json.dumps(self).encode())]
 
 
 def is_other(own: StageNames, state: Mapping[str, Any], tree: Any) -> bool:
@@ -77,12 +71,8 @@ def narrow(
 ) -> list[str]:
     """Remove values from the tree that other ranks take and this rank does not.
 
-    Args:
-        state: The state, as the script passed it.
-        tree: The saved tree; is changed.
-        ranks: The names of each rank.
-        rank: This rank.
-        names: Names of parameters that have numbers in the tree, as far as the file has them.
+    `tree`: The saved tree; is changed. `ranks`: The names of each rank. `names`: Names of parameters that have numbers
+    in the tree, as far as the file has them.
 
     Returns:
         The optimizers whose parameters now have the numbers of the script.
@@ -165,7 +155,7 @@ def _by_name(
     at: str,
     saved: Mapping[str, Any],
     every: Sequence[_Groups],
-    known: Sequence[Mapping[str, Any]] | None = None,
+    known: Sequence[Mapping[str, Any]] | None,
 ) -> list[list[list[Any]]]:
     """By rank and group, which of the saved parameters each parameter is; `known`: what `_names_of` gave."""
     groups = _same_groups(at, saved, every)
@@ -218,7 +208,7 @@ def _by_order(
         key_of = dict(zip(places, numbers, strict=True))
         for place, key in key_of.items():
             for kind, tensor in _tensors(saved["state"].get(key, {})):
-                if kind in _LIKE_PARAMETERS and tuple(tensor.shape) != place.shape:
+                if kind in LIKE_PARAMETERS and tuple(tensor.shape) != place.shape:
                     raise StateError(
                         f"{at}: {kind} of parameter {key} has the shape {list(tensor.shape)}, and the parameter in its "
                         f"place {list(place.shape)}: the parameters were in another order; nothing was loaded"
@@ -256,7 +246,7 @@ def _same_groups(at: str, saved: Mapping[str, Any], every: Sequence[_Groups]) ->
 
 def _numbered(saved: Mapping[str, Any], keys: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """The saved state of these parameters alone, numbered in this order."""
-    of_parameters = {key for group in saved["param_groups"] for key in group["params"]}
+    of_parameters = {*numbers_of(saved)}
     state = {key: value for key, value in saved["state"].items() if key not in of_parameters}
     groups, count = [], 0
     for group, own in zip(saved["param_groups"], keys, strict=True):
@@ -281,12 +271,12 @@ def _optimizers(state: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, value in state.items()
-        if isinstance(value, torch.optim.Optimizer) and has_groups(tree.get(name))
+        if isinstance(value, torch.optim.Optimizer) and is_form(tree.get(name))
     ]
 
 
 def _is_by_name(saved: Mapping[str, Any]) -> bool:
-    return any(isinstance(key, str) for group in saved["param_groups"] for key in group["params"])
+    return any(isinstance(key, str) for key in numbers_of(saved))
 
 
 def _tensors(moments: Any) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from holdfast.errors import DamageError, HoldfastError, StoreError
 from holdfast.image.entries import Extent
@@ -29,11 +29,9 @@ from holdfast.store.base import Store
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import NEARNESS_OF_STORE, STORE, Candidate
-from trainer_side.restore.device_sections import DeviceTarget
-from trainer_side.restore.region_targets import ScatterTarget, settle, whole_entry
 from trainer_side.restore.split_parts import Placed
 from trainer_side.restore.structure import Structure, ends_of
-from trainer_side.restore.targets import EntryTaker, EntryTarget
+from trainer_side.restore.targets import EntryTaker, EntryTarget, ScatterTarget, settle, whole_entry
 from trainer_side.tiers.tier import Keeps, Kept, Nearness
 
 _SMALL_BYTES = 64 << 10
@@ -44,31 +42,28 @@ class ReadPlan:
     """The targets of this rank. On every rank the same entries are shared, and the same ones are own.
 
     Attributes:
+        shared: Entries that every rank takes whole; an `EntryTarget` where they go to host memory.
         unshared: Entries that are own, or that nobody takes.
-        device: Entries that are shared, and go to a device: on every rank the same ones.
-        mixed: Entries that are shared, of which this rank also takes parts: from the shared memory.
+        mixed: Entries that are shared, of which this rank also takes parts: from the shared memory, which is then the
+            host's.
     """
 
-    shared: dict[int, EntryTarget] = field(default_factory=dict)
+    shared: dict[int, EntryTaker] = field(default_factory=dict)
     own: dict[int, ScatterTarget] = field(default_factory=dict)
     unshared: frozenset[int] = frozenset()
-    device: dict[int, DeviceTarget] = field(default_factory=dict)
     mixed: dict[int, ScatterTarget] = field(default_factory=dict)
 
     @property
     def targets(self) -> Mapping[int, EntryTaker]:
         """The targets of all entries of which any rank takes bytes."""
-        return {**self.whole, **self.own}
-
-    @property
-    def whole(self) -> Mapping[int, EntryTaker]:
-        """The targets of all entries that are shared."""
-        return {**self.shared, **self.device}
+        return {**self.shared, **self.own}
 
     def settle(self) -> None:
         """Copy bytes that could not be read in place to where they belong. Training thread, after all are there."""
         for index, target in self.mixed.items():
-            target.put(0, self.shared[index].address, self.shared[index].memory)
+            whole = self.shared[index]
+            assert isinstance(whole, EntryTarget)
+            target.put(0, whole.address, whole.memory)
         if self.own or self.mixed:
             settle([*self.own.values(), *self.mixed.values()])
 
@@ -76,10 +71,7 @@ class ReadPlan:
 def agree_on_plan(structure: Structure, placed: Placed, peers: Peers) -> ReadPlan:
     """Agree on who takes what. Collective.
 
-    Args:
-        structure: After `take_to_device`; has the memory of entries that are read whole.
-        placed: The parts of split tensors that this rank takes.
-        peers: The ranks.
+    `structure`: After `take_to_device`; has the memory of entries that are read whole.
     """
     free: list[set[int]] = []
     wanted: set[int] = set()
@@ -91,35 +83,28 @@ def agree_on_plan(structure: Structure, placed: Placed, peers: Peers) -> ReadPla
             wanted.update(regions_there)
     unshared = frozenset[int]().union(*free)
     wanted.update(index for index in unshared if any(index not in there for there in free))
-    shared = {
+    storages = structure.storages
+    shared: dict[int, EntryTaker] = {
         index: EntryTarget.of(storage)
-        for index, storage in structure.storages.items()
-        if index not in unshared and storage.device.type == "cpu"
-    }
-    device = {
-        index: DeviceTarget.of(storage)
-        for index, storage in structure.storages.items()
-        if storage.device.type != "cpu"
+        if storage.device.type == "cpu"
+        else ScatterTarget.whole(index, storage)
+        for index, storage in storages.items()
+        if index not in unshared
     }
     own = {index: placed.regions.get(index, ScatterTarget()) for index in sorted(unshared & wanted)}
     for index, target in own.items():
         if index not in placed.free:
-            storage = structure.storages[index]
-            target.regions.append(whole_entry(index, storage.nbytes(), storage))
+            target.regions.append(whole_entry(index, storages[index]))
     if own:
         between = [
-            index
-            for index in [*shared, *device]
-            if structure.storages[index].nbytes() <= _SMALL_BYTES and index not in wanted
+            index for index in shared if storages[index].nbytes() <= _SMALL_BYTES and index not in wanted
         ]
         for index in between:
-            storage = structure.storages[index]
-            own[index] = ScatterTarget([whole_entry(index, storage.nbytes(), storage)])
-            shared.pop(index, None)
-            device.pop(index, None)
+            own[index] = ScatterTarget.whole(index, storages[index])
+            del shared[index]
         unshared |= frozenset(between)
     mixed = {index: target for index, target in placed.regions.items() if index in shared}
-    return ReadPlan(shared, own, unshared, device, mixed)
+    return ReadPlan(shared, own, unshared, mixed)
 
 
 # -- who reads what --------------------------------------------------------------------------------------------------
@@ -153,6 +138,16 @@ class Unit(NamedTuple):
     pieces: tuple[int, ...]
 
 
+class FrameSource(NamedTuple):
+    """A source of a frame: a slice that a rank has found, or the store (`number` is `STORE`, `rank` is -1)."""
+
+    rank: int
+    number: int
+
+
+_STORE_SOURCE = FrameSource(-1, STORE)
+
+
 def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[int, FramePiece]:
     """Every frame of every slice by a number, chunks ascending; or only those that reach `within` these extents."""
     pieces: dict[int, FramePiece] = {}
@@ -161,7 +156,7 @@ def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[in
     for chunk in range(layout.chunks):
         for rank in layout.senders(chunk):
             extents = layout.pieces(chunk, rank)
-            if within is None or any(_overlap(extent, wish) for extent in extents for wish in within):
+            if within is None or any(_do_overlap(extent, wish) for extent in extents for wish in within):
                 nbytes = sum(extent.nbytes for extent in extents)
                 pieces[count] = FramePiece(rank, frames[rank], chunk, extents, nbytes)
             frames[rank] += 1
@@ -169,7 +164,7 @@ def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[in
     return pieces
 
 
-def _overlap(one: Extent, other: Extent) -> bool:
+def _do_overlap(one: Extent, other: Extent) -> bool:
     return max(one.offset, other.offset) < min(one.end, other.end)
 
 
@@ -275,16 +270,6 @@ def _chunks_without(image: Manifest, without: Collection[int]) -> list[int]:
     )
 
 
-class FrameSource(NamedTuple):
-    """A source of a frame: a slice that a rank has found, or the store (`number` is `STORE`, `rank` is -1)."""
-
-    rank: int
-    number: int
-
-
-_STORE_SOURCE = FrameSource(-1, STORE)
-
-
 _TIER_REQUEST_BYTES = 4 << 20  # a multiple of the page size; what was read is still in the processor's cache
 
 
@@ -297,43 +282,14 @@ class Lying(NamedTuple):
     what: str
 
 
-class Origin(Protocol):
-    """Something that units can be read from. Any thread."""
-
-    @property
-    def tier(self) -> str:
-        """The tier or the store, for people and reports."""
-        ...
-
-    @property
-    def what(self) -> str:
-        """All of it, for messages."""
-        ...
-
-    @property
-    def request_bytes(self) -> int:
-        """How much to ask for at once."""
-        ...
-
-    @property
-    def seconds_share(self) -> float:
-        """The fraction of the restore's time limit after which a request counts as hanging."""
-        ...
-
-    def lying(self, unit: Unit) -> Lying: ...
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view` from `offset` on.
-
-        Raises:
-            DamageError: It ends before.
-            StoreError: Device or store failed.
-        """
-        ...
-
-
 class StoredFile:
-    """A portable file. There is nothing behind it, so the time for restoring is the only limit."""
+    """A portable file. There is nothing behind it, so the time for restoring is the only limit. Any thread.
+
+    Attributes:
+        tier: The store, for reports. `what`: the file, for messages.
+        request_bytes: How much to ask for at once.
+        seconds_share: The fraction of the restore's time limit after which a request counts as hanging.
+    """
 
     seconds_share = math.inf
 
@@ -352,11 +308,12 @@ class StoredFile:
         return Lying((extent,), offset, manifest.chunk_crc32s[unit.chunk], what)
 
     def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset` on. Raises `DamageError`: it ends before; or `StoreError`."""
         self._store.read_into(self._manifest.file, offset, view)
 
 
 class KeptSlice:
-    """A slice in a tier."""
+    """A slice in a tier. Any thread; attributes as those of a `StoredFile`."""
 
     request_bytes = _TIER_REQUEST_BYTES
 
@@ -382,3 +339,7 @@ class KeptSlice:
             raise
         except (HoldfastError, OSError, ValueError) as error:
             raise StoreError(f"{self.what}: {error}") from error
+
+
+Origin = StoredFile | KeptSlice
+"""Where units are read from."""

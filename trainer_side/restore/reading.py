@@ -8,9 +8,8 @@
    such windows are in memory beside the tensors, and those of threads that hang. For bytes that go to a device, a
    window takes all runs of a unit and crosses in one piece, while the next unit is read into a second window.
 2. The CRC-32 of a unit is that of its parts and of what lies between them, combined: no byte is summed twice.
-3. A unit that is read and checked is shared with the other ranks while the next ones are read: with all of them
-   (`broadcast.py`), or with those that need bytes of it (`scatter.py`). The turns go round the ranks (first unit of
-   each, second unit of each, …), so each rank makes the same `share` calls in the same order.
+3. A unit that is read and checked is shared while the next ones are read (`exchange.py`). The turns go round the ranks
+   (first unit of each, second unit of each, …), so each rank makes the same `share` calls in the same order.
 4. A rank that finds damage keeps sharing, although its memory is undefined: the order of calls must not break. Its
    error is returned, and the ranks agree afterwards.
 5. A unit that a tier cannot give does not stop the others: `slice_reader.py` reads it from elsewhere. A failure of the

@@ -1,11 +1,5 @@
 """Brings the state back from the newest good checkpoint, from the nearest place that has it, on any number of ranks.
 
-    tiers of all ranks, the stager's ring, store's manifests ─► candidates, newest first, of equals the nearest ◄───┐
-                                                     ▼                           │ damage on any rank: the next
-    every rank: structure ─► names, shapes fit? ─► read its units, share the rest ─► all agree
-                                                                                 ▼
-                                   load_state_dict of each object, PerRank and RNG states last
-
 1. Every rank takes the same way: each stage ends with an agreement, and an error of one rank becomes an error of all.
 2. Bytes that one tier cannot give are read from another one, of any rank, or from the store (`slice_reader.py`). Damage
    beyond that (a CRC, a size, a structure, a missing file) leads to the checkpoint before. Every other error is raised:
@@ -29,8 +23,7 @@ from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers
-from trainer_side.restore.best_order import WantedBest, best_first
-from trainer_side.restore.choice import Candidate, Passed
+from trainer_side.restore.choice import Candidate, Passed, WantedBest, best_first
 from trainer_side.restore.device_sections import Locked
 from trainer_side.restore.inventory import InTurn, StoreListing, find
 from trainer_side.restore.restore_attempt import RestoreAttempt, Restored, RestoreJob
@@ -82,14 +75,8 @@ def restore(
 ) -> Restored | None:
     """Load the newest good checkpoint into the objects of `state`. Collective; training thread.
 
-    Args:
-        state: As given to the `Checkpointer`; the same names on every rank.
-        store: The run; None if there is no store at all.
-        peers: The ranks.
-        events: The event log.
-        tiers: Tiers of this rank; the ranks may have different ones.
-        fetch: Asks the stager for bytes in its ring; None without a stager.
-        options: The wanted checkpoint, and limits.
+    `state`: Has the same names on every rank. `store`: The run; None if there is no store at all. `tiers`: Of this
+    rank; the ranks may have different ones. `fetch`: Asks the stager for bytes in its ring; None without a stager.
 
     Returns:
         None on a new run: there is no checkpoint at all, and `state` is unchanged. The same if there are only slices of
@@ -135,12 +122,11 @@ def restore(
     if silent is not None:
         _go_without(job, silent, listed.first(), without_store=options.without_store)
     if step is not None:
-        others = [CheckpointId(one.key.attempt, one.key.step) for one in found.holders]
-        newest = max([*others, *([] if shelf.newest is None else [shelf.newest])], default=None)
-        _see_step([*listed], step, newest, store)
+        known = [CheckpointId(one.key.attempt, one.key.step) for one in found.holders]
+        known += [] if shelf.newest is None else [shelf.newest]
+        _see_step([*listed], step, max(known, default=None), job.where)
     if options.best is not None:
-        where = "the tiers" if store is None else store.url
-        in_turn = iter(best_first([*listed], shelf.stored, options.best, where))
+        in_turn = iter(best_first([*listed], shelf.stored, options.best, job.where))
     else:
         if (first := listed.first()) is not None:
             job.tell(_drifted_before(listed.known(), first), "an older checkpoint is preferred")
@@ -184,13 +170,12 @@ def _first_good(
 
 def _none_is_whole(job: RestoreJob, skipped: Sequence[str], *, damaged: bool) -> HoldfastError:
     """Why nothing is restored. Not `damaged`: the store alone keeps what there is from being opened."""
-    where = "the tiers" if job.store is None else job.store.url
     reasons = "\n".join(f"  {reason}" for reason in (*skipped, *job.found.missed))
     counted = f"; none of {len(skipped)} checkpoints can be used" if skipped else ""
     kind = DamageError if damaged else StoreError
     return kind(
-        f"{where}: there are checkpoints, and none is whole{counted}:\n{reasons}\nWhat is left of them stays as it is. "
-        "Bring back what is missing; or, to begin again from the start, make the Checkpointer with fresh=True, and "
+        f"{job.where}: there are checkpoints, and none is whole{counted}:\n{reasons}\nWhat is left of them stays as it "
+        "is. Bring back what is missing; or, to begin again from the start, make the Checkpointer with fresh=True, and "
         "leave out restore()"
     )
 
@@ -230,12 +215,11 @@ def _go_without(
 
 
 def _see_step(
-    wanted: Sequence[Candidate | Passed], step: int, newest: CheckpointId | None, store: Store | None
+    wanted: Sequence[Candidate | Passed], step: int, newest: CheckpointId | None, where: str
 ) -> None:
     """Raise `StoreMissing` if there is no checkpoint of the step that is wanted, or none that was ever whole."""
     if not wanted:
         known = "there is no checkpoint at all" if newest is None else f"the newest is {newest.step}"
-        where = "the tiers" if store is None else store.url
         raise StoreMissing(f"{where}: no checkpoint of step {step}; {known}")
     if all(isinstance(candidate, Passed) and not candidate.lost for candidate in wanted):
         reasons = "; ".join(candidate.reason for candidate in wanted if isinstance(candidate, Passed))

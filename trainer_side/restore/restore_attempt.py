@@ -31,16 +31,15 @@ from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.step_proof import ResumeProof
 from trainer_side.ranks.deadlines import HANGING_SHARE, within
-from trainer_side.ranks.peers import Peers, agree, gather
+from trainer_side.ranks.peers import Peers, agree, gather, raise_agreed
 from trainer_side.restore.choice import STORE, Candidate
 from trainer_side.restore.device_memory import take_to_device
 from trainer_side.restore.device_sections import DeviceSections, Locked
 from trainer_side.restore.exchange import check_received
 from trainer_side.restore.inventory import StoreListing, TierListing
 from trainer_side.restore.joining_by_name import join_by_name
-from trainer_side.restore.loading import check, live_trees, load
+from trainer_side.restore.loading import check, live_trees, load, may_refuse, open_own
 from trainer_side.restore.narrowing import StageNames, is_other, narrow
-from trainer_side.restore.per_rank_values import may_refuse, open_own
 from trainer_side.restore.read_plan import KeptSlice, Origin, ReadPlan, StoredFile, agree_on_plan, store_units
 from trainer_side.restore.reading import Means, Reading, Use, read
 from trainer_side.restore.scatter import Scatter
@@ -48,7 +47,7 @@ from trainer_side.restore.slice_reader import SliceReader
 from trainer_side.restore.split_parts import Placed, beside_live, place, split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
 from trainer_side.restore.torch_loading import read_in_place, rewrap
-from trainer_side.restore.two_values import Suspects, suspects
+from trainer_side.restore.two_values import Suspects, see_suspects, suspects
 from trainer_side.restore.uncast import offloaded
 from trainer_side.state.optimizer_places import located, optimizers_of
 from trainer_side.state.per_rank import PerRank
@@ -127,6 +126,11 @@ class RestoreJob:
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
     locked: Locked | None = None
 
+    @property
+    def where(self) -> str:
+        """The run, for messages."""
+        return "the tiers" if self.store is None else self.store.url
+
     def tell(self, reasons: Sequence[str], instead: str, *, event: str = "skipped") -> None:
         """Name what is not used, once for all ranks in the log, and in each rank's events."""
         for reason in reasons:
@@ -140,11 +144,7 @@ class RestoreAttempt:
     """One candidate. Training thread; every method is collective."""
 
     def __init__(
-        self,
-        job: RestoreJob,
-        candidate: Candidate,
-        seconds: Mapping[str, float],
-        rewound: Rewound | None = None,
+        self, job: RestoreJob, candidate: Candidate, seconds: Mapping[str, float], rewound: Rewound | None
     ) -> None:
         self._rewound = rewound
         self._job, self._candidate, self._peers = job, candidate, job.peers
@@ -157,7 +157,7 @@ class RestoreAttempt:
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._names, self._is_other = StageNames({}, {}), False
         self._reading = Reading()
-        self._suspects = Suspects((), candidate.step)
+        self._suspects: Suspects = ()
         self._placed = Placed({}, frozenset(), 0)
         self._plan = ReadPlan()
         self._adopted_bytes = 0
@@ -168,25 +168,26 @@ class RestoreAttempt:
 
     def read(self) -> str | None:
         """Read all bytes; returns why this candidate is no good, or None. Collective."""
-        begun = time.monotonic()
         try:
-            data, problem = self._open()
+            self._prepare()
+            self._read_all()
         except DamageError as damage:
             return str(damage)
-        if problem is not None:
-            return problem
-        error = self._guarded(functools.partial(self._parse, data))
+        return None
+
+    def _prepare(self) -> None:
+        """Open, parse and fit. Raises `DamageError` on every rank, as `_read_all` does. Collective."""
+        begun = time.monotonic()
+        error = self._guarded(functools.partial(self._parse, self._open()))
         ranks: list[StageNames] = []
         if not self._peers.all_agree(error is None and not self._is_other):
-            problem = agree(self._peers, error)
-            if problem is not None:
-                return problem
-            ranks = [StageNames.from_bytes(said) for said in gather(self._peers, self._names.to_bytes())]
+            raise_agreed(self._peers, error)
+            ranks = self._names.of_all(self._peers)
         error = self._guarded(functools.partial(self._fit, ranks))
         self._seconds["structure"] = time.monotonic() - begun
-        problem = agree(self._peers, error)
-        if problem is not None:
-            return problem
+        raise_agreed(self._peers, error)
+
+    def _read_all(self) -> None:
         assert self._structure is not None
         if self._job.locked is not None:
             self._crossing = take_to_device(
@@ -200,23 +201,26 @@ class RestoreAttempt:
             )
         self._plan = agree_on_plan(self._structure, self._placed, self._peers)
         try:
-            problem = (
+            if self._rounds is None:
                 self._read_file()
-                if self._rounds is None
-                else self._rounds.read(self._plan.targets, self._crossing)
-            )
+            else:
+                self._read_slices(self._rounds)
         finally:
             if self._crossing is not None:
                 self._crossing.finish()
-        if self._rounds is not None:
-            self._reading = self._rounds.reading
-            self._seconds.update(self._reading.seconds)
-            instead = "read from elsewhere" if problem is None else "and nothing else has all of it"
-            self._job.tell(self._rounds.mended, instead, event="damaged")
-        return problem
 
-    def _open(self) -> tuple[bytes, str | None]:
-        """Find out what the image is, and get its head and tail; or why not. Collective."""
+    def _read_slices(self, rounds: SliceReader) -> None:
+        try:
+            rounds.read(self._plan.targets, self._crossing)
+        except DamageError:
+            self._job.tell(rounds.mended, "and nothing else has all of it", event="damaged")
+            raise
+        self._reading = rounds.reading
+        self._seconds.update(self._reading.seconds)
+        self._job.tell(rounds.mended, "read from elsewhere", event="damaged")
+
+    def _open(self) -> bytes:
+        """Find out what the image is, and get its head and tail. Collective."""
         job, candidate = self._job, self._candidate
         if candidate.stored != STORE:
             self._manifest = job.shelf.manifest(candidate.stored, self._peers)
@@ -232,20 +236,13 @@ class RestoreAttempt:
             except HoldfastError as refused:
                 error = refused
         data = self._peers.broadcast(data if self._peers.rank == 0 else None)
-        return data, None if data else agree(self._peers, error)
+        if not data:
+            raise_agreed(self._peers, error)
+        return data
 
-    def _open_slices(self) -> tuple[bytes, str | None]:
+    def _open_slices(self) -> bytes:
         job, candidate = self._job, self._candidate
-        layout, error = None, None
-        try:
-            layout = job.found.layout(candidate, self._peers)
-        except DamageError as refused:
-            error = refused
-        problem = agree(self._peers, error)
-        if problem is not None:
-            return b"", problem
-        assert layout is not None
-        self._image = layout
+        self._image = layout = job.found.layout(candidate, self._peers)
         origins: dict[int, Origin] = {
             holder.number: KeptSlice(*job.found.own[holder.number])
             for some in candidate.slices.values()
@@ -267,38 +264,33 @@ class RestoreAttempt:
         )
         return self._rounds.ends()
 
-    def _read_file(self) -> str | None:
+    def _read_file(self) -> None:
         """Read it from the store alone. Collective."""
-        job, manifest, whole, own = self._job, self._manifest, self._plan.whole, self._plan.own
+        job, manifest, whole, own = self._job, self._manifest, self._plan.shared, self._plan.own
         assert manifest is not None
         assert job.store is not None
         origins = {STORE: StoredFile(job.store, manifest)}
         units = store_units(manifest, self._peers.ranks, self._plan.unshared)
         means = Means(job.threads, job.seconds_max, self._crossing)
         self._reading = read(manifest, units, origins, whole, self._peers, means)
-        problem = agree(self._peers, self._reading.error)
-        if problem is None and own:
+        raise_agreed(self._peers, self._reading.error)
+        if own:
             left = job.seconds_max - self._reading.seconds["read"]
             scatter = Scatter(manifest, own, self._peers, self._crossing)
             parts = read(manifest, scatter, origins, own, self._peers, means._replace(seconds_max=left))
             self._reading.add(parts)
-            problem = agree(self._peers, parts.error)
+            raise_agreed(self._peers, parts.error)
         self._seconds.update(self._reading.seconds)
-        if problem is not None or self._peers.ranks == 1:
-            return problem
+        if self._peers.ranks == 1:
+            return
         begun = time.monotonic()
         sums = {**self._reading.sums, **self._reading.received}
         error = check_received(manifest, units, whole, sums, self._peers, threads=job.threads)
         self._seconds["check"] = time.monotonic() - begun
-        return agree(self._peers, error)
+        raise_agreed(self._peers, error)
 
     def load(self, skipped: list[str], before: CheckpointId | None) -> Restored:
-        """Load what was read into the objects. Collective.
-
-        Args:
-            skipped: Newer checkpoints that are not used, each with the reason.
-            before: The checkpoint that would be taken if this one were set aside.
-        """
+        """Load what was read into the objects. Collective; `skipped`, `before`: See `Restored`."""
         assert self._structure is not None
         begun = time.monotonic()
         job, candidate = self._job, self._candidate
@@ -307,7 +299,7 @@ class RestoreAttempt:
 
         def open_all() -> None:
             self._plan.settle()
-            self._suspects.see(tree)
+            see_suspects(self._suspects, tree, candidate.step)
             if self._has_own:
                 open_own(job.state, self._live, tree, names, rank=rank)
 
@@ -318,12 +310,7 @@ class RestoreAttempt:
             values.update(load(job.state, self._live, tree, in_place=in_place, on_host=on_host))
 
         for work in (open_all, load_all):
-            error: HoldfastError | None = None
-            try:
-                work()
-            except HoldfastError as refused:
-                error = refused
-            problem = agree(self._peers, error)
+            problem = agree(self._peers, _error_of(work))
             if problem is not None:
                 raise DamageError(f"step {candidate.step}: {problem}")
         self._seconds["load"] = time.monotonic() - begun
@@ -434,25 +421,18 @@ class RestoreAttempt:
     def _guarded(self, work: Callable[[], None]) -> HoldfastError | None:
         """Why a part of the preparation failed."""
         try:
-            work()
-        except RecursionError as error:
+            error = _error_of(work)
+        except RecursionError as deep:
             return StateError(
-                f"step {self._candidate.step}: what is saved is nested too deep to be loaded: {error}"
+                f"step {self._candidate.step}: what is saved is nested too deep to be loaded: {deep}"
             )
-        except StateError as refused:
-            if self._rounds is not None:
-                return refused
+        if isinstance(error, StateError) and self._rounds is None:
+            assert self._job.store is not None
+            assert self._manifest is not None
             # Parsed before its chunks were checked: a state that does not fit may be a bit that flipped.
-            try:
-                assert self._job.store is not None
-                assert self._manifest is not None
-                check_structure_chunks(self._job.store, self._manifest)
-            except HoldfastError as damage:
-                return damage
-            return refused
-        except HoldfastError as refused:
-            return refused
-        return None
+            check = functools.partial(check_structure_chunks, self._job.store, self._manifest)
+            return _error_of(check) or error
+        return error
 
     def _parse(self, data: bytes) -> None:
         if self._rounds is None:
@@ -474,8 +454,7 @@ class RestoreAttempt:
     def _fit(self, ranks: Sequence[StageNames]) -> None:
         """Check that the state fits, and lay the tree over the live tensors.
 
-        Args:
-            ranks: The names of each rank, if the ranks may be pipeline stages; else empty.
+        `ranks`: The names of each rank, if the ranks may be pipeline stages; else empty.
         """
         job, step, structure = self._job, self._candidate.step, self._structure
         assert structure is not None
@@ -495,13 +474,21 @@ class RestoreAttempt:
             job.state, self._live, structure.tree, self._image, structure.entry_of, step
         )
         # While it is open whether the bytes will be taken, none of them goes into live memory.
-        is_open = bool(self._suspects.groups) or (self._has_own and may_refuse(job.state))
+        is_open = bool(self._suspects) or (self._has_own and may_refuse(job.state))
         in_place = {} if is_open else read_in_place(job.state, self._live, structure.tree)
         self._in_place = frozenset(name for name, one in in_place.items() if tensor_paths([one]))
         own = {name: tree for name, tree in self._live.items() if name not in in_place}
         parts = {**beside_live(parts, own, structure.tree), **split_moments(job.state, structure.tree)}
         self._placed = place(structure, parts, job.state, left_out)
         self._adopted_bytes = structure.adopt(in_place) + self._placed.nbytes
+
+
+def _error_of(work: Callable[[], object]) -> HoldfastError | None:
+    try:
+        work()
+    except HoldfastError as error:
+        return error
+    return None
 
 
 def _has_names_only(value: Any, live: Any) -> bool:

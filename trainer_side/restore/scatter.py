@@ -28,9 +28,8 @@ from trainer_side.restore.choice import STORE
 from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow
 from trainer_side.restore.exchange import Exchange
 from trainer_side.restore.read_plan import Unit
-from trainer_side.restore.region_targets import RegionTarget, ScatterTarget, copy_runs
 from trainer_side.restore.structure import ImageMap
-from trainer_side.restore.targets import EntryPart, Sum
+from trainer_side.restore.targets import EntryPart, RegionTarget, ScatterTarget, Sum, copy_runs
 
 _PACKED = 2  # own chunks whose parcels are under way at once
 _AHEAD = _PACKED + 2  # own chunks that are read and packed, and not yet given away
@@ -71,7 +70,7 @@ class Scatter(Exchange):
         image: ImageMap,
         targets: Mapping[int, ScatterTarget],
         peers: Peers,
-        crossing: DeviceSections | None = None,
+        crossing: DeviceSections | None,
     ) -> None:
         super().__init__(_AHEAD)
         self._image, self._peers, self._crossing = image, peers, crossing
@@ -210,7 +209,10 @@ class Scatter(Exchange):
                     known[name] = _wish(row)
                 wish = known[name]
                 for chunk in spans[wish.entry]:
-                    if chunk in own and _has(self._within(wish.entry, wish.base, wish.comb, chunk)):
+                    if chunk not in own:
+                        continue
+                    first, end = self._within(wish.entry, wish.base, wish.comb, chunk)
+                    if first < end:
                         wanted.setdefault(chunk, {}).setdefault(root, []).append(name)
         found: dict[int, list[tuple[tuple[int, ...], list[NeededRegion]]]] = {}
         for chunk, of_ranks in wanted.items():
@@ -288,10 +290,6 @@ def _chunks(image: ImageMap, entry: int) -> range:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // WIDEST_BYTES) * WIDEST_BYTES
-
-
-def _has(run: tuple[int, int]) -> bool:
-    return run[0] < run[1]
 
 
 def _pieces(memory: np.ndarray, sizes: Sequence[int] = ()) -> list[tuple[int, int]]:

@@ -10,10 +10,10 @@ was not compared, also not on ranks that got it from others.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -21,14 +21,14 @@ from holdfast.errors import DamageError
 from holdfast.image.entries import Extent
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
-from trainer_side.ranks.peers import LonePeers, Peers, agree, gather
+from trainer_side.ranks.peers import LonePeers, Peers, gather, raise_agreed
 from trainer_side.restore.choice import NEARNESS_OF_RING, STORE, Candidate, Holder
 from trainer_side.restore.device_sections import DeviceSections
 from trainer_side.restore.exchange import check_entries, check_told, tell
 from trainer_side.restore.read_plan import FramePiece, FrameSource, Origin, Unit, divide, pieces_of
 from trainer_side.restore.reading import Failure, Means, Reading, read
 from trainer_side.restore.structure import ImageEnds, ImageMap, ends_of
-from trainer_side.restore.targets import ChunkWindows, EntryTaker, EntryTarget
+from trainer_side.restore.targets import ChunkWindows, EntryPart, EntryTaker, EntryTarget, Sum
 
 
 @dataclass
@@ -68,10 +68,10 @@ class SliceReader:
         """
         damaged = self._unusable | {source for _, source in self._failed}
         found: dict[str, set[int]] = {}
-        for slice_rank, holders in self.candidate.slices.items():
-            for holder in (holder for holder in holders if holder.nearness != NEARNESS_OF_RING):
-                found.setdefault(holder.tier, set()).add(slice_rank)
-        for holder in (holder for some in self.candidate.slices.values() for holder in some):
+        for holder in self._holders:
+            if holder.nearness != NEARNESS_OF_RING:
+                found.setdefault(holder.tier, set()).add(holder.slice_rank)
+        for holder in self._holders:
             if FrameSource(holder.rank, holder.number) in damaged:
                 found.pop(holder.tier, None)
         return frozenset(tier for tier, slices in found.items() if len(slices) == self.layout.ranks)
@@ -79,16 +79,19 @@ class SliceReader:
     @property
     def _unusable(self) -> set[FrameSource]:
         """Sources that give nothing any more."""
-        holders = (holder for some in self.candidate.slices.values() for holder in some)
         return self._broken | {
-            FrameSource(one.rank, one.number) for one in holders if (one.rank, one.tier) in self.hanging
+            FrameSource(one.rank, one.number) for one in self._holders if (one.rank, one.tier) in self.hanging
         }
 
-    def ends(self) -> tuple[bytes, str | None]:
-        """Head and tail of the image, back to back, checked; or why they cannot be had.
+    @property
+    def _holders(self) -> Iterator[Holder]:
+        return itertools.chain.from_iterable(self.candidate.slices.values())
+
+    def ends(self) -> bytes:
+        """Head and tail of the image, back to back, checked.
 
         Raises:
-            DamageError: They are larger than any state makes them.
+            DamageError: As `read`; or they are larger than any state makes them.
             HoldfastError: As `read`.
         """
         head_bytes, tail_offset = ends_of(self.layout)
@@ -98,24 +101,22 @@ class SliceReader:
         targets: dict[int, EntryTaker] = {0: EntryTarget(address, memory[:head_bytes])}
         targets[1] = EntryTarget(address + head_bytes, memory[head_bytes:])
         within = [Extent(entry.offset, entry.nbytes) for entry in ends.entries]
-        problem = self._read(ends, pieces_of(self.layout, within), targets)[1]
-        return bytes(memory), problem
+        self._read(ends, pieces_of(self.layout, within), targets)
+        return bytes(memory)
 
-    def read(self, targets: Mapping[int, EntryTaker], crossing: DeviceSections | None = None) -> str | None:
+    def read(self, targets: Mapping[int, EntryTaker], crossing: DeviceSections | None) -> None:
         """Fill every target on every rank.
 
-        Returns:
-            Why this candidate is no good, if so; then the targets hold anything.
-
         Raises:
+            DamageError: On every rank: this candidate is no good, and the targets hold anything.
             StoreError: The store failed, where nothing else has the bytes.
             PeerLost: A rank is gone.
         """
-        told, problem = self._read(self.layout, pieces_of(self.layout), targets, crossing)
-        if problem is None and self.manifest is not None:
-            tiers = sorted({holder.tier for some in self.candidate.slices.values() for holder in some})
-            problem = agree(self.peers, check_entries(self.manifest, self.layout, told, ", ".join(tiers)))
-        return problem
+        told = self._read(self.layout, pieces_of(self.layout), targets, crossing)
+        if self.manifest is not None:
+            tiers = sorted({holder.tier for holder in self._holders})
+            error = check_entries(self.manifest, self.layout, told, ", ".join(tiers))
+            raise_agreed(self.peers, error)
 
     def _read(
         self,
@@ -123,7 +124,7 @@ class SliceReader:
         pieces: dict[int, FramePiece],
         targets: Mapping[int, EntryTaker],
         crossing: DeviceSections | None = None,
-    ) -> tuple[dict[int, Any], str | None]:
+    ) -> dict[int, tuple[EntryPart, Sum]]:
         self.reading = Reading()
         done: list[Unit] = []
         done_near: list[Unit] = []
@@ -139,7 +140,7 @@ class SliceReader:
                 broken=self._unusable,
             )
             if lost:
-                return {}, self._hopeless(left[lost[0]])
+                raise self._hopeless(left[lost[0]])
             near, shared = self._near(units, left)
             failures: list[Failure] = []
             for some, peers in ((near.values(), LonePeers()), (shared, self.peers)):
@@ -154,9 +155,7 @@ class SliceReader:
                     Means(self.threads, self.seconds_max, crossing),
                 )
                 self.reading.add(reading)
-                problem = agree(self.peers, reading.error)
-                if problem is not None:
-                    return {}, problem
+                raise_agreed(self.peers, reading.error)
                 failures += reading.failures
             failed_units = self._failures(units, near, left, failures)
             numbers = {unit: number for number, unit in enumerate(units)}
@@ -175,7 +174,8 @@ class SliceReader:
         error = check_told(
             image, told, targets, self.reading.sums, received=self.reading.received, threads=self.threads
         )
-        return told, agree(self.peers, error)
+        raise_agreed(self.peers, error)
+        return told
 
     def _near(
         self, units: Sequence[Unit], pieces: Mapping[int, FramePiece]
@@ -252,12 +252,10 @@ class SliceReader:
             texts.append(f"rank {self.peers.rank}: {said if place in said else f'{place}: {said}'}{more}")
         return texts
 
-    def _hopeless(self, piece: FramePiece) -> str:
+    def _hopeless(self, piece: FramePiece) -> DamageError:
         reasons = "; ".join(self.mended[-3:] or self.hanging.values())
         store = "the store does not have this step" if self.candidate.stored == STORE else "nor has the store"
-        return str(
-            DamageError(
-                f"frame {piece.frame} of rank {piece.slice_rank}'s slice cannot be read from any tier of any rank, and "
-                f"{store}: {reasons}"
-            )
+        return DamageError(
+            f"frame {piece.frame} of rank {piece.slice_rank}'s slice cannot be read from any tier of any rank, and "
+            f"{store}: {reasons}"
         )

@@ -15,24 +15,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.errors import StateError
-from trainer_side.restore.region_targets import Claims, ScatterTarget
 from trainer_side.restore.structure import Structure, entry_at, once
-from trainer_side.state.optimizer_places import at
-from trainer_side.state.split_tensor import Held, held, is_dtensor, is_split
-from trainer_side.state.tree import children, tensor_paths
+from trainer_side.restore.targets import Claims, ScatterTarget
+from trainer_side.state.optimizer_places import at, matched
+from trainer_side.state.split_tensor import Held, held_at, is_dtensor, is_split
+from trainer_side.state.tree import children, containers, tensor_paths
 
 
 class SplitPart(NamedTuple):
     """A split tensor of this rank.
 
     Attributes:
-        path: In the state, and in the checkpoint.
         value: The DTensor or `Split` that its object takes back. `held`: what is here of it.
         live: Whether the object has it already.
     """
 
-    path: str
     value: Any
     held: Held
     live: bool = True
@@ -55,9 +52,7 @@ class Placed(NamedTuple):
 def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, SplitPart]:
     """The split tensors in the state, by path; those whose path stands for another one too are left out.
 
-    Args:
-        state: The state, as the script passed it.
-        live: Result of `live_trees` for it. FSDP2 reshards its parameters for that.
+    `live`: Result of `live_trees`. FSDP2 reshards its parameters for that.
 
     Raises:
         StateError: A sharded tensor cannot be restored in place; the message names it.
@@ -71,9 +66,9 @@ def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, 
     clear = once(path for path, _ in found)
     parts: dict[str, SplitPart] = {}
     for path, value in found:
-        here = _held(path, value)
+        here = held_at(path, value)
         if here is not None and path in clear:
-            parts[path] = SplitPart(path, value, here)
+            parts[path] = SplitPart(value, here)
     return parts
 
 
@@ -92,10 +87,7 @@ def beside_live(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: An
         if path not in paths:
             placed[path] = part
         elif shapes.get(path) == torch.Size(part.held.shape):
-            fresh = torch.empty_like(part.value, requires_grad=False)
-            here = _held(path, fresh)
-            assert here is not None
-            placed[path] = SplitPart(path, fresh, here, live=False)
+            placed[path] = _like(path, part.value, part.value.dtype)
     return placed
 
 
@@ -115,10 +107,7 @@ def split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str
                     path = f"{name}/state/{number}/{own}"
                     before = at(value.state.get(parameter, {}), own)
                     if _is_moment(own.rpartition("/")[2], saved, parameter) and not _fits(before, saved):
-                        moment = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
-                        here = _held(path, moment)
-                        assert here is not None
-                        parts[path] = SplitPart(path, moment, here, live=False)
+                        parts[path] = _like(path, parameter, saved.dtype)
     return parts
 
 
@@ -130,12 +119,9 @@ def place(
 ) -> Placed:
     """Put the parts into the tree, and free memory that no tensor of the tree uses any more.
 
-    Args:
-        structure: Its tensors have the shapes of the parts at their paths.
-        parts: By path.
-        names: Names of the state. If it is split, the memory of all other names is freed as well: no rank has room for
-            bytes that it does not take.
-        left_out: Entries of tensors that other ranks take, and that are not in the tree any more.
+    `structure`: Its tensors have the shapes of the parts at their paths. `names`: Names of the state. If it is split,
+    the memory of all other names is freed as well: no rank has room for bytes that it does not take. `left_out`:
+    Entries of tensors that other ranks take, and that are not in the tree any more.
 
     Raises:
         StateError: A saved tensor does not lie in one piece.
@@ -171,41 +157,28 @@ def place(
     return Placed(regions, frozenset(free), claims.nbytes)
 
 
+def _like(path: str, tensor: torch.Tensor, dtype: torch.dtype) -> SplitPart:
+    """A new tensor, split like this one."""
+    fresh = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+    here = held_at(path, fresh)
+    assert here is not None
+    return SplitPart(fresh, here, live=False)
+
+
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """All tensors of a tree and what is split by hand, as `tensor_paths` names them."""
-    tensors = tensor_paths(tree)
-    yield from tensors
-    seen = {id(tree)}
-    pending = [("", tree)]
-    while pending:
-        prefix, node = pending.pop()
+    yield from tensor_paths(tree)
+    for prefix, node in containers(tree):
         for key, value in children(node):
             if is_split(value) and not isinstance(value, torch.Tensor):
                 yield f"{prefix}{key}", value
-            elif isinstance(value, dict | list | tuple) and id(value) not in seen:
-                seen.add(id(value))
-                pending.append((f"{prefix}{key}/", value))
-
-
-def _held(path: str, value: Any) -> Held | None:
-    try:
-        return held(value)
-    except StateError as error:
-        raise StateError(f"{path} is {error}") from error
 
 
 def _saved_moments(
     optimizer: torch.optim.Optimizer, saved: Any
 ) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]]]:
     """Number in the checkpoint, parameter and what was saved for it, of split parameters; as torch matches them."""
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    groups = saved.get("param_groups") or []
-    numbers = [number for group in groups for number in group.get("params", ())]
-    if len(numbers) != len(parameters):
-        return  # refused by its own load_state_dict, with a better message
-    for number, parameter in zip(numbers, parameters, strict=True):
+    for number, parameter in matched(optimizer, saved):
         moments = saved["state"].get(number)
         if is_split(parameter) and isinstance(moments, Mapping):
             yield number, parameter, moments

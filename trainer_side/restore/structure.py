@@ -45,13 +45,6 @@ _ENDS_BYTES_MAX = 1 << 30  # about three million tensors, as for a layout
 
 
 @dataclass(frozen=True)
-class _End:
-    name: str
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class ImageEnds:
     """The begin and the end of an image as its two entries: all that is needed to make the tree.
 
@@ -77,10 +70,9 @@ class ImageEnds:
         return self.head_bytes + self.image_bytes - self.tail_offset
 
     @property
-    def entries(self) -> Sequence[_End]:
-        """The head and the tail."""
+    def entries(self) -> Sequence[Entry]:
         tail_bytes = self.image_bytes - self.tail_offset
-        return (_End("head", 0, self.head_bytes), _End("tail", self.tail_offset, tail_bytes))
+        return (Entry("head", 0, self.head_bytes, 0, ()), Entry("tail", self.tail_offset, tail_bytes, 0, ()))
 
 
 # Says where each entry of an image lies: the manifest of a portable file, with every CRC-32; the layout of slices in
@@ -167,11 +159,8 @@ def check_structure_chunks(store: Store, manifest: Manifest) -> None:
 class Structure:
     """The tree, and which storage belongs to which entry.
 
-    Args:
-        file: Name of the file, for messages.
-        image: Its manifest or its layout.
-        data: Head and tail, back to back.
-        store: Asked for bytes that are in neither; None where there is no portable file.
+    `data`: Head and tail of the image, back to back. `store`: Asked for bytes that are in neither; None where there is
+    no portable file.
 
     Attributes:
         tree: The tree, with tensors in untouched memory.
@@ -240,10 +229,7 @@ class Structure:
 
         They may if all tensors of a storage, here and there, are at the same paths with the same dtype, shape, strides
         and offset, and the live storage is CPU memory of exactly the entry's size. Tensors that are tied on one side
-        only therefore keep memory of their own.
-
-        Args:
-            live: Names to trees, such as `{"model": model.state_dict()}`.
+        only therefore keep memory of their own. `live`: Names to trees, such as `{"model": model.state_dict()}`.
 
         Returns:
             Number of bytes that will be read straight into live memory.
@@ -314,14 +300,10 @@ class Structure:
         for record in self._image.tensors:
             stated.setdefault(record.path, set()).add(record.entry)
         for path, tensor in self.tensors:
-            if (
-                path not in stated
-                or tensor.layout is not torch.strided
-                or not tensor.untyped_storage().nbytes()
-            ):
+            if tensor.layout is not torch.strided or not tensor.untyped_storage().nbytes():
                 continue
-            found = entry_of.get(tensor.untyped_storage().data_ptr())
-            if found not in stated[path]:
+            found = entry_at(tensor, entry_of)
+            if path in stated and found not in stated[path]:
                 names = sorted(self._image.entries[index].name for index in stated[path])
                 got = "no entry" if found is None else self._image.entries[found].name
                 raise DamageError(f"{self._what}: {path} lies in {got}, the manifest says {', '.join(names)}")

@@ -1,19 +1,250 @@
-"""The memory that bytes of an image are read into: windows that are used again, and what takes the bytes from there."""
+"""The memory that bytes of an image are read into: windows that are used again, and what takes the bytes from there.
+
+    bytes of the entry   ····│····│·xx·│·xx·│·xx·│····      as they were read, window by window
+    EntryTarget          all of an entry                    in host memory
+    RegionTarget         xxxxxx                             the rank's own memory: runs are copied, nothing is gathered
+    ScatterTarget        all regions that the rank holds of one entry
+
+If possible, a region is read straight into live memory. Otherwise (another dtype, a tensor that is stored transposed)
+it is read into memory of its own, and `settle` copies it from there. For a tensor on a device, that memory is on the
+device if there is room (`device_memory.py`): bytes then cross in sections, and the device copies.
+"""
 
 from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from holdfast.crc import crc32
+from holdfast.errors import StateError
 from holdfast.image.entries import Extent
+from holdfast.image.regions import Comb, Region
 from holdfast.ring.pages import direct_window
 from trainer_side.restore.device_sections import SectionPart
 from trainer_side.restore.structure import ImageMap
+from trainer_side.state.split_tensor import Held
+
+
+@dataclass(frozen=True)
+class RegionTarget:
+    """Memory for one region of one saved tensor.
+
+    Attributes:
+        entry: Index of the entry that holds the tensor.
+        base: Where in the entry the tensor begins.
+        comb: Where the region's bytes lie in the tensor.
+        whole: Shape of the tensor, bytes of an element, and the region: what the comb is made of.
+        memory: Host memory of the region's size, as bytes. Empty if the region is read into a device.
+        copies: The memory as a tensor of the region's shape, and the tensor to copy it to; None: `memory` is the live
+            tensor's own.
+        device: Device memory of the region, as bytes.
+        is_fresh: The tensor itself can take the bytes on its device: it is not in use yet and has their memory order.
+    """
+
+    entry: int
+    base: int
+    comb: Comb
+    whole: tuple[tuple[int, ...], int, Region]
+    memory: np.ndarray
+    copies: tuple[torch.Tensor, torch.Tensor] | None = None
+    device: torch.Tensor | None = None
+    is_fresh: bool = False
+
+    def put(self, inside: int, source: np.ndarray) -> None:
+        """Take what belongs to the region from bytes of the entry, which begin `inside` bytes into it."""
+        if self.device is None:
+            copy_runs(self.comb, inside - self.base, source, self.memory, 0)
+
+    def parts(self, inside: int, begin: int, nbytes: int) -> Iterator[SectionPart]:
+        """As `ScatterTarget.parts`."""
+        if self.device is None:
+            return
+        first = inside - self.base  # of the tensor
+        at, end = self.comb.before(first), self.comb.before(first + nbytes)
+        for offset, run_bytes, stride, runs in self.comb.blocks(at, end):
+            yield SectionPart(self.device, at, begin + offset - first, run_bytes, runs, stride)
+            at += run_bytes * runs
+
+    def chunks(self, image: ImageMap) -> Iterable[int]:
+        base, span = image.entries[self.entry].offset + self.base, self.comb.span
+        first, last = (base + span.offset) // image.chunk_bytes, (base + span.end - 1) // image.chunk_bytes
+        before = 0
+        for chunk in range(first, last + 1):
+            after = self.comb.before((chunk + 1) * image.chunk_bytes - base)
+            if after > before:
+                yield chunk
+            before = after
+
+
+def copy_runs(comb: Comb, begin: int, source: np.ndarray, memory: np.ndarray, first: int) -> None:
+    """Copy what belongs to a region from bytes of its tensor.
+
+    `comb`: Where the region's bytes lie in the tensor. `begin`: Where the source begins in it. `first`: The number of
+    the region's byte with which the memory begins.
+    """
+    at, end = comb.before(begin), comb.before(begin + len(source))
+    if at >= end:
+        return
+    for offset, run_bytes, stride, runs in comb.blocks(at, end):
+        nbytes = run_bytes * runs
+        there = np.ndarray((runs, run_bytes), np.uint8, source, offset - begin, (stride, 1))
+        memory[at - first : at - first + nbytes].reshape(runs, run_bytes)[...] = there
+        at += nbytes
+
+
+def whole_entry(entry: int, storage: torch.UntypedStorage) -> RegionTarget:
+    """All of an entry, which the storage has the size of."""
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    nbytes = storage.nbytes()
+    whole = ((nbytes,), 1, Region((0,), (nbytes,)))
+    if memory.device.type != "cpu":
+        return RegionTarget(entry, 0, Comb(*whole), whole, np.empty(0, np.uint8), device=memory)
+    return RegionTarget(entry, 0, Comb(*whole), whole, memory.numpy())
+
+
+@dataclass(frozen=True)
+class ScatterTarget:
+    """All regions that this rank holds of one entry; perhaps none."""
+
+    regions: list[RegionTarget] = field(default_factory=list)
+
+    @classmethod
+    def whole(cls, entry: int, storage: torch.UntypedStorage) -> ScatterTarget:
+        return cls([whole_entry(entry, storage)])
+
+    def put(self, inside: int, _address: int, view: memoryview) -> None:
+        """Take from bytes of the entry, which begin `inside` bytes into it. Any thread."""
+        source = np.frombuffer(view, np.uint8)
+        for region in self.regions:
+            region.put(inside, source)
+
+    def parts(self, inside: int, begin: int, nbytes: int) -> list[SectionPart]:
+        """The parts that go to a device, of `nbytes` of the entry from `inside` on, at `begin` of a window."""
+        return [part for region in self.regions for part in region.parts(inside, begin, nbytes)]
+
+
+class Claims:
+    """The live memory that regions are read into: no two of them into the same.
+
+    Tied tensors are one memory at several paths. If what was saved for them is one tensor as well, it is read once; if
+    not, the others are read beside it, and copied over it in their order.
+
+    Args:
+        live: Whether the script has the tensors already.
+    """
+
+    def __init__(self, *, live: bool) -> None:
+        self._live = live
+        self._spans: list[tuple[int, int]] = []  # ascending, apart
+        self._sources: dict[tuple[int, int], tuple[int, int, tuple[int, ...], Region]] = {}
+        self.nbytes = 0
+
+    def target(self, path: str, saved: torch.Tensor, entry: int, held: Held) -> RegionTarget | None:
+        """The target of one part; None if it is empty, or is filled by another one.
+
+        `saved`: The whole tensor as the file describes it; its memory is not touched. `held`: What this rank has of it.
+
+        Raises:
+            StateError: It does not lie in one piece in the file.
+        """
+        local, item_bytes = held.local, saved.element_size()
+        if not local.numel():
+            return None
+        order = _order(path, saved)
+        region = Region(
+            tuple(held.region.start[dimension] for dimension in order),
+            tuple(held.region.size[dimension] for dimension in order),
+        )
+        whole = (tuple(saved.shape[dimension] for dimension in order), item_bytes, region)
+        comb = Comb(*whole)
+        base = int(saved.storage_offset()) * item_bytes
+        begin = local.data_ptr()
+        span = (begin, begin + local.numel() * local.element_size())
+        source = (entry, base, tuple(order), region)
+        if self._sources.get(span) == source:
+            return None
+        as_it_lies = (
+            order == sorted(order) and local.dtype == saved.dtype and not (local.is_conj() or local.is_neg())
+        )
+        on_cpu = local.device.type == "cpu"
+        is_own = as_it_lies and (on_cpu or not self._live) and self._claim(span)
+        if is_own and on_cpu:
+            self._sources[span] = source
+            self.nbytes += comb.nbytes
+            return RegionTarget(entry, base, comb, whole, _bytes_of(local))
+        read = torch.empty(region.size, dtype=saved.dtype)
+        shaped = read.as_strided(local.shape, _strides(held.region.size, order))
+        return RegionTarget(entry, base, comb, whole, _bytes_of(read), (shaped, local), is_fresh=is_own)
+
+    def _claim(self, span: tuple[int, int]) -> bool:
+        place = bisect.bisect_left(self._spans, span)
+        after = self._spans[place : place + 1]
+        before = self._spans[max(0, place - 1) : place]
+        if (after and after[0][0] < span[1]) or (before and before[0][1] > span[0]):
+            return False
+        self._spans.insert(place, span)
+        return True
+
+
+def settle(targets: Iterable[ScatterTarget]) -> None:
+    """Copy what could not be read into its place. Training thread, when all of it is there."""
+    on_device: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    with torch.no_grad():
+        for target in targets:
+            for region in target.regions:
+                if region.copies is None:
+                    continue
+                read, local = region.copies
+                if region.device is None:
+                    local.copy_(read)
+                else:
+                    to, of = on_device.setdefault(local.dtype, ([], []))
+                    to.append(local)
+                    of.append(read)
+        for to, of in on_device.values():
+            torch._foreach_copy_(to, of)  # one launch, or a few
+
+
+def _order(path: str, saved: torch.Tensor) -> list[int]:
+    """The dimensions in the order in which they lie in the file, without those of one place."""
+    stride = saved.stride()
+    order = [dimension for dimension, size in enumerate(saved.shape) if size != 1]
+    order.sort(key=lambda dimension: -stride[dimension])
+    step = 1
+    for dimension in reversed(order):
+        if stride[dimension] != step:
+            raise StateError(
+                f"{path}: the checkpoint has it as a view with strides {list(stride)} for {list(saved.shape)}, which "
+                "cannot be read in parts; save it contiguous()"
+            )
+        step *= saved.shape[dimension]
+    return order
+
+
+def _strides(size: Sequence[int], order: Sequence[int]) -> list[int]:
+    strides, step = [1] * len(size), 1
+    for dimension in reversed(order):
+        strides[dimension] = step
+        step *= size[dimension]
+    return strides
+
+
+def bytes_in(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor that lies in one piece, wherever it is."""
+    begin = tensor.storage_offset() * tensor.element_size()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return memory[begin : begin + tensor.numel() * tensor.element_size()]
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    memory: np.ndarray = bytes_in(tensor).numpy()
+    return memory
 
 
 class Sum(NamedTuple):
@@ -27,20 +258,8 @@ class Sum(NamedTuple):
         return cls(crc32(view), view.nbytes)
 
 
-class EntryTaker(Protocol):
-    """Takes bytes of one entry as they are read: all of them, or the parts that a rank holds."""
-
-    def put(self, inside: int, address: int, view: memoryview) -> None:
-        """Take what goes to host memory of bytes of the entry, which begin `inside` bytes into it. Any thread."""
-        ...
-
-    def parts(self, inside: int, begin: int, nbytes: int, /) -> Sequence[SectionPart]:
-        """The parts that go to a device, of `nbytes` of the entry from `inside` on, at `begin` of a window."""
-        ...
-
-
 class EntryTarget(NamedTuple):
-    """The memory to which the bytes of one entry go."""
+    """The host memory to which all bytes of one entry go."""
 
     address: int
     memory: memoryview
@@ -58,6 +277,10 @@ class EntryTarget(NamedTuple):
     def parts(self, _inside: int, _begin: int, _nbytes: int) -> Sequence[SectionPart]:
         """Nothing: the entry is in host memory."""
         return ()
+
+
+EntryTaker = EntryTarget | ScatterTarget
+"""Takes bytes of one entry as they are read: all of them, or the parts that a rank holds."""
 
 
 class ReadWindow(NamedTuple):
@@ -122,11 +345,8 @@ class ChunkWindows:
     ) -> Iterator[ReadRun]:
         """The requests of at most `run_bytes` that read extents of the image: in order, without gaps.
 
-        Args:
-            lying: The extents, ascending; they lie back to back in the source.
-            offset: Where they begin in the source.
-            run_bytes: Most bytes of one request.
-            wanted: Only parts of entries within these extents are returned; by default all.
+        `lying`: The extents, ascending; they lie back to back from `offset` of the source on. `wanted`: Only parts of
+        entries within these extents are returned; by default all.
         """
         end = offset + sum(extent.nbytes for extent in lying)
         pieces = [

@@ -23,15 +23,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from trainer_side.state.optimizer_places import has_groups
+from trainer_side.state.optimizer_places import is_form
 from trainer_side.state.split_tensor import is_dtensor
 
 # They change nothing in a file that has all names of the module: they complete or refuse files of old versions.
 _NORMS = (_NormBase, _InstanceNorm)
 _CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-_NAME_HOOKS = (
-    f"{_CHECKPOINT_WRAPPER}:ActivationWrapper."  # they keep the wrapper out of the names; see `places_of`
-)
+# They keep the wrapper out of the names; see `places_of`.
+_NAME_HOOKS = f"{_CHECKPOINT_WRAPPER}:ActivationWrapper."
 _SHARDING_HOOKS = "torch.distributed.fsdp._fully_shard."  # they bring the parameters of FSDP2 back into parts
 _OLD_NAME_HOOKS = "torch.nn.utils.parametrizations:weight_norm."  # they rename what an old weight_norm saved
 
@@ -92,10 +91,7 @@ def read_in_place(
 ) -> dict[str, Any]:
     """Names to the tensors that may be read into, as trees of the same paths as the checkpoint's.
 
-    Args:
-        state: The state, as the script passed it.
-        live: Result of `live_trees` for it.
-        tree: The saved tree.
+    `live`: Result of `live_trees`. `tree`: The saved tree.
     """
     return {
         name: places_of(state[name]) if isinstance(state[name], nn.Module) else live[name]
@@ -120,10 +116,8 @@ def _of_module(root: nn.Module) -> Loading:
             or not all(tensor is None or _takes_bytes(tensor) for tensor in tensors)
         ):
             return Loading.OWN
-        for hook in [
-            *module._load_state_dict_pre_hooks.values(),
-            *module._load_state_dict_post_hooks.values(),
-        ]:
+        before, after = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+        for hook in [*before.values(), *after.values()]:
             if not _is_from(hook, _SHARDING_HOOKS, _NAME_HOOKS, _OLD_NAME_HOOKS):
                 return Loading.OWN
             adapted = adapted or _is_from(hook, _OLD_NAME_HOOKS)
@@ -134,14 +128,12 @@ def _of_module(root: nn.Module) -> Loading:
 def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     base = torch.optim.Optimizer
     owner = next(kind for kind in type(optimizer).__mro__ if "__setstate__" in vars(kind))
+    hooks = ("state_dict_pre_hooks", "state_dict_post_hooks")
     return (
         _is_inherited(optimizer, "load_state_dict", base)
         and _is_inherited(optimizer, "state_dict", base)
         and owner.__module__.startswith("torch.optim.")
-        and not any(hooks for name, hooks in vars(optimizer).items() if name.endswith("state_dict_pre_hooks"))
-        and not any(
-            hooks for name, hooks in vars(optimizer).items() if name.endswith("state_dict_post_hooks")
-        )
+        and not any(value for name, value in vars(optimizer).items() if name.endswith(hooks))
     )
 
 
@@ -193,12 +185,9 @@ WRAPPERS = {
 
 
 def rewrap(state: Mapping[str, Any], live: Mapping[str, Any], tree: dict[str, Any]) -> None:
-    """Rename the saved state of modules, and of optimizers by name, to the names of this job; changes `tree`.
+    """Rename the saved state of modules, and of optimizers by name, to the names of this job.
 
-    Args:
-        state: The state, as the script passed it.
-        live: Result of `live_trees` for it.
-        tree: The saved tree.
+    `live`: Result of `live_trees`. `tree`: The saved tree; is changed.
     """
     moved: dict[str, str] = {}
     parameters: set[str] = set()
@@ -302,7 +291,7 @@ def _renamed(saved: Mapping[str, Any], here: Mapping[str, Any], new: Mapping[str
 
 
 def _rewrapped_optimizer(saved: Any, here: Collection[str], moved: Mapping[str, str]) -> Any:
-    if not has_groups(saved):
+    if not is_form(saved):
         return saved
     listed = {
         name

@@ -6,7 +6,7 @@
         └ other bytes    StateError with both names, before anything is loaded
 
 Where a manifest has the CRC-32 of each, that tells before a byte is read. Where it does not (slices of local tiers,
-views), the bytes are read beside the live tensors, and compared (`Suspects.see`) before they are loaded.
+views), the bytes are read beside the live tensors, and compared (`see_suspects`) before they are loaded.
 """
 
 from __future__ import annotations
@@ -36,32 +36,22 @@ class _LiveView(NamedTuple):
     end: int
 
 
-class Suspects:
-    """Groups of tensors that share memory in the script and do not do so in the checkpoint.
+Suspects = Sequence[Sequence[_LiveView]]
+"""Groups of tensors that share memory in the script and do not do so in the checkpoint."""
 
-    Attributes:
-        groups: The groups that only their bytes can show to agree.
+
+def see_suspects(groups: Suspects, tree: Any, step: int) -> None:
+    """Compare the bytes of each group after the reading. Training thread.
+
+    Raises:
+        StateError: Two tensors of a group have different values; names both.
     """
-
-    def __init__(self, groups: Sequence[Sequence[_LiveView]], step: int) -> None:
-        self.groups = groups
-        self._step = step
-
-    def see(self, tree: Any) -> None:
-        """Compare the bytes of each group after the reading. Training thread.
-
-        Args:
-            tree: The checkpoint's tree, with all bytes that this rank takes.
-
-        Raises:
-            StateError: Two tensors of a group have different values; names both.
-        """
-        if not self.groups:
-            return
-        saved = {path: local_of(tensor) for path, tensor in tensor_paths(tree)}
-        for group in self.groups:
-            for one, other in _clashes(group, saved):
-                raise _refusal(self._step, one, other)
+    if not groups:
+        return
+    saved = {path: local_of(tensor) for path, tensor in tensor_paths(tree)}
+    for group in groups:
+        for one, other in _clashes(group, saved):
+            raise _refusal(step, one, other)
 
 
 def suspects(
@@ -72,15 +62,10 @@ def suspects(
     entry_of: Mapping[int, int],
     step: int,
 ) -> Suspects:
-    """Find the groups, before a byte is read.
+    """Find the groups that only their bytes can show to agree, before a byte is read.
 
-    Args:
-        state: The state, as the script passed it.
-        live: Result of `live_trees` for it.
-        tree: The saved tree, as it is in the file.
-        image: Has the CRC-32 of each entry, if it is a manifest.
-        entry_of: Address of a storage of the tree to its entry.
-        step: For messages.
+    `live`: Result of `live_trees`. `tree`: The saved tree, as it is in the file. `image`: Has the CRC-32 of each entry,
+    if it is a manifest. `entry_of`: Address of a storage of the tree to its entry.
 
     Raises:
         StateError: By their CRC-32, two of them have different values; names both.
@@ -99,7 +84,7 @@ def suspects(
         for one, crc in zip(group, sums, strict=True):
             if crc != sums[0]:
                 raise _refusal(step, group[0].path, one.path)
-    return Suspects(undecided, step)
+    return undecided
 
 
 def _refusal(step: int, one: str, other: str) -> StateError:

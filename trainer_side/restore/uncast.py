@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer_side.restore.structure import Structure
-from trainer_side.state.optimizer_places import is_form
+from trainer_side.state.optimizer_places import matched, numbers_of
 from trainer_side.state.tree import children, tensor_paths, with_changes
 
 _HOST = "cpu"
@@ -30,18 +30,9 @@ def offloaded(structure: Structure) -> frozenset[int]:
 
 
 def elsewhere(optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]) -> Elsewhere:
-    """The tensors of the saved state that do not go to the device of their parameter, with their devices.
-
-    `optimizer`: The live optimizer, with its current state.
-    """
-    if not is_form(saved):
-        return {}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    if len(parameters) != len(numbers):
-        return {}
+    """The tensors of the saved state that do not go to the device of their parameter, with their devices."""
     found: dict[int, Mapping[str, torch.device]] = {}
-    for parameter, number in zip(parameters, numbers, strict=True):
+    for number, parameter in matched(optimizer, saved):
         live = {path: one.device for path, one in tensor_paths(optimizer.state.get(parameter)) if one.dim()}
         places = {}
         for path, one in tensor_paths(saved["state"].get(number)):
@@ -101,7 +92,7 @@ class _Repair:
 
     def shield(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         self._saved = dict(saved)  # torch goes on with another one, and a hook may change what it is given
-        numbers = {number for group in saved["param_groups"] for number in group["params"]}
+        numbers = {*numbers_of(saved)}
         others = elsewhere(optimizer, saved, self._on_host)
         state = {
             key: _shielded(one, others.get(key, {})) if key in numbers else one
@@ -120,13 +111,7 @@ def uncast(optimizer: torch.optim.Optimizer, saved: Any, *, only_casts: bool = F
 
     `only_casts`: Leave alone what is not the saved value in another dtype: the optimizer's own code has decided it.
     """
-    if not (isinstance(saved, Mapping) and isinstance(saved.get("param_groups"), list)):
-        return  # it has saved in a way of its own
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    if len(parameters) != len(numbers):
-        return  # it has loaded in a way of its own
-    for parameter, number in zip(parameters, numbers, strict=True):
+    for number, parameter in matched(optimizer, saved):
         if number in saved["state"] and parameter in optimizer.state:
             loaded = optimizer.state[parameter]
             restored = _restored(loaded, saved["state"][number], parameter.device, only_casts=only_casts)

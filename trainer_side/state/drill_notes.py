@@ -13,19 +13,14 @@ from typing import Any
 import torch
 
 from holdfast import supervised as diary
-from trainer_side.state.per_rank import PerRank
+from trainer_side.state.tree import unmarked
 from trainer_side.state.value_crc import tensor_crc, tensors_in
 
 _ATTRIBUTES_MAX = 10_000
 
 
 class PlainCounters:
-    """Notes these numbers at each step, if this process is in a drill. Training thread.
-
-    Args:
-        state: Names mapped to objects, as the checkpoints have them.
-        rank: This rank; only rank 0 writes.
-    """
+    """Notes these numbers at each step on rank 0, if this process is in a drill. Training thread."""
 
     def __init__(self, state: Mapping[str, Any], *, rank: int) -> None:
         self._state, self._wanted = state, rank == 0 and diary.is_drilled()
@@ -61,17 +56,12 @@ _calls: list[int] = []  # since the last step
 
 
 class SeenBatches:
-    """Notes the batches of each step, if this process is in a drill. Training thread.
-
-    Args:
-        state: Names mapped to objects, as the checkpoints have them.
-    """
+    """Notes the batches of each step, if this process is in a drill. Training thread."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         if not diary.is_drilled():
             return
-        for value in state.values():
-            module = value.value if isinstance(value, PerRank) else value
+        for module in unmarked(state).values():
             if isinstance(module, torch.nn.Module):
                 with suppress(Exception):  # of a kind that takes no hooks: then nothing is seen of it
                     module.register_forward_pre_hook(note_call, with_kwargs=True)

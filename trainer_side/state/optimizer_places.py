@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,24 +17,13 @@ import torch
 
 from holdfast.errors import StateError
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.tree import Given, children, tensor_paths
+from trainer_side.state.tree import Given, children, containers, tensor_paths
 
 _DEPTH_MAX = 6
 _OBJECTS_MAX = 20_000  # a data set may be a list of millions
 _WITHIN_MAX = 1_000
-_NEVER = (
-    torch.Tensor,
-    PerRank,
-    type,
-    ModuleType,
-    FunctionType,
-    BuiltinFunctionType,
-    MethodType,
-    str,
-    bytes,
-    int,
-    float,
-)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
+_NEVER = (torch.Tensor, PerRank, type, ModuleType, *_FUNCTIONS, str, bytes, int, float)
 # The parts of these that hold tensors, and nothing that steps them.
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "defaults"})
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -80,22 +70,14 @@ def located(
 ) -> dict[str, torch.optim.Optimizer]:
     """The optimizers of a state by the path of their dictionary in its tree.
 
-    Args:
-        tree: Result of `collect` or `live_trees`, made within `telling`.
-        state: The state that the tree was made from.
-        given: The dictionaries that `telling` has noted in the meantime.
+    `tree`: Result of `collect` or `live_trees`, made within `telling`, which has noted `given`.
     """
     by_groups = {id(groups): optimizer for groups, optimizer in given}
     found: dict[str, torch.optim.Optimizer] = {}
     for path, node in forms(tree):
         optimizer = by_groups.get(id(node["param_groups"]))
-        if optimizer is None:
-            # It copies what its inner one gives, or makes all of it itself.
-            value = state.get(path)
-            if isinstance(value, torch.optim.Optimizer) and sizes(value.param_groups) == sizes(
-                node["param_groups"]
-            ):
-                optimizer = value
+        if optimizer is None and isinstance(state.get(path), torch.optim.Optimizer):
+            optimizer = state[path]  # it copies what its inner one gives, or makes all of it itself
         if optimizer is not None and sizes(optimizer.param_groups) == sizes(node["param_groups"]):
             found[path] = optimizer
     return dict(sorted(found.items()))
@@ -103,17 +85,9 @@ def located(
 
 def forms(tree: Any) -> Iterator[tuple[str, Any]]:
     """All dictionaries that look like those of an optimizer, with their paths; one that is there twice comes once."""
-    seen: set[int] = set()
-    pending = [("", tree)]
-    while pending:
-        path, node = pending.pop()
+    for prefix, node in containers(tree, is_leaf=is_form):
         if is_form(node):
-            yield path, node
-            continue
-        for key, value in children(node):
-            if isinstance(value, dict | list | tuple) and id(value) not in seen:
-                seen.add(id(value))
-                pending.append((f"{path}/{key}" if path else str(key), value))
+            yield prefix.removesuffix("/"), node
 
 
 def is_form(node: Any) -> bool:
@@ -124,6 +98,26 @@ def is_form(node: Any) -> bool:
     return isinstance(groups, list) and all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     )
+
+
+def numbers_of(saved: Mapping[str, Any]) -> list[Any]:
+    """The numbers (or names) of the parameters in a saved state, in the order of the groups."""
+    return [number for group in saved["param_groups"] for number in group["params"]]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def matched(optimizer: torch.optim.Optimizer, saved: Any) -> list[tuple[Any, torch.Tensor]]:
+    """The parameters, each with its number (or name) in a saved state: by position, as torch matches them.
+
+    Empty if the saved state has another number of parameters: the loading refuses that, or is the optimizer's own.
+    """
+    if not is_form(saved):
+        return []
+    numbers, parameters = numbers_of(saved), parameters_of(optimizer)
+    return [*zip(numbers, parameters, strict=True)] if len(numbers) == len(parameters) else []
 
 
 def sizes(groups: Any) -> list[int]:
@@ -148,18 +142,13 @@ def at(tree: Any, path: str) -> Any:
 def on_host(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
     """Paths of the tensors of optimizers' state that lie in host memory while their parameter lies on a device.
 
-    Not those of numbers, which torch's optimizers keep there.
-
-    Args:
-        tree: The tree of the state, with live tensors.
-        optimizers: Optimizers by the path of their dictionaries in the tree.
+    Not those of numbers, which torch's optimizers keep there. `tree`: Has live tensors. `optimizers`: By the path of
+    their dictionaries in the tree.
     """
     found: list[str] = []
     for path, optimizer in optimizers.items():
         saved = at(tree, path)
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
+        for number, parameter in matched(optimizer, saved):
             if parameter.device.type != "cpu":
                 state = {f"{path}/state/{number}": saved["state"].get(number)}
                 found += [
@@ -220,22 +209,10 @@ def by_name(
     """The tree with optimizers keyed by name; tensors keep their order. An optimizer with other parameters stays
     unchanged.
 
-    Args:
-        tree: Result of `collect`.
-        names: Names of this rank's parameters, by optimizer and group.
-        united: Names of the parameters of all ranks, which the groups then list.
+    `names`: Names of this rank's parameters, by optimizer and group. `united`: Those of all ranks, which the groups
+    then list.
     """
     return {at: _named(value, names[at], united[at]) if at in names else value for at, value in tree.items()}
-
-
-def has_groups(saved: Any) -> bool:
-    """Whether the saved value has the form of an optimizer's state."""
-    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
-    return (
-        isinstance(groups, list)
-        and isinstance(saved.get("state"), dict)
-        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
-    )
 
 
 def settings(tree: Mapping[str, Any], at: str) -> list[str]:
@@ -252,13 +229,9 @@ def _is_setting(key: Any, value: Any) -> bool:
 
 def _named(saved: Any, names: Sequence[Sequence[str]], united: Sequence[Sequence[str]]) -> Any:
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
-    if not isinstance(groups, list) or [len(group["params"]) for group in groups] != list(map(len, names)):
+    if not isinstance(groups, list) or sizes(groups) != list(map(len, names)):
         return saved
-    name_of = {
-        number: name
-        for group, own in zip(groups, names, strict=True)
-        for number, name in zip(group["params"], own, strict=True)
-    }
+    name_of = dict(zip(numbers_of(saved), itertools.chain(*names), strict=True))
     return {
         **saved,
         "state": {name_of.get(key, key): of for key, of in children(saved["state"])},

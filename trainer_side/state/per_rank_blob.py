@@ -33,12 +33,9 @@ def reserve_bytes(used_bytes: int) -> int:
 
 
 def encode(value: Any, *, name: str, beside: bytes = b"") -> bytes:
-    """The blob of `value`, without padding.
+    """The blob of `value`, the result of `PerRank.snapshot`, without padding.
 
-    Args:
-        value: The result of `PerRank.snapshot`.
-        name: Name of the value in the state, for messages.
-        beside: `PerRank.names`; does not end with a zero.
+    `name`: Name of the value in the state, for messages. `beside`: `PerRank.names`; does not end with a zero.
 
     Raises:
         StateError: `torch.save` cannot save the value.
@@ -58,9 +55,7 @@ def encode(value: Any, *, name: str, beside: bytes = b"") -> bytes:
 def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "PerRank value") -> Any:
     """Read the value back from a blob, padded or not; its tensors are on the CPU. No code in the blob is ever run.
 
-    Args:
-        blob: A 1-D uint8 tensor on the CPU, or its bytes.
-        name: Name of the value in the checkpoint, for messages.
+    `blob`: A 1-D uint8 tensor on the CPU, or its bytes. `name`: Name of the value in the checkpoint, for messages.
 
     Raises:
         DamageError: The bytes are not a blob that `encode` has written.

@@ -44,6 +44,11 @@ NOT_READABLE = (
 """Exceptions that torch's reader and unpickler raise on malformed bytes, beside their own UnpicklingError."""
 
 
+def unpickler_cause(error: BaseException) -> str:
+    """The line of an error of torch's unpickler that says what it refuses."""
+    return str(error).rsplit("WeightsUnpickler error:", 1)[-1].strip().split("\n", 1)[0]
+
+
 def refuse_costly_pickle(file: IO[bytes], what: str) -> None:
     """Look at the pickle of a file in torch's zip format, by torch's own reader of it. Leaves the file at its begin.
 

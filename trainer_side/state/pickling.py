@@ -29,6 +29,7 @@ from torch._utils import (
 )
 
 from holdfast.errors import StateError
+from trainer_side.state.pickle_bounds import unpickler_cause
 from trainer_side.state.sparse_file import SparseFile
 from trainer_side.state.survey import Survey
 from trainer_side.state.tree import children, with_changes
@@ -178,9 +179,6 @@ class _HeadOnly(Exception):
 class Pickling:
     """One pickling of a tree, or of a part of it.
 
-    Args:
-        found: The survey of the tree.
-
     Attributes:
         kinds: Classes of the values met, other than tensors and what every pickle may hold. Whether torch.load takes a
             pickle back depends on them alone.
@@ -327,8 +325,7 @@ def blame(tree: Any, found: Survey, error: BaseException) -> StateError:
                 path, node, reason = f"{path}/{key}" if path else str(key), value, refused
                 break
     kind = f"{type(node).__module__}.{type(node).__qualname__}".removeprefix("builtins.")
-    cause = str(reason).rsplit("WeightsUnpickler error:", 1)[-1].strip().split("\n", 1)[0]
-    cause = cause.split(" was not an allowed", 1)[0][:200]
+    cause = unpickler_cause(reason).split(" was not an allowed", 1)[0][:200]
     advice = "torch.as_tensor(...)" if kind.startswith("numpy.") else "a tensor, number, string, list or dict"
     return StateError(
         f"{path or 'the state'} is {kind}, which plain torch.load(weights_only=True) cannot read back ({cause}); "

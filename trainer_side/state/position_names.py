@@ -36,7 +36,7 @@ from trainer_side.state.optimizer_places import (
 )
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.tree import Given, children, telling, tensor_paths, view_of
+from trainer_side.state.tree import Given, children, telling, tensor_paths, unmarked, view_of
 
 _MAGIC = b"HFNAMES1"
 _END = struct.Struct(f"<I{len(_MAGIC)}s")
@@ -63,13 +63,10 @@ def positions(
 ) -> dict[str, list[list[Position]]]:
     """The names of the parameters of these optimizers, and of lists that follow parameters. Training thread.
 
-    Args:
-        state: The state.
-        tree: Its tree, with live tensors.
-        optimizers: Optimizers by the path of their dictionaries in the tree.
+    `tree`: Has live tensors. `optimizers`: By the path of their dictionaries in the tree.
     """
     names: dict[int, list[str]] = {}
-    for at, value in opened(state).items():
+    for at, value in unmarked(state).items():
         if isinstance(value, torch.nn.Module):
             for name, parameter in value.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(f"{at}/{name}")
@@ -95,18 +92,13 @@ def positions(
     return found
 
 
-def opened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with what its `PerRank` values hold in their place."""
-    return {name: value.value if isinstance(value, PerRank) else value for name, value in state.items()}
-
-
 def _inner_names(state: Mapping[str, Any]) -> dict[int, list[str]]:
     """The names of parameters of modules below objects of the script, by the attributes that lead there.
 
     For parameters whose object saves them as copies, or not at all.
     """
     names: dict[int, list[str]] = {}
-    for path, value in with_paths(opened(state)):
+    for path, value in with_paths(unmarked(state)):
         if "/" in path and isinstance(value, torch.nn.Module):
             for name, parameter in value.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(f"{path}/{name}")
@@ -136,13 +128,10 @@ def _lists(
 def tensor_lists(at: str, value: Any, tree: Any) -> Iterator[tuple[str, Sequence[torch.Tensor]]]:
     """Lists of several tensors, and nothing else, in the tree of an object of the script; with their paths.
 
-    Args:
-        at: Its name in the state.
-        value: The object; modules and optimizers have names, or numbers, of their own.
-        tree: The object's tree.
+    `at`: The name of `value`, the object, in the state.
     """
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
-        return
+        return  # they have names, or numbers, of their own
     seen: set[int] = set()
     pending = [(at, tree)]
     while pending:
@@ -184,9 +173,7 @@ def _own_name(group: Mapping[str, Any], number: int) -> list[str]:
 class SavedNames:
     """The names in the files of one rank, made again when its optimizers get other parameters. Training thread.
 
-    Args:
-        state: The state, as the script passed it.
-        is_writer: Whether this rank writes data.pkl; others have no names to make.
+    `is_writer`: Whether this rank writes data.pkl; others have no names to make.
 
     Attributes:
         trailer: The bytes at the end of data.pkl; empty where the state has no optimizer.
@@ -327,11 +314,7 @@ def _position(row: Any) -> Position:
 
 
 class PerRankNames:
-    """Keeps `PerRank.names` up to date for all values of this rank's state. Training thread.
-
-    Args:
-        state: The state, as the script passed it.
-    """
+    """Keeps `PerRank.names` up to date for all values of this rank's state. Training thread."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
@@ -340,9 +323,7 @@ class PerRankNames:
     def look(self, tree: Mapping[str, Any], *, is_new: bool = False) -> None:
         """Make the names of those values again whose optimizers have other parameters, or another order of them.
 
-        Args:
-            tree: The tree of the state, as collected.
-            is_new: The state has other tensors than before, so all names are made again.
+        `is_new`: The state has other tensors than before, so all names are made again.
         """
         for name, value in self._state.items():
             if not isinstance(value, PerRank):
@@ -355,22 +336,11 @@ class PerRankNames:
     def _made(self, name: str, value: PerRank, tree: Mapping[str, Any]) -> tuple[Parameters, bytes]:
         optimizers = optimizers_of({name: value.value})
         try:
-            found = own_positions(self._state, tree, name, value, optimizers)
+            with telling(optimizers) as given:
+                whole = {**tree, name: value.snapshot()}
+            here = unmarked(self._state)
+            every = positions(here, whole, located({name: whole[name]}, {name: here[name]}, given))
         except Exception:  # noqa: BLE001 - the script's own code; the save that follows says what is wrong with it
-            found = {}
-        return Parameters(optimizers), to_trailer(found)
-
-
-def own_positions(
-    state: Mapping[str, Any],
-    tree: Mapping[str, Any],
-    name: str,
-    value: PerRank,
-    optimizers: list[torch.optim.Optimizer],
-) -> dict[str, list[list[Position]]]:
-    """The names of the parameters and tensors in the optimizers and lists of one `PerRank` value, by path."""
-    with telling(optimizers) as given:
-        whole = {**tree, name: value.snapshot()}
-    here = opened(state)
-    found = positions(here, whole, located({name: whole[name]}, {name: here[name]}, given))
-    return {path: groups for path, groups in found.items() if path == name or path.startswith(f"{name}/")}
+            every = {}
+        own = {path: groups for path, groups in every.items() if path.partition("/")[0] == name}
+        return Parameters(optimizers), to_trailer(own)

@@ -64,9 +64,7 @@ class _UnknownError(ValueError):
 def snapshot(tree: Any, known: Mapping[int, Any]) -> Snapshot | None:
     """Copy the containers of `tree`; None if it holds anything of a class that is not known, or itself.
 
-    Args:
-        tree: A dict, OrderedDict, Counter, list or tuple.
-        known: By id(): what takes the place of a tensor, or of a container.
+    `known`: By id(): what takes the place of a tensor, or of a container.
     """
     copying = _Copying(known)
     try:
@@ -107,12 +105,9 @@ class _Copying:
 
 
 class _Constant(NamedTuple):
-    """A container that holds only tensors.
+    """A container that holds only tensors, number `place` of a tree; `copied` takes its place in every snapshot.
 
-    Attributes:
-        place: Its index among the containers of a tree.
-        copied: Takes its place in every snapshot.
-        attributes: Attributes that it must have for that; None for a class without any.
+    `attributes`: It must have these for that; None for a class without any.
     """
 
     place: int
@@ -124,9 +119,8 @@ class Constants:
     """The containers that hold only tensors in trees of one outline, and their copies. It keeps nothing of a tree but
     keys.
 
-    Args:
-        containers: Containers of one such tree, outer ones before inner ones; none contains itself.
-        known: By id(): the value that takes the place of each tensor.
+    `containers`: Containers of one such tree, outer ones before inner ones; none contains itself. `known`: By id(): the
+    value that takes the place of each tensor.
 
     Raises:
         ValueError: One of them has attributes of a class that is not known.
@@ -154,11 +148,7 @@ class Constants:
         ]
 
     def known(self, containers: Sequence[Any]) -> dict[int, Any]:
-        """For `snapshot`: the values that take the place of some of these containers, by id().
-
-        Args:
-            containers: Containers of another tree of the outline, in the same order.
-        """
+        """By id(): what takes the place of some of these containers of another tree, which are in the same order."""
         return {
             id(containers[place]): copied
             for place, copied, attributes in self._constants
@@ -228,9 +218,7 @@ class Ready:
     def pickle(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
         """The pickle of `value`, and the classes in it (see `Pickling.kinds`), except those of tensors. Any thread.
 
-        Args:
-            value: A tree, with tensors or their stand-ins.
-            stand_ins: Stand-ins of the tensors in `value`, by id().
+        `value`: A tree, with tensors or their stand-ins. `stand_ins`: Those of the tensors in it, by id().
 
         Raises:
             One of `REFUSED`: `Pickling.head` would raise, too, and say why.
@@ -368,14 +356,10 @@ class Recall:
     ) -> Recall | None:
         """Keep what was found in `tree`; None if it is of a kind that must be looked at in full each time.
 
-        Args:
-            tree: The tree.
-            found: Its survey.
-            storage_entries: Storage number to entry of the layout.
-            leave_out: Entries that are not copied from a storage.
-            stand_ins: Entries of tensors that whoever made the tree knows to be the same ones: they are copied from
-                elsewhere, and nothing is asked about them again.
-            pickled: How it was pickled, and the pickle; None if it was not, which is so on ranks other than 0.
+        `storage_entries`: Storage number to entry of the layout. `leave_out`: Entries that are not copied from a
+        storage. `stand_ins`: Entries of tensors that whoever made the tree knows to be the same ones: they are copied
+        from elsewhere, and nothing is asked about them again. `pickled`: How it was pickled, and the pickle; None on
+        ranks other than 0.
         """
         outlined = Outline.of(tree)
         if outlined is None:

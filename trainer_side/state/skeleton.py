@@ -64,9 +64,7 @@ class Skeleton:
         layout: The same on every rank.
         literals: All bytes of the image outside the entries, CRC fields as zeros; the same on every rank.
         gated: Per entry of the layout, whether it is copied behind the gate.
-        rank: The rank whose plan this is.
         signature: Identifies the tensors that the plan is for.
-        zip_parts: Where each record of the zip lies in the image.
     """
 
     layout: Layout
@@ -400,9 +398,9 @@ def _pickled(
         raise Outgrown("", len(pickled) + beside_bytes, entry.nbytes)
     if not job.kinds <= skeleton._accepted:
         # A class of values that was not in the state when it was planned: see again whether it can be loaded.
-        file = SparseFile.of(skeleton.literals, skeleton.layout.image_bytes)
+        padded = entry.offset, pickled.ljust(entry.nbytes, b"\0")
         try:
-            load_structure(file.overlaid(entry.offset, pickled.ljust(entry.nbytes, b"\0")))
+            load_structure(SparseFile.of(skeleton.literals, skeleton.layout.image_bytes, padded))
         except REFUSED as error:
             raise blame(full, found, error) from error
         skeleton._accepted.update(job.kinds)

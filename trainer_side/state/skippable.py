@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.checkpoints.branches import Rewound
 from holdfast.telemetry.events import EventLog
-from trainer_side.state.per_rank import PerRank
+from trainer_side.state.tree import unmarked
 
 _log = logging.getLogger("holdfast.restore")
 
@@ -16,16 +16,13 @@ _log = logging.getLogger("holdfast.restore")
 class Skippable:
     """Values of the state with a method `skip_batches(after, steps)`. False where there are none. Training thread.
 
-    Args:
-        state: Names mapped to objects, as the checkpoints have them.
-
     Attributes:
         told: Their methods that want the number of each step that is done.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        values = {name: value.value if isinstance(value, PerRank) else value for name, value in state.items()}
-        self._found = {name: value for name, value in values.items() if hasattr(type(value), "skip_batches")}
+        values = unmarked(state).items()
+        self._found = {name: value for name, value in values if hasattr(type(value), "skip_batches")}
         # A loader of the script's own may know by itself what a step takes.
         self.told: list[Callable[[int], None]] = [
             value.stepped for value in self._found.values() if hasattr(type(value), "stepped")

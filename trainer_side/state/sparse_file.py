@@ -16,7 +16,7 @@ import bisect
 import io
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,9 +44,6 @@ class Literals:
     def __init__(self, runs: list[tuple[int, bytes]]) -> None:
         self.runs = runs
         self._starts = [offset for offset, _ in runs]
-
-    def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        return iter(self.runs)
 
     def append(self, offset: int, data: bytes) -> None:
         """Add a run after all others."""
@@ -104,12 +101,6 @@ class ZipRecord(NamedTuple):
     crc_fields: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Overlay:
-    offset: int
-    data: bytes
-
-
 class SparseFile(io.RawIOBase):
     """A file-like object that keeps what is written and counts what is skipped; reads holes as zeros.
 
@@ -121,20 +112,13 @@ class SparseFile(io.RawIOBase):
         self.literals = Literals([])
         self.nbytes = 0
         self._position = 0
-        self._overlay: _Overlay | None = None
-
-    def overlaid(self, offset: int, data: bytes) -> SparseFile:
-        """The same file, for reading, with `data` at `offset`."""
-        file = SparseFile()
-        file.literals, file.nbytes = self.literals, self.nbytes
-        file._overlay = _Overlay(offset, data)
-        return file
+        self._overlay = Literals([])
 
     @classmethod
-    def of(cls, literals: Literals, nbytes: int) -> SparseFile:
-        """A file of `nbytes` bytes with these literals, for reading."""
+    def of(cls, literals: Literals, nbytes: int, overlay: tuple[int, bytes]) -> SparseFile:
+        """A file of `nbytes` bytes with these literals, for reading; `overlay`: Where other bytes lie over them."""
         file = cls()
-        file.literals, file.nbytes = literals, nbytes
+        file.literals, file.nbytes, file._overlay = literals, nbytes, Literals([overlay])
         return file
 
     def readable(self) -> bool:
@@ -170,8 +154,7 @@ class SparseFile(io.RawIOBase):
         out = memoryview(buffer).cast("B")[: max(0, self.nbytes - self._position)]
         out[:] = bytes(len(out))
         self.literals.write(self._position, out)
-        if self._overlay is not None:
-            Literals([(self._overlay.offset, self._overlay.data)]).write(self._position, out)
+        self._overlay.write(self._position, out)
         self._position += len(out)
         return len(out)
 
@@ -215,8 +198,7 @@ class ZipParts:
 
     Attributes:
         gated: Per entry, whether it is copied behind the gate.
-        serialization_id_entry: Index of the id with which torch tells files apart.
-        serialization_id: The id that torch wrote when the plan was made.
+        serialization_id: With it torch tells files apart; written when the plan was made.
         storage_entries: Storage number to entry index.
         constant_crcs: CRC fields of records that never change.
     """
@@ -231,13 +213,7 @@ class ZipParts:
 
     @classmethod
     def of(cls, image: SparseFile, found: Survey, owned: Mapping[int, Ownership]) -> ZipParts:
-        """Read the zip.
-
-        Args:
-            image: As torch wrote it, with holes.
-            found: The tensors in it.
-            owned: Whose each storage is, by its address.
-        """
+        """Read the zip that torch wrote. `owned`: Whose each storage is, by its address."""
         ownership = {number: owned[key] for key, number in found.numbers.items()}
         entries: list[Entry] = []
         gated: list[bool] = []

@@ -53,8 +53,7 @@ _OBJECTS = {
         f"{_FSDP2}; or save it with engine.save_checkpoint",
     ),
     "fairscale.": _SplitKind(
-        "of FairScale, which has a part of the state on each rank",
-        f"{_FSDP2}; or hand it over {_PARTS}",
+        "of FairScale, which has a part of the state on each rank", f"{_FSDP2}; or hand it over {_PARTS}"
     ),
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": _SplitKind(
         "Megatron's distributed optimizer, which has a part of the state on each rank",
@@ -80,10 +79,7 @@ def refuse_split_objects(state: Mapping[str, Any]) -> None:
 
 def split_objects(state: Mapping[str, Any]) -> str:
     """A message about the first object that its class splits among the ranks: its path and the remedy; empty without
-    one.
-
-    Args:
-        state: The state, as the script passed it. `PerRank` values belong to one rank each and are not inspected.
+    one. `PerRank` values belong to one rank each and are not inspected.
     """
     for path, value in _objects(state):
         for kind in type(value).__mro__:
@@ -115,10 +111,8 @@ def _of_package(kind: type, value: Any) -> _SplitKind | None:
     """The kind of a package with many modules; only its optimizers and modules count."""
     if not (isinstance(value, torch.nn.Module | torch.optim.Optimizer) or hasattr(value, "param_groups")):
         return None
-    return next(
-        (found for name, found in _OBJECTS.items() if name.endswith(".") and _name(kind).startswith(name)),
-        None,
-    )
+    packages = [name for name in _OBJECTS if name.endswith(".") and _name(kind).startswith(name)]
+    return _OBJECTS[packages[0]] if packages else None
 
 
 def _flat_parameter(module: torch.nn.Module) -> str:

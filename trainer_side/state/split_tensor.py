@@ -149,6 +149,14 @@ def held(value: object) -> Held | None:
     return Held(split.shape, Region(split.start, tuple(local.shape)), _plain(local))
 
 
+def held_at(path: str, value: object) -> Held | None:
+    """As `held`; the message has the path."""
+    try:
+        return held(value)
+    except StateError as error:
+        raise StateError(f"{path} is {error}") from error
+
+
 def live_of(value: Any) -> torch.Tensor:
     """The tensor of the state, in which torch counts the changes in place: of a DTensor, not the one inside it."""
     if isinstance(value, StagePart):

@@ -19,7 +19,7 @@ from holdfast.errors import StateError
 from holdfast.wire.state_union import DEPTH_MAX, StateUnion
 from trainer_side.state.pickling import with_python_scalars
 from trainer_side.state.split_tensor import StagePart, is_split
-from trainer_side.state.tree import children, with_changes
+from trainer_side.state.tree import children, containers, with_changes
 
 _VERSIONS = "_metadata"  # where torch.nn.Module keeps the versions of modules, beside its state
 
@@ -87,8 +87,7 @@ class Stages:
     def fill(self, tree: Mapping[str, Any]) -> dict[str, Any] | None:
         """The tree with the tensors of all ranks; None if its own are not those that were agreed on.
 
-        Args:
-            tree: With blobs in place of `PerRank` values.
+        `tree`: With blobs in place of `PerRank` values.
         """
         if self._rank == 0:
             done: dict[int, Any] = {}
@@ -162,16 +161,10 @@ def _is_leaf(value: Any) -> bool:
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """All tensors, and what stands for one, with the paths that `tensor_paths` gives."""
-    seen = {id(tree)}
-    pending = [("", tree)]
-    while pending:
-        prefix, node = pending.pop()
+    for prefix, node in containers(tree):
         for key, value in children(node):
             if _is_leaf(value):
                 yield f"{prefix}{key}", value
-            elif isinstance(value, dict | list | tuple) and id(value) not in seen:
-                seen.add(id(value))
-                pending.append((f"{prefix}{key}/", value))
 
 
 def held_whole(tensor: torch.Tensor) -> bool:

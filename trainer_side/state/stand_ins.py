@@ -9,7 +9,7 @@ keeps them, so that a later save finds the same ones in its tree; what this rank
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
@@ -25,14 +25,14 @@ from trainer_side.state.split_tensor import (
     Held,
     StagePart,
     hand_split,
-    held,
+    held_at,
     is_dtensor,
     is_split,
     live_of,
     local_of,
 )
 from trainer_side.state.survey import StorageSource, parts_of
-from trainer_side.state.tree import Ownership, children, with_changes
+from trainer_side.state.tree import Ownership, children, containers, with_changes
 
 _DICTS = frozenset({dict, OrderedDict})
 _CONTAINERS = _DICTS | {list, tuple}
@@ -228,16 +228,7 @@ class SplitStandIns:
 
     @staticmethod
     def are_in(tree: Any) -> bool:
-        seen: set[int] = set()
-        pending = [tree]
-        while pending:
-            for _, value in children(pending.pop()):
-                if is_split(value):
-                    return True
-                if isinstance(value, dict | list | tuple) and id(value) not in seen:
-                    seen.add(id(value))
-                    pending.append(value)
-        return False
+        return any(is_split(value) for _, node in containers(tree) for _, value in children(node))
 
     def expand(self, tree: Any) -> Expanded:
         """Put stand-ins in place of all split tensors; for a plan, so they are new.
@@ -250,10 +241,7 @@ class SplitStandIns:
         by_memory: dict[tuple[object, ...], torch.Tensor] = {}
 
         def replace(path: str, value: Any) -> torch.Tensor:
-            try:
-                part = held(value)
-            except StateError as error:
-                raise StateError(f"{path} is {error}") from error
+            part = held_at(path, value)
             assert part is not None, "it is split"
             found[path], live[path] = part, live_of(value)
             local = part.local
@@ -297,27 +285,21 @@ class SplitStandIns:
         found: dict[str, Held] = {}
         live: dict[str, torch.Tensor] = {}
 
-        class _OtherError(Exception):
-            pass
-
         def replace(path: str, value: Any) -> torch.Tensor:
             known = self._known.get(path)
-            try:
-                if known is None or _Mark.of(value) != known.mark:
-                    raise _OtherError
-                live[path] = live_of(value)
-            except StateError as error:
-                raise _OtherError from error  # the new plan says it, with the path
+            if known is None or _Mark.of(value) != known.mark:
+                raise StateError(f"{path} is another part than planned")
+            live[path] = live_of(value)
             local = local_of(live[path]).detach()
             if type(local) is not torch.Tensor or not local.is_contiguous():
-                raise _OtherError
+                raise StateError(f"{path} lies in another way than planned")
             found[path] = Held(known.mark.shape, known.region, local)
             return known.stand_in
 
         try:
             expanded = Expanded(_replaced(tree, replace), found, live)
-        except _OtherError:
-            return None
+        except StateError:
+            return None  # the new plan says what is wrong, if anything is
         return expanded if found.keys() == self._known.keys() else None
 
     def own(
@@ -328,10 +310,8 @@ class SplitStandIns:
     ) -> dict[int, Ownership]:
         """As `classes`, with the stand-ins: split, and copied behind the gate where their local tensor is.
 
-        Args:
-            classes: Ownership by address of a storage, local tensors included.
-            expanded: Result of `expand`.
-            patterns: Path → number of its pattern. A tensor without elements has none, and is rank 0's.
+        `classes`: Ownership by address of a storage, local tensors included. `patterns`: Path → number of its pattern.
+        A tensor without elements has none, and is rank 0's.
         """
         owned = dict(classes)
         for storage, path in self._path_of.items():
@@ -366,7 +346,7 @@ class SplitStandIns:
         return [live.get(id(tensor), tensor) for tensor in tensors]
 
 
-def _replaced(tree: Any, replace: Any, path: str = "") -> Any:
+def _replaced(tree: Any, replace: Callable[[str, Any], torch.Tensor]) -> Any:
     """`tree` with other values in place of split tensors; containers in which nothing changes are kept."""
     done: dict[int, Any] = {}
 
@@ -387,7 +367,7 @@ def _replaced(tree: Any, replace: Any, path: str = "") -> Any:
             done[id(node)] = with_changes(node, changed)
         return done[id(node)]
 
-    return of(tree, path)
+    return of(tree, "")
 
 
 @dataclass(frozen=True)

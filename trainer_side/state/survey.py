@@ -25,11 +25,10 @@ from trainer_side.state.tree import Arriving, Named, children, refusal, tensor_p
 
 
 class StorageSource(NamedTuple):
-    """The used part of one storage, where it lies now.
+    """The used part of one storage, where it lies now. Keeps the storage alive.
 
     Attributes:
         entry: Its entry in the layout.
-        storage: The storage; kept alive as long as this is.
         start_bytes: Where the used part begins in the storage.
     """
 
@@ -185,14 +184,8 @@ def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _Kind = str | type
-_PLAIN, _TENSOR, _DICT, _LIST, _OTHER_CONTAINER, _STRANGE = (
-    "plain",
-    "tensor",
-    "dict",
-    "list",
-    "other",
-    "strange",
-)
+_PLAIN, _TENSOR, _STRANGE = "plain", "tensor", "strange"
+_DICT, _LIST, _OTHER_CONTAINER = "dict", "list", "other"
 _CONTAINERS = frozenset({_DICT, _LIST, _OTHER_CONTAINER})
 _PLAIN_KINDS = frozenset({_PLAIN, _TENSOR, _DICT, _LIST})
 _KEYS = frozenset({str, int, float, bool, bytes, tuple, type(None)})

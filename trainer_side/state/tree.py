@@ -14,7 +14,7 @@ rank 0 sends them. Replicated tensors that only `optimizer.step()` changes are *
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -35,6 +35,24 @@ def children(node: Any) -> Iterator[tuple[Any, Any]]:
         yield from node.items()
     elif isinstance(node, list | tuple):
         yield from enumerate(node)
+
+
+def containers(tree: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[str, Any]]:
+    """The containers of a tree, each once, and the begin of the paths of what is in it, such as `loop/nets/`.
+
+    `is_leaf`: Containers whose content is left out.
+    """
+    seen: set[int] = set()
+    pending = [("", tree)]
+    while pending:
+        prefix, node = pending.pop()
+        yield prefix, node
+        if is_leaf(node):
+            continue
+        for key, value in children(node):
+            if isinstance(value, dict | list | tuple) and id(value) not in seen:
+                seen.add(id(value))
+                pending.append((f"{prefix}{key}/", value))
 
 
 def with_changes(node: Any, changed: Mapping[Any, Any]) -> Any:
@@ -101,9 +119,6 @@ class GivenState:
     """Keeps what a checkpoint holds in step with the script's dictionary, which the script may still change.
 
     All methods belong to the training thread.
-
-    Args:
-        given: Names mapped to objects, tensors, plain values or `PerRank(...)`, as the script holds it.
 
     Attributes:
         held: The values that the next checkpoint takes. It stays the same dictionary.
@@ -184,6 +199,11 @@ class Ownership(NamedTuple):
     gated: bool
 
 
+def unmarked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with what its `PerRank` values hold in their place."""
+    return {name: value.value if isinstance(value, PerRank) else value for name, value in state.items()}
+
+
 def collect(state: Mapping[str, Any], *, may_arrive: bool = False) -> dict[str, Any]:
     """The tree that would be saved: each object's `state_dict()`; tensors, plain values and `PerRank` as they are.
 
@@ -193,11 +213,10 @@ def collect(state: Mapping[str, Any], *, may_arrive: bool = False) -> dict[str, 
     """
     tree: dict[str, Any] = {}
     for name, value in state.items():
-        own = not isinstance(value, PerRank | type) and callable(getattr(value, "state_dict", None))
         if may_arrive and isinstance(value, torch.amp.GradScaler):
             tree[name] = scaler_state(value)
         else:
-            tree[name] = value.state_dict() if own else value
+            tree[name] = value.state_dict() if _is_object(value) else value
     return tree
 
 

@@ -13,7 +13,7 @@ from holdfast.image.best_rule import BestRule
 from holdfast.image.manifest import State, manifest_name
 from holdfast.store.posix import PosixStore
 from tests.support.restoring import Ranks, ThreadPeers, publish
-from trainer_side.restore.best_order import WantedBest, wanted_best
+from trainer_side.restore.choice import WantedBest, wanted_best
 from trainer_side.restore.restore import RestoreOptions, restore
 
 RULE = BestRule(metric="loss", mode="min")

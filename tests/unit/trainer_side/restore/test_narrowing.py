@@ -37,7 +37,7 @@ def saved(state: State, *, named: bool) -> State:
 
 
 def narrowed(tree: State, states: list[State], rank: int, names: Positions = MappingProxyType({})) -> State:
-    ranks = [StageNames.from_bytes(StageNames.of(one, collect(one)).to_bytes()) for one in states]
+    ranks = [StageNames.of(one, collect(one)) for one in states]
     assert any(is_other(names, one, tree) for names, one in zip(ranks, states, strict=True))
     narrow(states[rank], tree, ranks, rank, names)
     return tree

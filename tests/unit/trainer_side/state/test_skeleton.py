@@ -357,7 +357,7 @@ def test_an_image_above_four_gibibytes(tmp_path: Path) -> None:
     path = tmp_path / "huge.pt"
     with path.open("wb") as file:
         file.truncate(layout.image_bytes)
-        for offset, data in skeleton.literals:
+        for offset, data in skeleton.literals.runs:
             file.seek(offset)
             file.write(data)
         for index, entry in enumerate(layout.entries):

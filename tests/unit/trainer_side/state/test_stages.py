@@ -129,9 +129,10 @@ def test_the_pickle_has_the_names_of_all_ranks_and_the_versions_of_their_modules
 
 def planned_versions(skeleton: Skeleton, pickled: bytes) -> dict[str, Any]:
     """What a plain `torch.load` finds beside the state of the module."""
-    file = SparseFile.of(skeleton.literals, skeleton.layout.image_bytes)
     entry = skeleton.layout.entries[skeleton.zip_parts.pickle_entry]
-    loaded = load_structure(file.overlaid(entry.offset, pickled))
+    loaded = load_structure(
+        SparseFile.of(skeleton.literals, skeleton.layout.image_bytes, (entry.offset, pickled))
+    )
     versions: dict[str, Any] = loaded["net"]._metadata
     return versions
 
