@@ -43,12 +43,6 @@ _log = logging.getLogger("holdfast.trainer")
 def join(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> ToStager:
     """Compare settings with the other ranks, and meet the stager if the job has one. Collective; main thread.
 
-    Args:
-        config: Settings of this rank.
-        world: The job.
-        inbox: Acts on the stager's messages.
-        events: Event log of this rank.
-
     Raises:
         ConfigError: There is no stager, and no local tiers are set either; or not the same ones on all ranks; or
             `torch.distributed` has other ranks than the job.

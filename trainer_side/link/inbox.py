@@ -10,26 +10,50 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from holdfast.config import TrainerConfig
 from holdfast.errors import PeerLost, ProtocolError
 from holdfast.notices.messages import Announcement, StepAnswer
+from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind, peer_error
 from holdfast.wire.state_messages import Agreement
-from trainer_side.link.stager_session import StagerSession
+from trainer_side.link.greeting import Greeted
+from trainer_side.link.job_state import JobState
+from trainer_side.link.open_requests import OpenRequests
+from trainer_side.link.outbox import Outbox, StagerSilence
 from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.pace.schedule import Schedule
 
 _log = logging.getLogger("holdfast.trainer.link")
 
 
-class StagerInbox:
-    """See the module. For the link's thread.
+class StagerSession:
+    """The parts of the link that belong to one stager, from its WELCOME until that stager is lost.
 
-    Args:
-        agreed_steps: The steps that all ranks save after a notice.
-        schedule: The steps that all ranks save with `every="auto"`.
+    For the link's thread, except where its parts say otherwise. `command` runs a function there.
     """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        greeted: Greeted,
+        job: JobState,
+        events: EventLog,
+        *,
+        command: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.port, self.welcome = port, welcome = greeted
+        self.outbox = Outbox(port, job, events)
+        self.requests = OpenRequests(config, port, welcome, rank=job.rank, command=command)
+        self.silence = StagerSilence(
+            job.rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock
+        )
+
+
+class StagerInbox:
+    """See the module. For the link's thread."""
 
     def __init__(self, rank: int, agreed_steps: AgreedSteps, schedule: Schedule) -> None:
         self._rank, self._agreed_steps, self._schedule = rank, agreed_steps, schedule

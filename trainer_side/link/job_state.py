@@ -19,10 +19,7 @@ class TimesLost(NamedTuple):
 class JobState:
     """See the module. The link's thread writes it, any thread reads it.
 
-    Args:
-        rank: This training rank. `ranks`: how many there are.
-        attempt: The job's attempt, assigned by the stager; None: the job has no stager.
-        clock: Seconds that only go forward.
+    `attempt` is assigned by the stager; None: the job has no stager.
 
     Attributes:
         attempts: One for each time that a stager welcomed this rank, oldest first.
@@ -74,7 +71,6 @@ class JobState:
         return error is self._last_problem
 
     def lose(self, error: HoldfastError) -> None:
-        """The stager is lost, because of `error`."""
         self._lost_at = self._clock()
         self.problem = self._last_problem = error
 

@@ -19,11 +19,7 @@ _SMOOTHED = 0.25
 
 
 class AgreedSteps:
-    """See the module.
-
-    Args:
-        wait_seconds_max: How long training waits at a promised step; the decider is lost then.
-        clock: Seconds that only go forward.
+    """See the module. Training waits `wait_seconds_max` at a promised step; the decider is lost then.
 
     Attributes:
         promises: Which step is promised or appointed.
@@ -72,11 +68,7 @@ class AgreedSteps:
         return max(1, every // self._factor) if every and step <= self._until_step else every
 
     def heard(self, said: Announcement) -> StepAnswer | None:
-        """A SAVE_AT has come; the answer, if it is a proposal. Link's or council's thread.
-
-        Raises:
-            ProtocolError: The body does not hold what it should.
-        """
+        """A SAVE_AT has come; the answer, if it is a proposal. Link's or council's thread. ProtocolError: malformed."""
         terms = Terms.from_json(said.body) if said.word is StepWord.APPOINTED else None
         with self.promises.lock:
             self.promises.heard(said, terms)

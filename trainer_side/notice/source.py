@@ -21,7 +21,7 @@ class SourceError(HoldfastError):
 
 
 class NoticeSource(Protocol):
-    """A source of preemption notices. The watch's thread only."""
+    """A source of preemption notices. For the watch's thread alone."""
 
     name: str
 

@@ -33,11 +33,7 @@ _START_EVERY_MAX = 1024
 
 
 def chosen_interval(every: Any, config: TrainerConfig) -> int | None:
-    """The interval that holds: the script's, or that of the settings; None: `auto`.
-
-    Raises:
-        ConfigError: It is neither `auto` nor a number of steps.
-    """
+    """The interval that holds: the script's, or that of the settings; None: `auto`. ConfigError: it is no interval."""
     every = config.every if every is None else every
     if isinstance(every, str) and every == AUTO:
         return None
@@ -55,14 +51,9 @@ class SchedulePhase(Enum):
 
 
 class Schedule:
-    """See the module.
+    """See the module. Without `auto` the script's own interval holds, and every proposal is refused.
 
-    Args:
-        auto: False: the script's own interval holds, and every proposal is refused.
-        wait_seconds_max: How long training waits at a promised step; the stager is lost then.
-
-    Attributes:
-        promises: Which step is promised or appointed.
+    Training waits `wait_seconds_max` at a promised step; the stager is lost then.
     """
 
     def __init__(self, *, auto: bool, wait_seconds_max: float) -> None:
@@ -85,9 +76,7 @@ class Schedule:
     def reach(self, step: int, shorten: Callable[[int], int] = lambda every: every) -> bool:
         """Training has done `step`; whether it is time to save. Training thread.
 
-        Args:
-            step: Not below the one before.
-            shorten: The interval for now, from the usual one: shorter for a while after a notice.
+        `shorten` gives the interval for now, from the usual one: it is shorter for a while after a notice.
         """
         with self.promises.lock:
             if not self._begun:
@@ -100,15 +89,7 @@ class Schedule:
             return self._is_time(step, shorten(self._pace.every))
 
     def heard(self, said: Announcement, step_seconds: float | None = None) -> StepAnswer | None:
-        """A SAVE_EVERY has come; the answer, if there is one. Link's thread.
-
-        Args:
-            said: The announcement.
-            step_seconds: How long a step takes, for the answer.
-
-        Raises:
-            ProtocolError: The body does not hold what it should.
-        """
+        """A SAVE_EVERY has come; the answer, if there is one. ProtocolError: it is malformed. Link's thread."""
         pace = Pace.from_json(said.body) if said.word is StepWord.APPOINTED else None
         with self.promises.lock:
             here = StepAnswer(said.number, self.promises.last_step + 1, step_seconds)

@@ -40,14 +40,10 @@ class _BusyStager(ConfigError):
 
 
 class OpenedConnection(NamedTuple):
-    """A connection that the stager has admitted.
-
-    Attributes:
-        received: How many messages of this rank the stager has received on this channel before.
-    """
+    """A connection that the stager has admitted."""
 
     sock: AnySocket
-    received: int
+    received: int  # messages of this rank that the stager has received on this channel before
 
 
 class Connector:
@@ -69,17 +65,15 @@ class Connector:
         rank: int,
         ranks: int,
         start: Start,
-        tls: RankTls | None = None,
+        tls: RankTls | None,
     ) -> None:
         if ranks > RANKS_MAX:
             raise ConfigError(
                 f"this job has {ranks} ranks, and a stager that listens serves at most {RANKS_MAX}; unset "
                 'HOLDFAST_STAGER, and set tiers = ["store"]'
             )
-        self.address = address
-        self._tls = tls
-        self._key, self.rank, self._ranks = key, rank, ranks
-        self._start = start
+        self.address, self.rank = address, rank
+        self._key, self._ranks, self._start, self._tls = key, ranks, start, tls
 
     def open(
         self, channel: int, *, seconds_max: float, received: int = 0, resuming: bool = False

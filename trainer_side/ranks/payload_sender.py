@@ -51,12 +51,8 @@ class PayloadSender:
         died: Callable[[ThreadDied], object],
         stall_seconds: float,
     ) -> None:
-        self._connector, self._channel, self._over, self._stall_seconds = (
-            connector,
-            channel,
-            over,
-            stall_seconds,
-        )
+        self._connector, self._channel = connector, channel
+        self._over, self._stall_seconds = over, stall_seconds
         self._lock = threading.Lock()
         self._waiting: deque[tuple[PayloadHeader, memoryview]] = deque()
         self._under_way: OrderedDict[int, tuple[PayloadHeader, memoryview]] = OrderedDict()
@@ -106,7 +102,8 @@ class PayloadSender:
             except HoldfastError as error:
                 # Whether the stager is lost is found out by the line of messages.
                 _log.debug("no connection for payloads: %s", error)
-                self._pause()
+                if not self._closed:
+                    time.sleep(_PAUSE_SECONDS)
                 continue
             with sock:
                 self._quiet.clear()
@@ -119,10 +116,6 @@ class PayloadSender:
             with self._lock:
                 self._waiting.extendleft(reversed(self._under_way.values()))
                 self._under_way.clear()
-
-    def _pause(self) -> None:
-        if not self._closed:
-            time.sleep(_PAUSE_SECONDS)
 
     # -- for the connection, in the sender's thread --------------------------------------------------------------------
 
@@ -168,11 +161,7 @@ class _Connection:
         self._moved_at = time.monotonic()
 
     def work(self) -> None:
-        """Send and hear until the sender is closed or renewed.
-
-        Raises:
-            OSError: The connection has ended, or nothing moves on it.
-        """
+        """Send and hear until the sender is closed or renewed. OSError: it has ended, or nothing moves on it."""
         wake = self._sender.begin()
         poll = select.poll()
         poll.register(wake, select.POLLIN)

@@ -218,7 +218,7 @@ class Fingerprints:
     def take_now(self, sources: Sequence[StorageSource | None], *, also_gated: bool = False) -> None:
         """Sample what may change as soon as `save()` has returned, and all that is on a device. Training thread.
 
-        `also_gated`: Nothing is held back: all of it may change.
+        With `also_gated` all of it may change.
         """
         held_back = [not also_gated and self._gated[entry] for entry in self._watched]
         if accelerator.kind() is not None:

@@ -49,7 +49,6 @@ class Gate:
         seconds_max: How long an update is held back.
         on_late: Called after this time, before the update goes ahead: the copy must not be used any more.
         on_hook: Called with the optimizer at the start of each hook.
-        clock: Monotonic seconds.
     """
 
     def __init__(

@@ -28,10 +28,6 @@ _log = logging.getLogger("holdfast.trainer")
 class LayoutAgreement:
     """See the module. Training thread.
 
-    Args:
-        given: The state, as the script passed it.
-        context: This rank's number and connections; `tiers.council` asks the other ranks.
-
     Attributes:
         sum_seconds: How long the checksums took when the ranks last agreed.
     """
@@ -66,8 +62,7 @@ class LayoutAgreement:
     def collect(self) -> Any:
         """The state, where all ranks are about to agree on it. Some `state_dict()` work on one rank only.
 
-        Raises:
-            StateError: It failed here, or on another rank.
+        StateError: it failed here, or on another rank.
         """
         try:
             self._given.take_new()
@@ -80,10 +75,7 @@ class LayoutAgreement:
     def agree(self, tree: Any, beside_bytes: int, step: int = -1) -> Agreement:
         """Compare the state with that of the other ranks. Collective.
 
-        Args:
-            tree: The state.
-            beside_bytes: Room that data.pkl needs beside the pickle.
-            step: The step of the save; -1 if unknown.
+        `beside_bytes` is the room that data.pkl needs beside the pickle. `step` is -1 if it is unknown.
 
         Raises:
             ConfigError: The first save of a rank was refused (`FreshRunCheck`).

@@ -32,11 +32,7 @@ class _Filled(NamedTuple):
 
 
 class RestoredTensors:
-    """The parameters of the state's modules as `restore()` left them. Training thread.
-
-    Args:
-        state: Names mapped to objects, as the checkpoints have them.
-    """
+    """The parameters of the state's modules as `restore()` left them. Training thread."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
@@ -111,11 +107,6 @@ _T = TypeVar("_T")
 
 class LeftOut:
     """Looks at the state of one rank for values that no checkpoint has. Training thread.
-
-    Args:
-        state: Names mapped to objects, as the checkpoints have them.
-        rank: Rank 0 logs.
-        events: Each rank writes its findings there.
 
     Attributes:
         looks_left: How many more saves of this layout are to call `look`: it costs time.

@@ -38,8 +38,6 @@ _WIDEST_BYTES = 8  # of the widest element; not more, or the first address may b
 class LiveTensors:
     """The tensors of some batches, while they live.
 
-    `batches`: The batches to make views of.
-
     Attributes:
         lasts: Whether the views may be kept for the next save. Views that are not made by address (XPU) may not: they
             would keep tensors alive that training has replaced.
@@ -77,9 +75,8 @@ class LiveTensors:
         return self._wide[dtype][at // width : (at + nbytes) // width]
 
 
-_HOLE_BYTES_MAX = (
-    64 << 10
-)  # about as many bytes cross in the time that a transfer of its own would take to begin
+# About as many bytes cross in the time that a transfer of its own would take to begin.
+_HOLE_BYTES_MAX = 64 << 10
 _ALIGNMENT_BYTES = 512
 # The kernel behind `_foreach_copy_` moves elements, so they are as wide as place and size allow.
 _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -89,17 +86,12 @@ _by_offset = attrgetter("offset")
 
 
 class Run(NamedTuple):
-    """A part of the area that crosses in one transfer.
+    """A part of the area that crosses in one transfer."""
 
-    Attributes:
-        begin: Offset in the area. `start`: offset in the parcel's memory. `nbytes`: size, holes included.
-        pieces: Its pieces, in order.
-    """
-
-    begin: int
-    start: int
-    nbytes: int
-    pieces: tuple[CopyPiece, ...]
+    begin: int  # offset in the area
+    start: int  # offset in the parcel's memory
+    nbytes: int  # holes included
+    pieces: tuple[CopyPiece, ...]  # in order
 
 
 def runs_of(pieces: Iterable[CopyPiece], slice_: SliceSources) -> tuple[Run, ...]:
@@ -238,18 +230,12 @@ def _move(to: Iterable[int], of: Iterable[int], sizes: Collection[int]) -> None:
 
 @dataclass
 class Crossing:
-    """A batch on its way to the host.
-
-    Attributes:
-        parcel: How the batch is packed; None if its pieces cross one by one. `memory`: device memory that it is packed
-            into.
-        event: Completes when the batch has arrived; None before it is queued.
-    """
+    """A batch on its way to the host. Without a parcel its pieces cross one by one."""
 
     batch: Batch
     parcel: Parcel | None
-    memory: torch.Tensor | None
-    event: StreamEvent | None = None
+    memory: torch.Tensor | None  # of the device, where the parcel is packed
+    event: StreamEvent | None = None  # completes when the batch has arrived; None before it is queued
 
 
 class LiveBatches:

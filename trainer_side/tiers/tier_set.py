@@ -33,12 +33,7 @@ class RankCouncil:
         return 0
 
     def agree(self, proposal: Proposal) -> Agreement:
-        """Compare this rank's tensors with those of the others. Collective; waits for the slowest rank.
-
-        Raises:
-            StateError: The ranks hold different tensors: which rank, which tensor, expected, got.
-            PeerLost: A rank did not answer in time.
-        """
+        """Compare this rank's tensors with those of the others; as `ToStager.agree`."""
         raise NotImplementedError
 
     def hurry(self, seconds_max: float) -> None:
@@ -132,11 +127,9 @@ class TierSet:
     def restored(self, order: Order, whole_in: Collection[str] = ()) -> None:
         """The state is that of this checkpoint; newer steps that were found are dropped.
 
-        Args:
-            order: The checkpoint.
-            whole_in: The places where all of it lies: tiers by name, or the store. Another tier, in which a slice of it
-                is damaged or gone, goes back to the newest older step that it has whole. Empty: the state was put
-                together from several tiers, so each keeps its part until there is a newer step.
+        All of it lies in the places `whole_in`: tiers by name, or the store. Another tier, in which a slice of it is
+        damaged or gone, goes back to the newest older step that it has whole. Empty: the state was put together from
+        several tiers, so each keeps its part until there is a newer step.
         """
 
     def follow(self, attempt: int) -> None:
@@ -162,11 +155,8 @@ class TierSet:
     ) -> TierWrite | None:
         """Take a slot in each tier; None if none has one. Follow it by `keep` or `drop`.
 
-        Args:
-            step: The step.
-            record: Its times and bytes.
-            stager_lives: Whether the store as a tier rests.
-            wait_until: How long (`time.monotonic`) to wait for a slot that may still become free.
+        While the stager lives, the store as a tier rests. A slot that may still become free is waited for until
+        `wait_until` (`time.monotonic`).
         """
 
     def keep(self, write: TierWrite, area: SliceSource | None) -> None:

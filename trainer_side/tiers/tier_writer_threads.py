@@ -92,9 +92,8 @@ class TierCalls:
         try:
             return within(make, seconds_max, name="holdfast-tier-ask", late=late)
         except TimeoutError:
-            raise StoreError(
-                f"tier {self._name} hangs: {what} has not returned for {seconds_max:g} s"
-            ) from None
+            problem = f"tier {self._name} hangs: {what} has not returned for {seconds_max:g} s"
+            raise StoreError(problem) from None
 
     def break_off(self, error: ThreadDied) -> None:
         """The tier takes nothing more in this job: a thread that serves it has died."""
@@ -149,13 +148,8 @@ class WriteOutcome(NamedTuple):
 class TierWriterThreads:
     """The threads of one tier, and the slices and verdicts on their way into it. Any thread.
 
-    Args:
-        on_over: Called with the end of each slice, in a thread of the tier or in that of `look`, before the area is
-            released.
-        call_seconds_max: How long one call of the tier may take.
-
-    Attributes:
-        calls: Every call of the tier goes through this.
+    `on_over` is called with the end of each slice, in a thread of the tier or in that of `look`, before the area is
+    released. One call of the tier may take `call_seconds_max`; all of them go through `calls`.
     """
 
     def __init__(
