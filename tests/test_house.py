@@ -86,7 +86,7 @@ BUDGETS = {
     "operator_side/supervise": 3400,
     "stager": 4650,
     "stager/session": 1400,
-    "trainer_side": 2200,
+    "trainer_side": 2150,
     "trainer_side/convert": 2100,
     "trainer_side/data": 950,
     "trainer_side/frameworks": 1150,
@@ -94,11 +94,11 @@ BUDGETS = {
     "trainer_side/notice": 1150,
     "trainer_side/pace": 500,
     "trainer_side/proof": 700,
-    "trainer_side/ranks": 2600,
+    "trainer_side/ranks": 2550,
     "trainer_side/restore": 7500,
-    "trainer_side/save": 6100,
+    "trainer_side/save": 6050,
     "trainer_side/state": 5100,
-    "trainer_side/tiers": 5200,
+    "trainer_side/tiers": 5150,
     "trainer_side/trackers": 650,
 }
 PRODUCT_LINES_MAX = 87_800

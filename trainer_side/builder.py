@@ -119,7 +119,7 @@ def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) 
         tiers.doubt(doubt)
         quietness.hear(doubt)
 
-    inbox.when_doubted(hear)
+    inbox.on_doubt = hear
     tiers.council.when_doubted(hear)
     seconds_max = config.copy_seconds_max
     copier = Copier(

@@ -41,12 +41,7 @@ _LOOK_SECONDS = 5e-3
 
 
 class Leaving:
-    """See the module. Training thread. The last steps may take `seconds_max` to become durable.
-
-    Attributes:
-        newest_step: The newest step of which a save was begun; -1: none.
-        wanted_step: The newest step that was to be saved, whatever became of that; -1: none.
-    """
+    """See the module. Training thread. The last steps may take `seconds_max` to become durable."""
 
     def __init__(
         self,
@@ -60,7 +55,8 @@ class Leaving:
     ) -> None:
         self._copier, self._tiers, self._link, self._ledger = copier, tiers, link, ledger
         self._seconds_max, self._on_not_durable = seconds_max, on_not_durable
-        self.newest_step = self.wanted_step = -1
+        self.newest_step = -1  # of which a save was begun; -1: none
+        self.wanted_step = -1  # that was to be saved, whatever became of that; -1: none
 
     @property
     def died(self) -> ThreadDied | None:
@@ -73,9 +69,7 @@ class Leaving:
     def at_the_end(self) -> None:
         """Wait until all is durable, and leave.
 
-        Raises:
-            ThreadDied: A thread of this rank has died; checkpoints are missing.
-            NotDurable: The newest step that was to be saved is not durable.
+        ThreadDied: a thread of this rank has died. NotDurable: the newest step that was to be saved is not durable.
         """
         try:
             if self.died is None:

@@ -2,7 +2,7 @@
 
 CREDIT, STAGED, DURABLE, DECLINED, FAILED ─► outbox       SAVE_AT ────► agreed steps ──► AT
 RESERVED, REFUSED, FETCHED ────────────────► requests     SAVE_EVERY ─► schedule ──────► HERE
-BEAT ──► BEAT                                             DOUBTED ────► `when_doubted`
+BEAT ──► BEAT                                             DOUBTED ────► `on_doubt`
 """
 
 from __future__ import annotations
@@ -57,11 +57,8 @@ class StagerInbox:
 
     def __init__(self, rank: int, agreed_steps: AgreedSteps, schedule: Schedule) -> None:
         self._rank, self._agreed_steps, self._schedule = rank, agreed_steps, schedule
-        self._on_doubt: Callable[[Doubt], None] = lambda _: None
-
-    def when_doubted(self, call: Callable[[Doubt], None]) -> None:
-        """Call this with each doubt of a rank, in the link's thread. Training thread, before the first save."""
-        self._on_doubt = call
+        # Called with each doubt of a rank, in the link's thread; set before the first save.
+        self.on_doubt: Callable[[Doubt], None] = lambda _: None
 
     @property
     def last_step(self) -> int:
@@ -69,12 +66,7 @@ class StagerInbox:
         return self._agreed_steps.promises.last_step
 
     def take(self, session: StagerSession, frame: Frame) -> None:
-        """Act on one message.
-
-        Raises:
-            ProtocolError: The stager may not send this.
-            HoldfastError: The stager drops this rank, and says why.
-        """
+        """Act on one message. ProtocolError: the stager may not send this. Others: it drops this rank, and says why."""
         match frame.kind:
             case Kind.BEAT:
                 # An answer, so that the stager knows that this rank is alive, too.
@@ -91,7 +83,7 @@ class StagerInbox:
                 answer = self._schedule.heard(Announcement.from_frame(frame), seconds)
                 self._reply(session, frame, Kind.HERE, answer)
             case Kind.DOUBTED:
-                self._on_doubt(Doubt.from_frame(frame))
+                self.on_doubt(Doubt.from_frame(frame))
             case Kind.FETCHED:
                 session.requests.fetched(frame)
             case Kind.RESERVED:

@@ -179,9 +179,7 @@ class Link:
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
         """Wait until what was offered is durable (or staged), say good-bye, end the thread. Safe to call twice.
 
-        Args:
-            wait_for: `DURABLE`, or `STAGED` to leave the rest to the flusher.
-            seconds_max: How long to wait; what is not there then is logged, not lost.
+        With `wait_for=STAGED` the rest is left to the flusher. A step that is late is logged, not lost.
         """
         if not self._closed:
             self._closed = True

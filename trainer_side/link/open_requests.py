@@ -97,17 +97,13 @@ class OpenRequests:
                 self._port.send(message)
 
         self._command(ask)
+        why: object = f"no answer within {self._fetch_seconds_max:g} s"
         try:
             frame = answer.result(self._fetch_seconds_max)
         except (TimeoutError, HoldfastError) as error:
-            why = (
-                error
-                if isinstance(error, HoldfastError)
-                else f"no answer within {self._fetch_seconds_max:g} s"
-            )
-            raise PeerLost(
-                f"rank {self._rank} asked the stager for the contents of its ring: {why}"
-            ) from None
+            why = error if isinstance(error, HoldfastError) else why
+            problem = f"rank {self._rank} asked the stager for the contents of its ring: {why}"
+            raise PeerLost(problem) from None
         if (frame.flags, frame.step, frame.chunk) != (asked, step, chunk):
             raise ProtocolError(
                 f"rank {self._rank} asked for {asked.name} of step {step}, chunk {chunk}; the stager answered "

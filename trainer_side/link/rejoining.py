@@ -46,7 +46,7 @@ class Reconnect(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """A stager that has welcomed this rank again; seconds without one, and tries, until then."""
+    """A stager that has welcomed this rank again, and how long and how often the rank had tried."""
 
     greeted: Greeted
     seconds: float

@@ -28,17 +28,13 @@ class _Promise(NamedTuple):
 
 
 class PromisedSteps(Generic[Agreed]):
-    """See the module. The caller of each method holds `lock`.
-
-    Attributes:
-        lock: Guards the promises and what their user keeps beside them; `reach` gives it back while it waits.
-        last_step: The last step that training has done; -1: none.
-    """
+    """See the module. The caller of each method holds `lock`."""
 
     def __init__(self, wait_seconds_max: float) -> None:
         self._wait_seconds_max = wait_seconds_max
+        # Guards the promises and what their user keeps beside them; `reach` gives it back while it waits.
         self.lock = threading.Condition()
-        self.last_step = -1
+        self.last_step = -1  # that training has done; -1: none
         self._promise: _Promise | None = None
         self._appointed: list[tuple[int, Agreed]] = []  # each due at the first step that is not below
 

@@ -28,7 +28,6 @@ class NoticeSource(Protocol):
     def look(self) -> list[Notice]:
         """The notices that it shows now; mostly none.
 
-        Raises:
-            SourceError: It did not answer in time, refused, or what it said makes no sense.
+        SourceError: it did not answer in time, refused, or what it said makes no sense.
         """
         ...

@@ -41,9 +41,6 @@ class NoticeWatch:
         on_notice: Called with each new notice, in the watch's thread.
         seconds: How often the sources are asked.
         signals: Sources that are there already. They put an item into `wakes` to wake the watch.
-
-    Attributes:
-        looks: How often each source was asked, by name. `failures`: how often that failed.
     """
 
     def __init__(
@@ -60,8 +57,8 @@ class NoticeWatch:
         self._signals, self._wakes = signals, wakes
         self._passed_on: set[tuple[str, str, str, int | None]] = set()
         self._failing: set[str] = set()
-        self.looks: dict[str, int] = {}
-        self.failures: dict[str, int] = {}
+        self.looks: dict[str, int] = {}  # how often each source was asked, by name
+        self.failures: dict[str, int] = {}  # how often that failed
         self._closing = threading.Event()
         self._thread = BackgroundThread(
             "holdfast-watch",

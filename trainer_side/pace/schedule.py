@@ -59,14 +59,9 @@ class Schedule:
     def __init__(self, *, auto: bool, wait_seconds_max: float) -> None:
         self._auto = auto
         self.promises: PromisedSteps[Pace] = PromisedSteps(wait_seconds_max)
-        self._phase = SchedulePhase.STARTING
+        self.phase = SchedulePhase.STARTING  # where the steps come from now
         self._pace = Pace(0, FIRST_EVERY)  # STARTING: `first` counts the steps that are done; LOOSE: 0
         self._begun = False
-
-    @property
-    def phase(self) -> SchedulePhase:
-        """Where the steps come from now."""
-        return self._phase
 
     @property
     def every(self) -> int:
@@ -81,11 +76,11 @@ class Schedule:
         with self.promises.lock:
             if not self._begun:
                 self._begun = True
-                if self._phase is SchedulePhase.STARTING:
+                if self.phase is SchedulePhase.STARTING:
                     self._pace = Pace(_multiple(step + FIRST_EVERY, FIRST_EVERY), FIRST_EVERY)
             due = self.promises.reach(step)
             if due:
-                self._pace, self._phase = due[-1], SchedulePhase.PACED
+                self._pace, self.phase = due[-1], SchedulePhase.PACED
             return self._is_time(step, shorten(self._pace.every))
 
     def heard(self, said: Announcement, step_seconds: float | None = None) -> StepAnswer | None:
@@ -111,7 +106,7 @@ class Schedule:
 
     def _is_time(self, step: int, every: int) -> bool:
         """The lock is held."""
-        match self._phase:
+        match self.phase:
             case SchedulePhase.PACED:
                 return step >= self._pace.first and (step - self._pace.first) % every == 0
             case SchedulePhase.LOOSE:  # also where it is shorter: a part of it need not divide it
@@ -126,8 +121,8 @@ class Schedule:
     def _loosen(self) -> None:
         """The lock is held. A rank that never was paced stays as it is: it shares steps with every LOOSE one."""
         self.promises.end(forget_appointed=True)
-        if self._phase is SchedulePhase.PACED:
-            self._phase = SchedulePhase.LOOSE
+        if self.phase is SchedulePhase.PACED:
+            self.phase = SchedulePhase.LOOSE
             self._pace = Pace(0, 1 << (min(self._pace.every, EVERY_MAX) - 1).bit_length())
 
 

@@ -27,17 +27,13 @@ _CHECKPOINTS = 3  # two of three that are slow are no accident
 
 
 class StepProfile:
-    """See the module. One thread.
-
-    Attributes:
-        image_bytes: Bytes of the whole checkpoint; `slice_bytes`: of this rank's part. 0: not known yet.
-        in_flight_max: How many checkpoints may be on their way at once.
-    """
+    """See the module. One thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        # The whole checkpoint's, and those of this rank's part; 0: not known yet.
         self.image_bytes = self.slice_bytes = 0
-        self.in_flight_max = 1
+        self.in_flight_max = 1  # checkpoints that may be on their way at once
         self._begun_at: float | None = None
         self._saved = False
         self._first_step: int | None = None

@@ -47,14 +47,10 @@ class OpenedConnection(NamedTuple):
 
 
 class Connector:
-    """See the module. Any thread.
+    """See the module. Any thread. ConfigError: there are more ranks than one stager serves.
 
-    Args:
-        key: Key of the run; None: that of a stager of this user on this machine (holdfast/stager_key.py).
-        tls: The stager must speak TLS; None: it must not.
-
-    Raises:
-        ConfigError: There are more ranks than one stager serves.
+    `key` is that of the run; None: that of a stager of this user on this machine (holdfast/stager_key.py). With `tls`
+    the stager must speak TLS; otherwise it must not.
     """
 
     def __init__(
@@ -80,11 +76,8 @@ class Connector:
     ) -> OpenedConnection:
         """Connect and be admitted, however often it takes.
 
-        Args:
-            channel: 0 for messages, from 1 on for payloads.
-            seconds_max: How long to try.
-            received: How many messages of the stager this rank has received before.
-            resuming: This rank was admitted before.
+        `channel` is 0 for messages, from 1 on for payloads. `received` counts the messages of the stager that this rank
+        has received before. With `resuming` this rank was admitted before.
 
         Raises:
             ConfigError: The stager has another key, another number of ranks, or serves another job; only one of both

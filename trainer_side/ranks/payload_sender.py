@@ -56,7 +56,7 @@ class PayloadSender:
         self._lock = threading.Lock()
         self._waiting: deque[tuple[PayloadHeader, memoryview]] = deque()
         self._under_way: OrderedDict[int, tuple[PayloadHeader, memoryview]] = OrderedDict()
-        self._load = 0
+        self.load = 0  # bytes that have no receipt yet
         self._closed = False
         self._renewed = False
         self._quiet = threading.Event()  # no payload is read
@@ -68,16 +68,11 @@ class PayloadSender:
         )
         self._thread.start()
 
-    @property
-    def load(self) -> int:
-        """Bytes that have no receipt yet."""
-        return self._load
-
     def send(self, header: PayloadHeader, payload: memoryview) -> None:
         """Send it; its memory must not change until its receipt has come."""
         with self._lock:
             self._waiting.append((header, payload))
-            self._load += header.nbytes
+            self.load += header.nbytes
         os.eventfd_write(self._wake, 1)
 
     def renew(self) -> None:
@@ -142,7 +137,7 @@ class PayloadSender:
             found = self._under_way.pop(number, None)
             if found is None:
                 return
-            self._load -= found[0].nbytes
+            self.load -= found[0].nbytes
         self._over(number)
 
     @property

@@ -118,13 +118,10 @@ def gather(peers: Peers, mine: bytes) -> list[bytes]:
 
 
 def agree(peers: Peers, error: HoldfastError | None) -> str | None:
-    """Tell each other how a stage went. Collective.
+    """Tell each other how a stage went: None if it went well everywhere. Collective.
 
-    Returns:
-        None if it went well everywhere; what is damaged and which rank saw it, if another checkpoint may do.
-
-    Raises:
-        HoldfastError: An error that another checkpoint would not avoid: this rank's, or the first of another rank.
+    If another checkpoint may do, returns what is damaged and which rank saw it. An error that another checkpoint would
+    not avoid is raised: this rank's, or the first of another rank.
     """
     if peers.all_agree(error is None):
         return None

@@ -97,13 +97,7 @@ def speaks(port: RanksPort, error: HoldfastError, *, seconds_max: float = _LISTE
 def _place(trace: TracebackType | None) -> str:
     """Where the script has called holdfast: `train.py:45`."""
     frames = traceback.extract_tb(trace)
-    own = Path(__file__).parents[2]
-    theirs = [
-        frame
-        for frame in frames
-        if not (
-            (path := Path(frame.filename)).is_relative_to(own) and path.relative_to(own).parts[0] in _PACKAGES
-        )
-    ]
+    own = [Path(__file__).parents[2] / package for package in _PACKAGES]
+    theirs = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, own))]
     called = [frame for frame in theirs if "site-packages" not in frame.filename] or theirs
     return f"{called[-1].filename}:{called[-1].lineno}" if called else ""

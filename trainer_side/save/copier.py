@@ -68,9 +68,7 @@ class CopyJob:
     inside: bool = False  # `save()` waits for the whole copy
     compares: bool = False  # and compares it with the live bytes then
     device: torch.device | None = None
-    route: Route | None = (
-        None  # for which `save()` has reserved device memory; None: the copy thread finds one
-    )
+    route: Route | None = None  # `save()` has reserved device memory for it; None: the copy thread finds one
 
     def cancelled(self) -> bool:
         """Whether the rest of the copy is of no use: to the stager, nor to any local tier."""
@@ -89,12 +87,6 @@ class Copier:
     """The thread, and the gate that it opens. Its methods belong to the training thread unless they say otherwise.
 
     An update, or the next save, waits at most `seconds_max` for a copy.
-
-    Attributes:
-        updates: How many steps of optimizers have begun.
-        on_update: Called on the training thread when a step of an optimizer begins.
-        problem: Why copying has stopped for good; None while it works.
-        update_streams: The device streams on which updates were queued recently.
     """
 
     def __init__(
@@ -111,9 +103,9 @@ class Copier:
         gated = with_inner(optimizers)
         self.gate = Gate(gated, seconds_max=seconds_max, on_late=self._abandon, on_hook=self._hooked)
         self._proof, self._quietness = HookCoverage(gated), quietness
-        self.update_streams: list[Any] = []
-        self.updates = 0
-        self.on_update: Callable[[], None] = lambda: None
+        self.update_streams: list[Any] = []  # of the device, on which updates were queued recently
+        self.updates = 0  # steps of optimizers that have begun
+        self.on_update: Callable[[], None] = lambda: None  # when one begins; on the training thread
         self._by_hand = 0  # nesting depth of `with checkpointer.changing()` on the training thread
         self._job: CopyJob | None = None  # under way; it holds a staging area and tensors, so not for longer
         self._stuck: CopyJob | None = None  # the one that was not waited for any longer
@@ -121,7 +113,7 @@ class Copier:
         self._idle.set()
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._entered: torch.device | None = None  # of the thread
-        self.problem: ThreadDied | None = None
+        self.problem: ThreadDied | None = None  # why copying has stopped for good
         self._thread = BackgroundThread(
             "holdfast-copy", self._run, rank=link.job.rank, task="copies the state", died=self._died
         )

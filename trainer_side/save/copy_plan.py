@@ -15,7 +15,7 @@ Pieces are never joined: between two entries of an image lies a zip header.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -96,9 +96,8 @@ class SliceSources:
     """A slice, and where its bytes lie at one save."""
 
     plan: SlicePlan
-    sources: Sequence[
-        StorageSource | None
-    ]  # of each entry; None: its bytes are made, or another rank has them
+    # By entry; None where its bytes are made, or another rank has them.
+    sources: Sequence[StorageSource | None]
 
     @cached_property
     def host_entries(self) -> frozenset[int]:
@@ -190,8 +189,14 @@ def batches(
             nbytes = 0
         groups[-1].append(piece)
         nbytes += piece.nbytes
+    return tuple(batches_of(groups, sources))
+
+
+def batches_of(
+    groups: Sequence[Sequence[CopyPiece]], sources: Sequence[StorageSource | None]
+) -> Iterator[Batch]:
+    """The batches of these groups of pieces, which are copied in this order."""
     reads_left = Counter(_storage(sources, piece) for group in groups for piece in group)
-    found = []
     for group in groups:
         read = []
         for piece in group:
@@ -199,18 +204,15 @@ def batches(
             reads_left[storage] -= 1
             if not reads_left[storage]:
                 read.append(storage)
-        found.append(
-            Batch(
-                pieces=tuple(group),
-                offsets=tuple(piece.offset for piece in group),
-                addresses=tuple(_source(sources, piece).data_ptr + piece.entry_offset for piece in group),
-                sizes=tuple(piece.nbytes for piece in group),
-                nbytes=sum(piece.nbytes for piece in group),
-                read=tuple(read),
-                frames=Counter(piece.frame for piece in group),
-            )
+        yield Batch(
+            pieces=tuple(group),
+            offsets=tuple(piece.offset for piece in group),
+            addresses=tuple(address_of(sources, piece) for piece in group),
+            sizes=tuple(piece.nbytes for piece in group),
+            nbytes=sum(piece.nbytes for piece in group),
+            read=tuple(read),
+            frames=Counter(piece.frame for piece in group),
         )
-    return tuple(found)
 
 
 def _route(
@@ -218,8 +220,8 @@ def _route(
 ) -> Route:
     last = len(order)
     ordered = sorted(pieces, key=lambda piece: order.get(_storage(sources, piece), last))
-    host = [piece for piece in ordered if _source(sources, piece).device.type == "cpu"]
-    device = [piece for piece in ordered if _source(sources, piece).device.type != "cpu"]
+    host = [piece for piece in ordered if source_of(sources, piece).device.type == "cpu"]
+    device = [piece for piece in ordered if source_of(sources, piece).device.type != "cpu"]
     most_host = _pieces_max(len(host), _BATCH_PIECES_MAX)
     most_device = _pieces_max(len(device), _DEVICE_BATCH_PIECES_MAX)
     return Route(
@@ -233,13 +235,19 @@ def _pieces_max(pieces: int, most: int) -> int:
     return min(most, max(1, pieces // _BATCHES_MIN))
 
 
-def _source(sources: Sequence[StorageSource | None], piece: CopyPiece) -> StorageSource:
+def source_of(sources: Sequence[StorageSource | None], piece: CopyPiece) -> StorageSource:
+    """The storage of a piece that lies in a tensor."""
     source = sources[piece.entry]
-    assert source is not None, "what is gated lies in a tensor"
+    assert source is not None, "what is gated, or on a device, lies in a tensor"
     return source
+
+
+def address_of(sources: Sequence[StorageSource | None], piece: CopyPiece) -> int:
+    """The address of a piece's first byte."""
+    return source_of(sources, piece).data_ptr + piece.entry_offset
 
 
 def _storage(sources: Sequence[StorageSource | None], piece: CopyPiece) -> int:
     """Address of the storage under it: its name for the gate, also where only a part of it is saved."""
-    source = _source(sources, piece)
+    source = source_of(sources, piece)
     return source.data_ptr - source.start_bytes

@@ -24,7 +24,7 @@ from operator import attrgetter
 
 import torch
 
-from trainer_side.save.copy_plan import Batch, CopyPiece, SliceSources, batches
+from trainer_side.save.copy_plan import Batch, CopyPiece, SliceSources, batches_of
 from trainer_side.save.device_stream import DeviceMemory, DeviceStream, empty, refill_all
 from trainer_side.save.parcel import (
     Crossing,
@@ -188,13 +188,7 @@ def _sections(of: Sequence[Batch], slice_: SliceSources) -> list[Batch]:
             nbytes = 0
         groups[-1].append(piece)
         nbytes += piece.nbytes
-    return [
-        batch
-        for group in groups
-        for batch in batches(
-            group, slice_.sources, pieces_max=len(group), bytes_max=sum(one.nbytes for one in group)
-        )
-    ]
+    return list(batches_of(groups, slice_.sources))
 
 
 _AHEAD = 4  # parcels queued at once, so that the device is never idle between two

@@ -26,11 +26,7 @@ _log = logging.getLogger("holdfast.trainer")
 
 
 class LayoutAgreement:
-    """See the module. Training thread.
-
-    Attributes:
-        sum_seconds: How long the checksums took when the ranks last agreed.
-    """
+    """See the module. Training thread."""
 
     def __init__(self, given: GivenState, context: RankContext) -> None:
         self._given, self._state = given, given.held
@@ -42,15 +38,10 @@ class LayoutAgreement:
         self._names: dict[str, list[list[str]]] = {}
         self._before: TensorTable | None = None  # what was agreed on
         self._step = -1
-        self.sum_seconds = 0.0
+        self.sum_seconds = 0.0  # of the checksums when the ranks last agreed
 
     def check_fresh_run(self) -> None:
-        """Refuse the first save if it would begin the run again unasked. The other ranks are told in `agree`.
-
-        Raises:
-            ConfigError: The run has checkpoints, and the script has neither called `restore()` nor said `fresh`.
-            StoreError: Whether it has cannot be seen.
-        """
+        """Refuse the first save if it would begin the run again unasked (`FreshRunCheck`), and tell the other ranks."""
         if self._context.fresh_run.is_settled:
             return
         url, tiers = self._context.link.job.store_url, self._context.tiers.tiers

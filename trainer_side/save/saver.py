@@ -78,11 +78,7 @@ _device_of = attrgetter("device")
 
 
 class Saver:
-    """Takes this rank's checkpoints. Training thread.
-
-    Attributes:
-        trackers: Experiment tracker → its run; written into each checkpoint.
-    """
+    """Takes this rank's checkpoints. Training thread."""
 
     def __init__(
         self,
@@ -95,7 +91,7 @@ class Saver:
         self._planner, self._pool, self._copier = planner, pool, copier
         self._link, self._tiers = context.link, context.tiers
         self._ledger, self._events = context.ledger, context.events
-        self.trackers: dict[str, str] = {}
+        self.trackers: dict[str, str] = {}  # experiment tracker → its run; written into each checkpoint
         self._warned = ""
         self._late = FinishedStep(state, lambda: copier.updates)
         self._late_step = -1  # the step that was noted there last
@@ -224,11 +220,9 @@ class Saver:
     ) -> CopyJob | None:
         """Take what must be taken at once, and set the rest going. `answer`: what the stager has said already."""
         area, device = place.area, _device(taken.sources)
-        if device is None:
-            begins = self._take(step, plan, taken, area, None)
-        else:
-            with in_order_with(device, self._copier.update_streams):
-                begins = self._take(step, plan, taken, area, device)
+        streams = self._copier.update_streams
+        with contextlib.nullcontext() if device is None else in_order_with(device, streams):
+            begins = self._take(step, plan, taken, area, device)
         record.slice_bytes, record.save_seconds, record.host = area.nbytes, 0.0, socket.gethostname()
         on_device = begins.route is not None and bool(area.live(begins.route).device)
         inside, compares = self._copier.way_of(step, begins.instant, area.nbytes, on_device=on_device)

@@ -81,13 +81,10 @@ class CopyEngine:
     before, so they never meet.
 
     A mirror may take `device_bytes_max` of a device; 0: no mirror; None: as much as is spare.
-
-    Attributes:
-        seen: History of tensors that may not change (`DeviceDedup`), shared by all areas.
     """
 
     def __init__(self, *, device_bytes_max: int | None = None) -> None:
-        self.seen: dict[tuple[str, int, int], Steadiness] = {}
+        self.seen: dict[tuple[str, int, int], Steadiness] = {}  # by `DeviceDedup`; all areas share it
         self._device_bytes_max = device_bytes_max
         self._on_device: DeviceCopy | None = None
         self._now: NowBatches | None = None
@@ -120,15 +117,10 @@ class CopyEngine:
     ) -> None:
         """Copy all batches of `route` into `area`. When it returns nothing live is read any more. Copy thread.
 
-        Args:
-            route: The host's batches are copied by `move`, those of a device by `DeviceCopy`.
-            slice_: Where the bytes lie.
-            area: A staging area's memory.
-            after: Recorded on the compute stream when the state was right.
-            cancelled: Asked between batches; once True, the remaining batches are skipped.
-            read: Called with each batch whose live tensors are no longer read.
-            arrived: Told each batch whose bytes are in the area; on a device much later than `read`.
-            move: As `ctypes.memmove`.
+        The host's batches are copied by `move`, those of a device by `DeviceCopy`, after `after`, which was recorded on
+        the compute stream when the state was right. `cancelled` is asked between batches; once it says True, the
+        remaining ones are skipped. `read` is called with each batch whose live tensors are no longer read, `arrived`
+        with each whose bytes are in the area; on a device that is much later.
         """
         # The host's first: they are counters of a step and the like, if there is a device at all.
         for batch in route.host:

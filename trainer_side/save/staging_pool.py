@@ -99,15 +99,11 @@ class Areas:
 
     def __init__(self) -> None:
         self._make: Callable[[SliceWriter | None], Staging] | None = None
-        self._count_max = 0
+        self.count_max = 0
         self._areas: list[Staging] = []
         self._slots: dict[int, Staging] = {}  # by address
         self._sent_from: dict[Staging, AreaUse] = {}  # the last one of each area
         self._flights: list[AreaUse] = []  # not at an end for this rank, oldest first
-
-    @property
-    def count_max(self) -> int:
-        return self._count_max
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +118,7 @@ class Areas:
         tier, and none is made now.
         """
         assert not self.being_read(), "an area is still being sent"
-        self._make, self._count_max = make, count_max
+        self._make, self.count_max = make, count_max
         self._sent_from.clear()
         self._areas.clear()  # the memory goes back before the new one is taken
         self._slots.clear()
@@ -140,7 +136,7 @@ class Areas:
         for area in self._areas:
             if area not in self._sent_from or self._sent_from[area].released.is_set():
                 return area
-        if self._make is None or len(self._areas) >= self._count_max:
+        if self._make is None or len(self._areas) >= self.count_max:
             return None
         try:
             area = self._make(None)
@@ -150,14 +146,14 @@ class Areas:
                 len(self._areas),
                 error,
             )
-            self._count_max = len(self._areas)
+            self.count_max = len(self._areas)
             return None
         self._areas.append(area)
         return area
 
     def has_room(self) -> bool:
         """Whether one more step may be in flight."""
-        return len(self.in_flight()) <= self._count_max
+        return len(self.in_flight()) <= self.count_max
 
     def take_slot(self, writer: SliceWriter) -> Staging:
         """The area that is this slot of a tier. The tier answers for nobody reading it."""
@@ -337,7 +333,11 @@ class StagingPool:
 
         PoolFull: all areas are taken.
         """
-        place = self._take(step, record)
+        if self._tiers.is_direct:
+            place = self._take_slot(step, record)
+        else:
+            area = self._areas.take()
+            place = None if area is None else Reservation(area, self._take_slots(step, record))
         if place is None:
             raise PoolFull(self._busy())
         return place
@@ -357,14 +357,6 @@ class StagingPool:
             self._tiers.drop(place.keeping, reason)
 
     # -- details -------------------------------------------------------------------------------------------------
-
-    def _take(self, step: int, record: SaveRecord) -> Reservation | None:
-        if self._tiers.is_direct:
-            return self._take_slot(step, record)
-        area = self._areas.take()
-        if area is None:
-            return None
-        return Reservation(area, self._take_slots(step, record))
 
     def _take_slot(self, step: int, record: SaveRecord) -> Reservation | None:
         """A slot of the first tier, which is the area: without one there is nowhere to copy to."""

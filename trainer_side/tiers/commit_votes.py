@@ -55,14 +55,8 @@ class Voter:
     """A rank's part: handles rank 0's messages, and knows which of them the rank still waits for. No thread of its own.
 
     `hear`, `check_silence` and `end` belong to the thread of `CommitVotes`, as the calls of `on_verdict` and `on_doubt`
-    do; the rest to any thread.
-
-    Args:
-        appointments: At which step this rank acts on a notice; only in a job without a stager.
-        silence_seconds_max: How long a sealed slice waits for its verdict.
-
-    Attributes:
-        new_pickle_reserve_bytes: Room that rank 0's pickle was given after it had outgrown its reserve; 0 before.
+    do; the rest to any thread. `appointments` are those of a job without a stager. A sealed slice waits for its verdict
+    for `silence_seconds_max`.
     """
 
     def __init__(
@@ -75,7 +69,7 @@ class Voter:
     ) -> None:
         self._rank, self._on_verdict, self._appointments = rank, on_verdict, appointments
         self._silence_seconds_max = silence_seconds_max
-        self.new_pickle_reserve_bytes = 0
+        self.new_pickle_reserve_bytes = 0  # as `RankCouncil` has it
         self.on_doubt: Callable[[Doubt], None] = lambda _: None
         self._undecided: dict[tuple[int, Order], float] = {}  # slices that this rank has sealed, and when
         self._question: PendingQuestion | None = None
@@ -171,9 +165,6 @@ class CommitVotes(RankCouncil):
             when nothing is decided any more.
         appointments: At which step this rank acts on a notice; only in a job without a stager.
         rank0: Decides; on rank 0 only. None there: neither preemption nor replicas are dealt with.
-
-    Attributes:
-        problem: Why nothing is decided any more; None while all is well.
     """
 
     def __init__(
@@ -194,7 +185,7 @@ class CommitVotes(RankCouncil):
         if rank0 is None and port.rank == ROOT:
             rank0 = Rank0Votes(port.ranks, limits)
         self._rank0 = rank0
-        self.problem: HoldfastError | None = None
+        self.problem: HoldfastError | None = None  # why nothing is decided any more
         self._outbox: deque[bytes] = deque()
         self._wake = threading.Event()
         self._lost: frozenset[int] = frozenset()

@@ -413,9 +413,6 @@ class LocalTiers(TierSet):
                     error,
                 )
 
-    def hurry(self, seconds_max: float) -> None:
-        self._votes.hurry(seconds_max)
-
     def close(self, seconds_max: float) -> None:
         if self._closed:
             return

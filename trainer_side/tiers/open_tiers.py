@@ -51,10 +51,8 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
 
     `slots` is the number of slices that a rank has room for: one, plus one for each checkpoint in flight. `writers` is
     the number of threads that write at once. Without a value, `prepare` measures the device for a second and chooses
-    one; a memory tier gets as many writers as keep up with a device, at most half of the cores.
-
-    Raises:
-        ConfigError: `spec` is not a tier, or a memory tier lies on a disk and this rank trains on a device.
+    one; a memory tier gets as many writers as keep up with a device, at most half of the cores. ConfigError: `spec` is
+    not a tier, or a memory tier lies on a disk and this rank trains on a device.
     """
     kind, colon, directory = spec.partition(":")
     if kind not in {*_MEDIA, Nearness.STORE}:

@@ -70,18 +70,14 @@ class TierDirectory:
     """The directory of one run in a tier's directory. ConfigError: the run's URL is empty or malformed.
 
     `parents` directories above it may be made as well, for this user alone.
-
-    Attributes:
-        run: The last part of the run's URL, for people.
-        run_digest: SHA-256 of the run's URL; equal for two spellings of one URL.
     """
 
     def __init__(self, directory: Path, run_url: str, *, parents: int = 0) -> None:
         self._parents = parents
         self.base = directory.absolute()
         url = normalise_url(run_url)
-        self.run = url.rstrip("/").rpartition("/")[2] or "run"
-        self.run_digest = hashlib.sha256(url.encode()).digest()
+        self.run = url.rstrip("/").rpartition("/")[2] or "run"  # for people
+        self.run_digest = hashlib.sha256(url.encode()).digest()  # equal for two spellings of one URL
         safe = re.sub(r"[^A-Za-z0-9._-]", "_", self.run)[:_NAME_CHARACTERS_MAX]
         self.directory = self.base / f"{safe}-{self.run_digest.hex()[:_KEY_DIGITS]}"
 

@@ -43,9 +43,7 @@ class RankCouncil:
     def concur(self, error: HoldfastError | None) -> None:
         """Say that this rank has prepared its tiers for the first layout, or why not. Collective.
 
-        Raises:
-            HoldfastError: `error`, or that of another rank, which it names.
-            PeerLost: A rank did not answer in time.
+        Raises `error`, or that of another rank, which it names. PeerLost: a rank did not answer in time.
         """
         if error is not None:
             raise error
@@ -81,22 +79,15 @@ class StagerCouncil(RankCouncil):
 
 
 class TierSet:
-    """The local tiers of this rank. Training thread, unless a method says otherwise.
+    """The local tiers of this rank. Training thread, unless a member says otherwise."""
 
-    Attributes:
-        council: How the ranks agree: among themselves where there are tiers, otherwise through the stager.
-        tiers: The tiers, nearest first; empty without any.
-        names: The tiers, for people; empty without any.
-        attempt: The attempt in the names of this job's slices; 0 without tiers.
-        complete_step: Newest step of this job that every rank has sealed in some tier; -1 before the first. Any thread.
-    """
-
-    tiers: Sequence[Tier] = ()
-    names = ""
-    attempt = 0
-    complete_step = -1
+    tiers: Sequence[Tier] = ()  # nearest first
+    names = ""  # of the tiers, for people
+    attempt = 0  # in the names of this job's slices; 0 without tiers
+    complete_step = -1  # newest step of this job that every rank has sealed in some tier; any thread
 
     def __init__(self, council: RankCouncil) -> None:
+        # How the ranks agree: among themselves where there are tiers, otherwise through the stager.
         self.council = council
 
     @property
@@ -138,12 +129,8 @@ class TierSet:
     def prepare(self, layout: Layout) -> None:
         """Make room for slices of this layout. No slice is on its way.
 
-        A tier that refuses a later layout than the first is left out from then on. The log says so, but a tier is no
-        reason to end a training.
-
-        Raises:
-            ConfigError: A tier is too small for the first layout, not ours, or in use.
-            StoreError: A device refused.
+        Raises as `Tier.prepare` for the first layout. A tier that refuses a later one is left out from then on. The log
+        says so, but a tier is no reason to end a training.
         """
 
     def slot_memories(self) -> Sequence[memoryview]:

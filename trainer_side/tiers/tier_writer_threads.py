@@ -51,16 +51,12 @@ class TierCalls:
     """The calls of one tier that have not returned: a device that hangs has no error to return. Any thread.
 
     A call that does not return in time makes the tier hang: nothing more goes to it before that call has returned.
-
-    Attributes:
-        hangs: Why the tier takes nothing now: which call has not returned. None while it answers.
-        died: The error that ended a thread of the tier, which takes nothing more in this job then.
     """
 
     def __init__(self, name: str, rank: int, *, seconds_max: float) -> None:
         self._name, self._rank, self._seconds_max = name, rank, seconds_max
-        self.hangs: Reason | None = None
-        self.died: ThreadDied | None = None
+        self.hangs: Reason | None = None  # why the tier takes nothing now; None while it answers
+        self.died: ThreadDied | None = None  # has ended a thread: the tier takes nothing more in this job
         self._guard = threading.Lock()
         self._calls: dict[int, _Call] = {}  # by thread
 
