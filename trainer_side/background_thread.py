@@ -24,10 +24,7 @@ class ThreadDied(PeerLost):
 class BackgroundThread:
     """See the module. Begin it by `start`.
 
-    Args:
-        rank: This training rank, for messages.
-        task: The purpose of the thread, in words that follow `which`.
-        died: Called in the dying thread.
+    `task` is its purpose, in words that follow `which`. `died` is called in the dying thread.
     """
 
     def __init__(

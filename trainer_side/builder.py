@@ -51,19 +51,13 @@ _log = logging.getLogger("holdfast.trainer")
 
 @dataclass(frozen=True)
 class CheckpointerParts:
-    """The parts of one `Checkpointer`, in the order in which they are made.
+    """The parts of one `Checkpointer`, in the order in which they are made."""
 
-    Attributes:
-        peers: The other ranks; until the first step after a resume.
-        pacer: Chooses the interval; None unless `every="auto"`.
-        not_at_exit: Called once the tiers are closed; otherwise they are closed when the process exits.
-    """
-
-    peers: Peers
+    peers: Peers  # until the first step after a resume
     events: EventLog
     agreed_steps: AgreedSteps
     link: ToStager
-    pacer: Pacer | None
+    pacer: Pacer | None  # None unless `every="auto"`
     ledger: Ledger
     quietness: Quietness
     copier: Copier
@@ -77,17 +71,13 @@ class CheckpointerParts:
     leaving: Leaving
     notices: PreemptionNotices
     resume_check: ResumeCheck
-    not_at_exit: Callable[[], None]
+    not_at_exit: Callable[[], None]  # once the tiers are closed; otherwise they are closed at exit
 
 
 def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) -> CheckpointerParts:
     """Join the job, with its stager and local tiers, and make all parts. Collective; main thread.
 
-    Args:
-        given: The state as the script gave it.
-        config: Settings of this rank.
-        auto: Whether holdfast chooses the interval.
-        fresh: Whether the run may begin although it has checkpoints.
+    With `auto` holdfast chooses the interval. With `fresh` the run may begin although it has checkpoints.
 
     Raises:
         ConfigError: A setting is wrong, or is not the same on all ranks; or the job has neither a stager nor tiers.
@@ -129,7 +119,7 @@ def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) 
         tiers.doubt(doubt)
         quietness.hear(doubt)
 
-    inbox.when_doubted(hear)
+    inbox.on_doubt = hear
     tiers.council.when_doubted(hear)
     seconds_max = config.copy_seconds_max
     copier = Copier(
@@ -184,11 +174,7 @@ def _pacer(
     optimizers: Sequence[torch.optim.Optimizer],
     world: World,
 ) -> Pacer:
-    """The pacer of this rank.
-
-    Raises:
-        ConfigError: The job has no stager.
-    """
+    """The pacer of this rank. ConfigError: the job has no stager."""
     if not link.job.has_stager:
         raise ConfigError(
             'every="auto" needs a stager, which brings all ranks to the same steps, and this job has none; '
@@ -201,8 +187,6 @@ def _pacer(
 
 
 def _to_stager(link: ToStager) -> Callable[[Notice], None]:
-    """Sends notices to the stager."""
-
     def send(notice: Notice) -> None:
         if link.job.problem is not None:
             _log.error(

@@ -249,7 +249,7 @@ class Checkpointer:
             locked=locked_buffer,
         )
         with no_collections():
-            self.restored = restore(
+            found = self.restored = restore(
                 self._state,
                 store,
                 self._parts.peers,
@@ -258,29 +258,27 @@ class Checkpointer:
                 fetch=self._link.fetch,
                 options=options,
             )
-        if self.restored is not None:
-            self._tiers.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)
-            self._agreed_steps.restored(self.restored.step)
-            self._parts.left_out.restored()
-            rewound, first = self.restored.rewound, self.restored.step + 1
-            is_other_batch = rewound is not None and rewound.leaves_out(first)
-            self._resume_check.restored(
-                CheckpointId(self.restored.attempt, self.restored.step),
-                self.restored.kept_proofs,
-                unlike=f"the run was {rewound}" if is_other_batch else "",
-            )
-        if self.restored is None:
+        if found is None:
             if self.rank == 0:
                 _log.warning("a new run: %s has no checkpoint to resume from", self._link.job.store_url)
             tell("restored", step=-1)
             return 0
-        self._tell_samplers(self.restored.step)
-        if self.restored.rewound is not None:
-            self._skippable.skip(self.restored.rewound, self._events, rank=self.rank)
-        report("restored", attempt=self.restored.attempt)
-        before = {} if self.restored.before is None else {"before": self.restored.before.label}
-        tell("restored", step=self.restored.step, attempt=self.restored.attempt, **before)
-        return self.restored.step + 1
+        self._tiers.restored((found.attempt, found.step), found.whole_in)
+        self._agreed_steps.restored(found.step)
+        self._parts.left_out.restored()
+        is_other_batch = found.rewound is not None and found.rewound.leaves_out(found.step + 1)
+        self._resume_check.restored(
+            CheckpointId(found.attempt, found.step),
+            found.kept_proofs,
+            unlike=f"the run was {found.rewound}" if is_other_batch else "",
+        )
+        self._tell_samplers(found.step)
+        if found.rewound is not None:
+            self._skippable.skip(found.rewound, self._events, rank=self.rank)
+        report("restored", attempt=found.attempt)
+        before = {} if found.before is None else {"before": found.before.label}
+        tell("restored", step=found.step, attempt=found.attempt, **before)
+        return found.step + 1
 
     def _names_in_state(self, may_lack: Any) -> frozenset[str]:
         names = list(self._state)

@@ -43,12 +43,6 @@ _log = logging.getLogger("holdfast.trainer")
 def join(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> ToStager:
     """Compare settings with the other ranks, and meet the stager if the job has one. Collective; main thread.
 
-    Args:
-        config: Settings of this rank.
-        world: The job.
-        inbox: Acts on the stager's messages.
-        events: Event log of this rank.
-
     Raises:
         ConfigError: There is no stager, and no local tiers are set either; or not the same ones on all ranks; or
             `torch.distributed` has other ranks than the job.
@@ -63,12 +57,9 @@ def join(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventL
 
 
 def meet_stager(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> Link:
-    """Say HELLO, and wait for the stager's WELCOME, at most `start_seconds_max`. Main thread.
+    """Say HELLO, and wait for the stager's WELCOME, at most `start_seconds_max`; raises as `greet`. Main thread.
 
-    Raises:
-        ConfigError: There is no stager in this job, or this process has met it before.
-        PeerLost: It did not answer.
-        HoldfastError: It could not start; its error, of its class.
+    ConfigError also: there is no stager in this job, or this process has met it before.
     """
     identify(f"rank:{world.rank}")
     port = world.port()
@@ -92,11 +83,7 @@ def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:
     would tell them. Collective.
 
     A rank without tiers would skip collective calls in which the others wait for it; ranks that set other checkpoints
-    aside would restore different ones.
-
-    Raises:
-        ConfigError: On every rank: which rank has which setting otherwise than rank 0.
-        PeerLost: A rank is gone.
+    aside would restore different ones. ConfigError, on every rank: which rank has which setting otherwise than rank 0.
     """
     if peers.all_agree(config.stager is None and not config.tiers and not config.restore_set_aside):
         return
@@ -138,11 +125,17 @@ def open_tier_set(
     """
     if not config.tiers:
         return TierSet(StagerCouncil(link.agree))
-    # Here, and in `_opened`: all that keeps slices is loaded where there are tiers, and nowhere else.
+    # Here: all that keeps slices is loaded where there are tiers, and nowhere else.
     from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
+    from trainer_side.tiers.open_tiers import open_tiers
 
     peers, store_url, attempt = world.peers(), link.job.store_url, link.job.attempt
-    tiers, error = _opened(config, store_url)
+    tiers: Sequence[Tier] = ()
+    error = None
+    try:
+        tiers = open_tiers(config, store_url)
+    except ConfigError as refused:
+        error = refused
     # A tier that hangs now is refused, as one that is too small: it would hold up the first save as well.
     limit = min(config.start_seconds_max, config.tier_seconds_max)
     inventory = take_inventory(peers, tiers, error, seconds_max=limit)
@@ -160,15 +153,6 @@ def open_tier_set(
         report=TierReport(world.rank, ledger, events),
         appointments=appointments,
     )
-
-
-def _opened(config: TrainerConfig, store_url: str) -> tuple[Sequence[Tier], ConfigError | None]:
-    from trainer_side.tiers.open_tiers import open_tiers
-
-    try:
-        return open_tiers(config, store_url), None
-    except ConfigError as error:
-        return (), error
 
 
 def _beside(attempt: int, inventory: TierInventory, *, rank: int) -> int:

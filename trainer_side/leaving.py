@@ -41,19 +41,7 @@ _LOOK_SECONDS = 5e-3
 
 
 class Leaving:
-    """See the module. Training thread.
-
-    Args:
-        copier: Ends first.
-        tiers: End before the link.
-        ledger: Knows which steps were given up.
-        seconds_max: How long the last steps may take to become durable.
-        on_not_durable: As the setting.
-
-    Attributes:
-        newest_step: The newest step of which a save was begun; -1: none.
-        wanted_step: The newest step that was to be saved, whatever became of that; -1: none.
-    """
+    """See the module. Training thread. The last steps may take `seconds_max` to become durable."""
 
     def __init__(
         self,
@@ -67,7 +55,8 @@ class Leaving:
     ) -> None:
         self._copier, self._tiers, self._link, self._ledger = copier, tiers, link, ledger
         self._seconds_max, self._on_not_durable = seconds_max, on_not_durable
-        self.newest_step = self.wanted_step = -1
+        self.newest_step = -1  # of which a save was begun; -1: none
+        self.wanted_step = -1  # that was to be saved, whatever became of that; -1: none
 
     @property
     def died(self) -> ThreadDied | None:
@@ -80,9 +69,7 @@ class Leaving:
     def at_the_end(self) -> None:
         """Wait until all is durable, and leave.
 
-        Raises:
-            ThreadDied: A thread of this rank has died; checkpoints are missing.
-            NotDurable: The newest step that was to be saved is not durable.
+        ThreadDied: a thread of this rank has died. NotDurable: the newest step that was to be saved is not durable.
         """
         try:
             if self.died is None:
@@ -102,9 +89,8 @@ class Leaving:
     def _not_durable(self) -> str:
         """Why the newest step that was to be saved is not durable; empty if it is, or no step was."""
         step, durable, problem = self.wanted_step, self._link.job.durable_step, self._link.job.problem
-        kept = (
-            -1 if self._link.job.lives else self._tiers.complete_step
-        )  # without a stager there is nothing safer
+        # Without a stager there is nothing safer than the tiers.
+        kept = -1 if self._link.job.lives else self._tiers.complete_step
         if max(durable, kept) >= step:
             return ""
         said = [f"step {step}, the newest that was to be saved, is not durable"]
@@ -129,12 +115,7 @@ class Leaving:
     def save_last(self, finished: FinishedStep, save: Callable[[int], bool], notice: Notice) -> None:
         """Save the last finished step because of `notice`, before the block ends by an exception; or say why not.
 
-        Every rank that leaves so does the same. The step is whole only if all of them do, before the deadline.
-
-        Args:
-            finished: The step.
-            save: `Saver.save`.
-            notice: That was heard, and has no checkpoint of this step yet.
+        Every rank that leaves this way does the same. The step is whole only if all of them do, before the deadline.
         """
         rank, step = self._link.job.rank, finished.step
         if step < 0:
@@ -229,11 +210,8 @@ class Leaving:
         """Log the step that a restart resumes from. On rank 0."""
         if self._link.job.rank != 0:
             return
-        durable, staged, kept = (
-            self._link.job.durable_step,
-            self._link.job.staged_step,
-            self._tiers.complete_step,
-        )
+        job, kept = self._link.job, self._tiers.complete_step
+        durable, staged = job.durable_step, job.staged_step
         safe = [f"step {durable} is durable"] if durable >= 0 else []
         if staged > durable:
             safe.append(f"step {staged} is staged, and the flusher makes it durable")

@@ -22,10 +22,7 @@ _PACKAGE = Path(__file__).parent
 
 
 class Seat:
-    """See the module. Training thread.
-
-    Args:
-        names: Names in the state, for messages.
+    """See the module. Training thread. `names` are those of the state, for messages.
 
     Attributes:
         process: Number of the process that made the Checkpointer; another one is a forked child of it.
@@ -55,11 +52,9 @@ class Seat:
         return f"the Checkpointer of {', '.join(self._names) or 'an empty state'} (made at {self._place})"
 
     def take(self, owner: object, in_child: Callable[[], object]) -> None:
-        """`owner` is made, and open.
+        """The Checkpointer `owner` is open. If nothing refers to it any more, it counts as closed.
 
-        Args:
-            owner: The Checkpointer. One that nothing refers to any more counts as closed.
-            in_child: Called in each forked child, which has one thread and may hold any lock.
+        `in_child` is called in each forked child, which has one thread and may hold any lock.
         """
         self._owner, self._let_go = weakref.ref(owner), in_child
         _seats.append(self)
@@ -82,11 +77,7 @@ _met: weakref.WeakKeyDictionary[StagerPort, str] = weakref.WeakKeyDictionary()
 
 
 def meet_once(port: StagerPort) -> None:
-    """Note that this process now says HELLO to the stager by `port`.
-
-    Raises:
-        ConfigError: It has done so before, and has left since.
-    """
+    """Note that this process now says HELLO to the stager by `port`. ConfigError: it has done that before."""
     if port in _met:
         raise ConfigError(
             f"Checkpointer(...): this process has joined its job before (at {_met[port]}), and the stager was told "

@@ -14,16 +14,7 @@ _SIGNALS = ("sigterm", "sigusr1")
 def start_line(
     config: TrainerConfig, *, every: int | None, store_url: str, attempt: int, has_stager: bool, fresh: bool
 ) -> str:
-    """The line.
-
-    Args:
-        config: Settings of rank 0.
-        every: Steps between two checkpoints; None: `auto`. 0: only `save()` takes checkpoints.
-        store_url: URL of the run.
-        attempt: Number of this attempt of the job.
-        has_stager: Whether checkpoints go to a stager.
-        fresh: Whether the script starts from scratch.
-    """
+    """The line. `every` is the number of steps between two checkpoints; None: `auto`; 0: only `save()` takes any."""
     where = _through_stager(config, store_url) if has_stager else _in_tiers(config, store_url)
     begins = "; starts from scratch, because the script says fresh=True" if fresh else ""
     return (

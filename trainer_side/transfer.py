@@ -48,28 +48,18 @@ class SliceSource(Protocol):
 
 @dataclass(eq=False)
 class Transfer:
-    """One offered checkpoint.
-
-    Attributes:
-        record: Times and bytes; all `*_seconds` of phases count from the save.
-        reason: Why the step was declined or failed; None before that, and in a job without a stager.
-        fingerprints: Fingerprints of this rank's replicas, as sent with DONE; set before the last byte is ready.
-        frames: How many frames this rank sends. `frames_left`: how many of them it has not sent.
-        released: Set when the source's memory is no longer read.
-        settled: Set when it is staged, declined or failed.
-        ended: Set when it is durable, declined or failed.
-    """
+    """One offered checkpoint."""
 
     step: int
-    record: SaveRecord
+    record: SaveRecord  # all `*_seconds` of phases count from the save
     state: TransferState = TransferState.OFFERED
-    reason: Reason | None = None
-    fingerprints: str = ""
-    frames: int = 0
-    frames_left: int = 0
-    released: threading.Event = field(default_factory=threading.Event)
-    settled: threading.Event = field(default_factory=threading.Event)
-    ended: threading.Event = field(default_factory=threading.Event)
+    reason: Reason | None = None  # why it was declined or failed; None before that, and without a stager
+    fingerprints: str = ""  # of this rank's replicas, for DONE; set before the last byte is ready
+    frames: int = 0  # that this rank sends
+    frames_left: int = 0  # that it has not sent yet
+    released: threading.Event = field(default_factory=threading.Event)  # the source is not read any more
+    settled: threading.Event = field(default_factory=threading.Event)  # staged, declined or failed
+    ended: threading.Event = field(default_factory=threading.Event)  # durable, declined or failed
 
     @classmethod
     def none(cls, step: int, record: SaveRecord, reason: Reason | None = None) -> Transfer:

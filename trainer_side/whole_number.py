@@ -28,18 +28,12 @@ def whole_number(
     advice: str = "",
     error: type[HoldfastError] = ConfigError,
 ) -> int:
-    """`value` as an int.
+    """`value`, as the script gave it, as an int. A tensor of a device is waited for.
 
-    Args:
-        value: As the script gave it. A tensor of a device is waited for.
-        name: Name of the argument, for the message.
-        least: Smallest number that is allowed; None: any.
-        most: Largest number that is allowed; None: any.
-        advice: For the message: what to do instead.
-        error: Class of the error.
+    The message of the error has the argument's `name`, and `advice` about what to do instead.
 
     Raises:
-        HoldfastError: `error`: it is no whole number, or out of bounds.
+        HoldfastError: `error`: it is no whole number, or below `least`, or above `most`.
     """
     found = _index(value)
     if found is not None and (least is None or found >= least) and (most is None or found <= most):
@@ -54,11 +48,7 @@ def whole_number(
 
 
 def step_number(value: Any, call: str) -> int:
-    """The number of a training step that a script gives to `call`.
-
-    Raises:
-        ConfigError: It is not one.
-    """
+    """The number of a training step that a script gives to `call`. ConfigError: it is not one."""
     return whole_number(
         value,
         f"{call}: step",

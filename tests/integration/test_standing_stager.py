@@ -210,7 +210,7 @@ def _as_nobody(address: str, key: bytes | None) -> str:
         os.setuid(65534)
         try:
             connector = Connector(
-                parse_address(address), key, rank=0, ranks=1, start=Start("theirs", b"2" * 16)
+                parse_address(address), key, rank=0, ranks=1, start=Start("theirs", b"2" * 16), tls=None
             )
             connector.open(0, seconds_max=20)
             said = "admitted"

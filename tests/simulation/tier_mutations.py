@@ -55,9 +55,9 @@ TIER_MUTATIONS = {
         _one(
             "older_sector_counts",
             "of two whole sectors the older one is taken",
-            _FORMAT,
-            "return max(valid)[1] if valid else None",
-            "return min(valid)[1] if valid else None",
+            _FILE,
+            "return max(whole, key=",
+            "return min(whole, key=",
         ),
         _one(
             "sequence_stands_still",

@@ -578,9 +578,7 @@ class World:
         ring, kept = restored_from_ring(self, job, link)
         self.checks.ring_is_remembered()
         doubts = random.Random(f"doubt {self.seed} {job.number} {rank}")
-        inbox.when_doubted(
-            lambda doubt: self._heard_doubt((*doubt.earlier_attempts, link.job.attempt), doubt)
-        )
+        inbox.on_doubt = lambda doubt: self._heard_doubt((*doubt.earlier_attempts, link.job.attempt), doubt)
         copier = start_copier(link, self.trainer_config.copy_seconds_max) if plan.torn_share else None
         sources = [_Source(sim.here) for _ in range(plan.areas)]
         sending: dict[_Source, Any] = {}  # the transfer that was made of each last

@@ -3,10 +3,10 @@
 The training thread queues commands; the link's own thread sends frames, handles messages and watches deadlines.
 
 to_stager, no_stager             the interface for the rest of a rank; its implementation in a job without a stager
-link, stager_session             the link and its thread; everything that ends when this stager is lost
+link                             the link and its thread
 job_state                        this rank's number, the attempt, and the trouble with the stager, if any
 outbox, outgoing                 all checkpoints on their way to the stager; one of them: credits in, frames out
-inbox, stager_message            handles each message of the stager; messages that need no answer
+inbox, stager_message            handles each message of one stager; messages that need no answer
 open_requests                    requests that wait for an answer: the agreement on a layout, bytes in the ring
 greeting, rejoining              HELLO and WELCOME; reconnects after the stager is lost
 poll_backoff                     how long the thread pauses between two polls

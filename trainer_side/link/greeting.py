@@ -39,12 +39,7 @@ def greet(
 ) -> Greeted:
     """Say HELLO, and wait for the stager's WELCOME. If that fails, the port is left.
 
-    Args:
-        port: Nobody else may use it meanwhile.
-        ranks: The number of training ranks as the job counts them.
-        seconds_max: How long to wait for the answer.
-        pause_seconds: Between two looks for the answer.
-        given_up: Whether nobody wants the answer any more.
+    Nobody else may use the port meanwhile. `given_up` says whether nobody wants the answer any more.
 
     Raises:
         PeerLost: The stager did not answer, or is lost.

@@ -2,7 +2,7 @@
 
 CREDIT, STAGED, DURABLE, DECLINED, FAILED ─► outbox       SAVE_AT ────► agreed steps ──► AT
 RESERVED, REFUSED, FETCHED ────────────────► requests     SAVE_EVERY ─► schedule ──────► HERE
-BEAT ──► BEAT                                             DOUBTED ────► `when_doubted`
+BEAT ──► BEAT                                             DOUBTED ────► `on_doubt`
 """
 
 from __future__ import annotations
@@ -10,34 +10,55 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from holdfast.config import TrainerConfig
 from holdfast.errors import PeerLost, ProtocolError
 from holdfast.notices.messages import Announcement, StepAnswer
+from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind, peer_error
 from holdfast.wire.state_messages import Agreement
-from trainer_side.link.stager_session import StagerSession
+from trainer_side.link.greeting import Greeted
+from trainer_side.link.job_state import JobState
+from trainer_side.link.open_requests import OpenRequests
+from trainer_side.link.outbox import Outbox, StagerSilence
 from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.pace.schedule import Schedule
 
 _log = logging.getLogger("holdfast.trainer.link")
 
 
-class StagerInbox:
-    """See the module. For the link's thread.
+class StagerSession:
+    """The parts of the link that belong to one stager, from its WELCOME until that stager is lost.
 
-    Args:
-        agreed_steps: The steps that all ranks save after a notice.
-        schedule: The steps that all ranks save with `every="auto"`.
+    For the link's thread, except where its parts say otherwise. `command` runs a function there.
     """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        greeted: Greeted,
+        job: JobState,
+        events: EventLog,
+        *,
+        command: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.port, self.welcome = port, welcome = greeted
+        self.outbox = Outbox(port, job, events)
+        self.requests = OpenRequests(config, port, welcome, rank=job.rank, command=command)
+        self.silence = StagerSilence(
+            job.rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock
+        )
+
+
+class StagerInbox:
+    """See the module. For the link's thread."""
 
     def __init__(self, rank: int, agreed_steps: AgreedSteps, schedule: Schedule) -> None:
         self._rank, self._agreed_steps, self._schedule = rank, agreed_steps, schedule
-        self._on_doubt: Callable[[Doubt], None] = lambda _: None
-
-    def when_doubted(self, call: Callable[[Doubt], None]) -> None:
-        """Call this with each doubt of a rank, in the link's thread. Training thread, before the first save."""
-        self._on_doubt = call
+        # Called with each doubt of a rank, in the link's thread; set before the first save.
+        self.on_doubt: Callable[[Doubt], None] = lambda _: None
 
     @property
     def last_step(self) -> int:
@@ -45,12 +66,7 @@ class StagerInbox:
         return self._agreed_steps.promises.last_step
 
     def take(self, session: StagerSession, frame: Frame) -> None:
-        """Act on one message.
-
-        Raises:
-            ProtocolError: The stager may not send this.
-            HoldfastError: The stager drops this rank, and says why.
-        """
+        """Act on one message. ProtocolError: the stager may not send this. Others: it drops this rank, and says why."""
         match frame.kind:
             case Kind.BEAT:
                 # An answer, so that the stager knows that this rank is alive, too.
@@ -67,7 +83,7 @@ class StagerInbox:
                 answer = self._schedule.heard(Announcement.from_frame(frame), seconds)
                 self._reply(session, frame, Kind.HERE, answer)
             case Kind.DOUBTED:
-                self._on_doubt(Doubt.from_frame(frame))
+                self.on_doubt(Doubt.from_frame(frame))
             case Kind.FETCHED:
                 session.requests.fetched(frame)
             case Kind.RESERVED:

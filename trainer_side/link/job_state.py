@@ -19,17 +19,7 @@ class TimesLost(NamedTuple):
 class JobState:
     """See the module. The link's thread writes it, any thread reads it.
 
-    Args:
-        rank: This training rank. `ranks`: how many there are.
-        attempt: The job's attempt, assigned by the stager; None: the job has no stager.
-        clock: Seconds that only go forward.
-
-    Attributes:
-        attempts: One for each time that a stager welcomed this rank, oldest first.
-        attempt: The newest of them; 0 without a stager.
-        problem: Why the stager is lost now; None while it is not, and without a stager.
-        staged_step: Newest step that is staged; -1 before the first. `durable_step`: that is durable.
-        new_pickle_reserve_bytes: Room that rank 0's pickle was given after it had outgrown its reserve; 0 before.
+    `attempt` is assigned by the stager; None: the job has no stager.
     """
 
     def __init__(
@@ -43,11 +33,12 @@ class JobState:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank, self.ranks, self.store_url, self.chunk_bytes = rank, ranks, store_url, chunk_bytes
+        # One for each time that a stager welcomed this rank, oldest first.
         self.attempts: tuple[int, ...] = () if attempt is None else (attempt,)
-        self.attempt = attempt or 0
-        self.problem: HoldfastError | None = None
-        self.staged_step = self.durable_step = -1
-        self.new_pickle_reserve_bytes = 0
+        self.attempt = attempt or 0  # the newest of them; 0 without a stager
+        self.problem: HoldfastError | None = None  # why the stager is lost now
+        self.staged_step = self.durable_step = -1  # the newest ones; -1 before the first
+        self.new_pickle_reserve_bytes = 0  # for rank 0's pickle, once it has outgrown its reserve
         self._clock = clock
         self._last_problem: HoldfastError | None = None
         self._lost_before, self._lost_at = TimesLost(), 0.0
@@ -74,7 +65,6 @@ class JobState:
         return error is self._last_problem
 
     def lose(self, error: HoldfastError) -> None:
-        """The stager is lost, because of `error`."""
         self._lost_at = self._clock()
         self.problem = self._last_problem = error
 

@@ -18,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import HoldfastError, PeerLost
@@ -33,13 +34,12 @@ from holdfast.wire.frames import Kind
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.background_thread import BackgroundThread, ThreadDied, thread_died
 from trainer_side.link.greeting import Greeted
-from trainer_side.link.inbox import StagerInbox
+from trainer_side.link.inbox import StagerInbox, StagerSession
 from trainer_side.link.job_state import JobState
 from trainer_side.link.outgoing import Outgoing, SendPlan
 from trainer_side.link.poll_backoff import PollBackoff
 from trainer_side.link.rejoining import Reconnect, Rejoining
 from trainer_side.link.stager_message import StagerMessage
-from trainer_side.link.stager_session import StagerSession
 from trainer_side.ranks.ports import StartReplaced
 from trainer_side.transfer import SliceSource, Transfer, TransferState
 
@@ -54,12 +54,7 @@ _TASK = "sends checkpoints to the stager and hears from it"
 class Link:
     """See the module; a `ToStager`. Its methods belong to the training thread unless they say otherwise.
 
-    Args:
-        config: Its deadlines, and the names of local tiers for messages.
-        greeted: The port of the stager, and its WELCOME.
-        inbox: Acts on its messages.
-        again: How to reach a lost stager again; None: it stays lost.
-        clock: Seconds that only go forward.
+    `again` says how to reach a lost stager again; None: it stays lost.
     """
 
     def __init__(
@@ -148,7 +143,7 @@ class Link:
         return transfer
 
     def answer(self, step: int) -> Reason | None:
-        verdict = self._session.outbox.verdicts.of(step)
+        verdict = self._session.outbox.verdict(step)
         return None if verdict is None else Reason.of_body(wire.json_body(verdict))
 
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
@@ -184,9 +179,7 @@ class Link:
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
         """Wait until what was offered is durable (or staged), say good-bye, end the thread. Safe to call twice.
 
-        Args:
-            wait_for: `DURABLE`, or `STAGED` to leave the rest to the flusher.
-            seconds_max: How long to wait; what is not there then is logged, not lost.
+        With `wait_for=STAGED` the rest is left to the flusher. A step that is late is logged, not lost.
         """
         if not self._closed:
             self._closed = True
@@ -195,9 +188,8 @@ class Link:
         def leave() -> None:
             self._leaving = True
 
-        self._command(
-            leave
-        )  # again after a close() that an exception has ended: nobody else may use the port yet
+        # Again after a close() that an exception has ended: nobody else may use the port yet.
+        self._command(leave)
         self._thread.join(2 * _LEAVE_SECONDS_MAX)
         self._not_at_exit()
         if self._thread.is_alive():
@@ -235,10 +227,8 @@ class Link:
 
     def close_at_exit(self) -> None:
         """A script that ends without `close` must not leave the stager waiting for this rank."""
-        self._not_at_exit = at_exit(self._at_exit)
-
-    def _at_exit(self) -> None:
-        self.close(wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)
+        close = partial(self.close, wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)
+        self._not_at_exit = at_exit(close)
 
     def _command_if_alive(self, command: Callable[[], None]) -> None:
         """Run `command` in the link's thread, unless the stager is lost by then."""

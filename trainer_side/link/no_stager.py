@@ -19,11 +19,7 @@ from trainer_side.transfer import SliceSource, Transfer, TransferState
 class NoStager:
     """A `ToStager` that leads to no stager: the council of the local tiers takes its place. Training thread.
 
-    Args:
-        config: Settings; `store` names the run.
-
-    Raises:
-        ConfigError: `store` is not set.
+    ConfigError: `store` is not set.
     """
 
     def __init__(self, config: TrainerConfig, world: World) -> None:
@@ -39,11 +35,7 @@ class NoStager:
         )
 
     def agree(self, proposal: Proposal, *, seconds_max: float | None = None) -> Agreement:  # noqa: ARG002
-        """Refuse: the council of the local tiers compares the tensors of the ranks.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse with ConfigError: the council of the local tiers compares the tensors of the ranks."""
         raise ConfigError(
             f"rank {self.job.rank}: no stager in this job, and no local tiers, so the tensors of the ranks cannot be "
             f"compared; {self._advice}, or set tiers (HOLDFAST_TIERS)"

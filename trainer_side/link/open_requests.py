@@ -1,4 +1,4 @@
-"""OpenRequests of this rank to the stager: do all ranks have the same tensors, and what does the ring still have?
+"""Open requests of this rank to the stager: do all ranks have the same tensors, and what does the ring still have?
 
     asking thread   agree ─► PROPOSE      fetch ─► FETCH       each waits until it is answered, or for so long
     link's thread   RESERVED, REFUSED ─► agreed       FETCHED ─► fetched       the stager is lost ─► end
@@ -8,10 +8,9 @@ One proposal is open at a time; fetches are answered in the order in which they 
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
@@ -26,30 +25,10 @@ _FETCH_SECONDS_MAX = 30.0  # other ranks wait for the answer, too
 _SLACK_SECONDS = 10.0  # for an answer that itself has a deadline at the stager
 
 
-@dataclass(eq=False)
-class _Proposed:
-    """An open `agree`."""
-
-    answered: threading.Event = field(default_factory=threading.Event)
-    answer: Agreement | HoldfastError | None = None
-
-
-@dataclass(eq=False)
-class _Fetch:
-    """An open `fetch`. `answer` stays None if the stager has gone."""
-
-    answered: threading.Event = field(default_factory=threading.Event)
-    answer: Frame | None = None
-
-
 class OpenRequests:
     """See the module. `agree` and `fetch` belong to any thread, the rest to the link's.
 
-    Args:
-        config: Deadlines of answers.
-        port: To the stager.
-        welcome: The stager's message at start-up.
-        command: Runs a function in the link's thread.
+    `command` runs a function in the link's thread.
     """
 
     def __init__(
@@ -64,8 +43,8 @@ class OpenRequests:
         self._port, self._attempt, self._rank, self._command = port, welcome.attempt, rank, command
         self._agree_seconds_max = max(config.start_seconds_max, welcome.offer_seconds_max + _SLACK_SECONDS)
         self._fetch_seconds_max = min(config.stager_seconds_max, _FETCH_SECONDS_MAX)
-        self._proposed: _Proposed | None = None
-        self._fetches: deque[_Fetch] = deque()  # asked and not answered, in this order
+        self._proposed: Future[Agreement] | None = None
+        self._fetches: deque[Future[Frame]] = deque()  # asked and not answered, in this order
         self._problem: HoldfastError | None = None
 
     @property
@@ -73,55 +52,33 @@ class OpenRequests:
         return bool(self._fetches)
 
     def agree(self, proposal: Proposal, seconds_max: float | None = None) -> Agreement:
-        """Compare this rank's tensors with those of the others. Collective; waits for the slowest rank.
-
-        Raises:
-            StateError: The ranks hold different tensors: which rank, which tensor, expected, got.
-            PeerLost: A rank or the stager did not answer in time.
-        """
+        """As `ToStager.agree`."""
         limit = self._agree_seconds_max if seconds_max is None else min(self._agree_seconds_max, seconds_max)
         if self._problem is not None:
             raise self._problem
-        proposed = _Proposed()
+        answer: Future[Agreement] = Future()
         message = proposal.to_frame(self._attempt)
 
         def ask() -> None:
-            self._proposed = proposed
+            self._proposed = answer
             if self._problem is not None:
                 self.agreed(self._problem)
             else:
                 self._port.send(message)
 
         self._command(ask)
-        if not proposed.answered.wait(limit):
+        try:
+            return answer.result(limit)
+        except TimeoutError:
             raise PeerLost(
                 f"rank {self._rank} waited {limit:g} s for the stager to compare the layouts of all ranks"
-            )
-        if not isinstance(proposed.answer, Agreement):
-            assert proposed.answer is not None
-            raise proposed.answer
-        return proposed.answer
+            ) from None
 
     def fetch(
         self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
-        """Ask the ring for bytes of earlier checkpoints. Several threads may ask at once.
-
-        Args:
-            asked: The kind of bytes.
-            attempt: Attempt that wrote the checkpoint.
-            step: Its step.
-            chunk: Which of its chunks.
-            body: The rest of the question, as docs/wire.md says.
-
-        Returns:
-            The answer; None if the ring does not have these bytes.
-
-        Raises:
-            PeerLost: The stager is gone, or has not answered within `stager_seconds_max`, or 30 s if that is less.
-            ProtocolError: The stager's answer does not fit the question.
-        """
-        fetch = _Fetch()
+        """As `ToStager.fetch`. Several threads may ask at once."""
+        answer: Future[Frame] = Future()
         message = wire.encode(
             Kind.FETCH,
             attempt=self._attempt,
@@ -134,17 +91,19 @@ class OpenRequests:
 
         def ask() -> None:
             if self._problem is not None:
-                fetch.answered.set()
+                answer.set_exception(self._problem)
             else:
-                self._fetches.append(fetch)
+                self._fetches.append(answer)
                 self._port.send(message)
 
         self._command(ask)
-        in_time = fetch.answered.wait(self._fetch_seconds_max)
-        if fetch.answer is None:
-            why = self._problem if in_time else f"no answer within {self._fetch_seconds_max:g} s"
-            raise PeerLost(f"rank {self._rank} asked the stager for the contents of its ring: {why}")
-        frame = fetch.answer
+        why: object = f"no answer within {self._fetch_seconds_max:g} s"
+        try:
+            frame = answer.result(self._fetch_seconds_max)
+        except (TimeoutError, HoldfastError) as error:
+            why = error if isinstance(error, HoldfastError) else why
+            problem = f"rank {self._rank} asked the stager for the contents of its ring: {why}"
+            raise PeerLost(problem) from None
         if (frame.flags, frame.step, frame.chunk) != (asked, step, chunk):
             raise ProtocolError(
                 f"rank {self._rank} asked for {asked.name} of step {step}, chunk {chunk}; the stager answered "
@@ -159,28 +118,24 @@ class OpenRequests:
         proposed, self._proposed = self._proposed, None
         if proposed is None:
             return False
-        proposed.answer = answer
-        proposed.answered.set()
+        if isinstance(answer, HoldfastError):
+            proposed.set_exception(answer)
+        else:
+            proposed.set_result(answer)
         return True
 
     def fetched(self, frame: Frame) -> None:
-        """The stager has answered the oldest fetch.
-
-        Raises:
-            ProtocolError: This rank had asked for nothing.
-        """
+        """The stager has answered the oldest fetch. ProtocolError: this rank had asked for nothing."""
         if not self._fetches:
             raise ProtocolError(
                 f"rank {self._rank}: the stager sent FETCHED, but this rank had asked for nothing; "
                 "install the same holdfast on all machines"
             )
-        fetch = self._fetches.popleft()
-        fetch.answer = frame
-        fetch.answered.set()
+        self._fetches.popleft().set_result(frame)
 
     def end(self, problem: HoldfastError) -> None:
         """Nothing is answered any more."""
         self._problem = problem
         self.agreed(problem)
         while self._fetches:
-            self._fetches.popleft().answered.set()
+            self._fetches.popleft().set_exception(problem)

@@ -4,7 +4,7 @@
                │         └─ for a step that has ended: RETURN
                └── DECLINED, FAILED, the stager is lost, the link is closed ─► ended: credits go back
 
-`Outgoing` is one of them. A verdict on a step that is not offered yet stays in `Verdicts`, and holds once it is.
+`Outgoing` is one of them. A verdict on a step that is not offered yet is kept, and holds once it is.
 """
 
 from __future__ import annotations
@@ -28,33 +28,8 @@ _KEPT = 256
 _STALL_SECONDS_MAX = 1.0  # of silence counted for one turn: a process that was stopped has not listened
 
 
-class Verdicts:
-    """The newest verdicts on steps that were not offered. Written by the link's thread, read by any."""
-
-    def __init__(self) -> None:
-        self._frames: OrderedDict[int, Frame] = OrderedDict()
-
-    def keep(self, frame: Frame) -> None:
-        """Remember one; the oldest go."""
-        self._frames[frame.step] = frame
-        while len(self._frames) > _KEPT:
-            self._frames.popitem(last=False)
-
-    def of(self, step: int) -> Frame | None:
-        """The stager's answer about `step`, if there was one."""
-        return self._frames.get(step)
-
-
 class StagerSilence:
-    """The time for which the stager was silent, counting only time in which this process has listened.
-
-    Args:
-        clock: Seconds that only go forward.
-
-    Attributes:
-        looked_at: When it was looked at last.
-        seconds: The silence so far.
-    """
+    """The time for which the stager was silent, counting only time in which this process has listened."""
 
     def __init__(self, rank: int, seconds_max: float, clock: Callable[[], float]) -> None:
         self._rank, self._seconds_max, self._clock = rank, seconds_max, clock
@@ -62,11 +37,7 @@ class StagerSilence:
         self.seconds = 0.0
 
     def note(self, heard: bool) -> None:
-        """Once per turn: whether anything has come.
-
-        Raises:
-            PeerLost: The limit is reached.
-        """
+        """Once per turn: whether anything has come. PeerLost: the limit is reached."""
         now = self._clock()
         self.seconds = 0.0 if heard else self.seconds + min(_STALL_SECONDS_MAX, now - self.looked_at)
         self.looked_at = now
@@ -78,15 +49,7 @@ class StagerSilence:
 
 
 class Outbox:
-    """See the module. For the link's thread; its attributes may be read by any.
-
-    Args:
-        port: The way to the stager.
-        job: Notes the newest steps.
-
-    Attributes:
-        verdicts: On steps that were not offered yet.
-    """
+    """See the module. For the link's thread, except `verdict`."""
 
     def __init__(self, port: StagerPort, job: JobState, events: EventLog) -> None:
         self._port, self._job, self._events = port, job, events
@@ -94,13 +57,17 @@ class Outbox:
         self._layout: Layout | None = None  # the one that the stager has; rank 0 sends it
         self._active: OrderedDict[int, Outgoing] = OrderedDict()
         self._lost = False  # the stager: nothing is sent to it any more
-        self.verdicts = Verdicts()
+        self._verdicts: OrderedDict[int, Frame] = OrderedDict()  # newest ones, on steps that were not offered
 
     # -- how it stands -------------------------------------------------------------------------------------------
 
     def __bool__(self) -> bool:
         """Whether anything is on its way, or still waits for its verdict."""
         return bool(self._active)
+
+    def verdict(self, step: int) -> Frame | None:
+        """The stager's answer about a step that was not offered, if there was one. Any thread."""
+        return self._verdicts.get(step)
 
     @property
     def staged(self) -> bool:
@@ -123,7 +90,7 @@ class Outbox:
         """Offer it, unless all were told already how it ends."""
         step = active.transfer.step
         self._active[step] = active
-        verdict = self.verdicts.of(step)
+        verdict = self.verdict(step)
         if verdict is not None:
             self._judge(active, verdict.kind, wire.json_body(verdict))
             return
@@ -136,7 +103,7 @@ class Outbox:
     def decline(self, step: int, message: bytes, reason: Reason) -> None:
         """Send `message`, which declines `step`, unless that has ended; give up what was offered of it."""
         active = self._active.get(step)
-        if active is None and self.verdicts.of(step) is not None:
+        if active is None and self.verdict(step) is not None:
             return  # declined by somebody else already
         if active is not None and active.transfer.state.final:
             return
@@ -186,7 +153,9 @@ class Outbox:
             job.new_pickle_reserve_bytes = max(job.new_pickle_reserve_bytes, reserve_bytes)
         active = self._active.get(frame.step)
         if active is None:
-            self.verdicts.keep(frame)
+            self._verdicts[frame.step] = frame
+            while len(self._verdicts) > _KEPT:
+                self._verdicts.popitem(last=False)
             return
         self._judge(active, frame.kind, body)
 

@@ -33,16 +33,11 @@ _FRAMES_LOOKED_AT_MAX = 16  # for one that is ready and has no CRC yet; they get
 
 @dataclass(frozen=True)
 class SendPlan:
-    """A layout, as this rank sends it.
-
-    Attributes:
-        frames: Chunk → (offset in the source, bytes).
-        pieces: Chunk → sizes of its pieces, where there is more than one.
-    """
+    """A layout, as this rank sends it."""
 
     layout: Layout
-    frames: dict[int, tuple[int, int]]
-    pieces: dict[int, tuple[int, ...]]
+    frames: dict[int, tuple[int, int]]  # chunk → (offset in the source, bytes)
+    pieces: dict[int, tuple[int, ...]]  # chunk → sizes of its pieces, where there is more than one
 
     def pieces_of(self, chunk: int) -> tuple[int, ...]:
         """Sizes of the pieces of this rank's frame in `chunk`."""
@@ -69,12 +64,7 @@ class SendPlan:
 
 
 class Outgoing:
-    """A transfer that still has to do with the source's memory, or waits for the stager's verdict. Link's thread only.
-
-    Attributes:
-        transfer: Its state, for other threads.
-        plan: How it is cut into frames.
-    """
+    """A transfer that still reads the source's memory, or waits for the stager's verdict. Link's thread only."""
 
     def __init__(self, transfer: Transfer, source: SliceSource, plan: SendPlan) -> None:
         self.transfer, self.plan = transfer, plan

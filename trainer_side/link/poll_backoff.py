@@ -33,10 +33,8 @@ _CROWD = 2.0  # processes for each core; with more the pauses grow
 class PollBackoff:
     """See the module. For the link's thread.
 
-    Args:
-        outbox: Says what is under way. Replaced with the stager.
-        clock: Seconds that only go forward.
-        crowding: Processes of the job on this machine for each of its cores.
+    `outbox` says what is under way; it is replaced with the stager. `crowding` is the number of processes of the job on
+    this machine for each of its cores.
     """
 
     def __init__(self, outbox: Outbox, clock: Callable[[], float], crowding: float) -> None:

@@ -37,25 +37,16 @@ _LEAVE_SECONDS_MAX = 1.0
 
 
 class Reconnect(NamedTuple):
-    """How a rank reaches a stager again that it has lost.
+    """How a rank reaches a stager again that it has lost."""
 
-    Attributes:
-        connect: Connects as this generation of the job's start (`World.again`).
-        newest_attempt: The newest attempt with a checkpoint in the run, 0 without one. Called by rank 0 alone, in the
-            thread of the search; raises `StoreError`.
-    """
-
-    connect: Callable[[int], StagerPort]
+    connect: Callable[[int], StagerPort]  # as this generation of the job's start (`World.again`)
+    # The newest attempt with a checkpoint in the run, 0 without one. Called by rank 0 alone, in the thread of the
+    # search; raises `StoreError`.
     newest_attempt: Callable[[], int]
 
 
 class Reached(NamedTuple):
-    """A stager that has welcomed this rank again.
-
-    Attributes:
-        greeted: Its port and its WELCOME.
-        seconds: How long the rank was without a stager. `tries`: how often it tried.
-    """
+    """A stager that has welcomed this rank again, and how long and how often the rank had tried."""
 
     greeted: Greeted
     seconds: float
@@ -66,8 +57,6 @@ class Rejoining:
     """See the module. `begin`, `look` and `end` belong to the link's thread.
 
     Args:
-        again: How to reach the stager.
-        job: As this rank knows it.
         start_seconds_max: How long a stager that was reached may take to welcome this rank.
         last_step: The last step that training has done; -1: none. For warnings.
         kept_there: Where checkpoints are kept meanwhile, as a sentence; empty: nowhere.
@@ -100,11 +89,7 @@ class Rejoining:
         ).start()
 
     def look(self) -> Reached | None:
-        """The stager, once it is found. Never waits.
-
-        Raises:
-            ThreadDied: The search has ended by a bug.
-        """
+        """The stager, once it is found. Never waits. ThreadDied: the search has ended by a bug."""
         try:
             found = self._found.get_nowait()
         except queue.Empty:

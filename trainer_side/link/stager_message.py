@@ -17,15 +17,10 @@ from holdfast.wire.step_proof import ResumeProof, step_frame, verdict_frame
 
 
 class StagerMessage(NamedTuple):
-    """One message for `ToStager.tell`.
+    """One message for `ToStager.tell`."""
 
-    Attributes:
-        encode: The frame, given all attempts of the job, the current one last.
-        keep_until_unix: While the stager is lost, it is kept for the next one until this time. 0: it is dropped.
-    """
-
-    encode: Callable[[Sequence[int]], bytes]
-    keep_until_unix: float = 0.0
+    encode: Callable[[Sequence[int]], bytes]  # the frame, from all attempts of the job, the current one last
+    keep_until_unix: float = 0.0  # while the stager is lost, it is kept for the next one; 0: it is dropped
 
     @classmethod
     def fits(cls, step: int) -> StagerMessage:

@@ -25,12 +25,10 @@ class ToStager(Protocol):
     def agree(self, proposal: Proposal, *, seconds_max: float | None = None) -> Agreement:
         """Compare this rank's tensors with those of the others, through the stager. Collective.
 
-        Args:
-            proposal: This rank's tensors.
-            seconds_max: How long to wait for the slowest rank, if less than usual.
+        Waits for the slowest rank, as long as the settings say, or `seconds_max` if that is less.
 
         Raises:
-            StateError: The ranks hold different tensors.
+            StateError: The ranks hold different tensors: which rank, which tensor, expected, got.
             PeerLost: The stager is lost, or a rank did not answer in time.
         """
         ...
@@ -53,10 +51,8 @@ class ToStager(Protocol):
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
         """Tell all ranks, through the stager, that this rank takes no checkpoint of `step`. Any thread.
 
-        Args:
-            step: A new step, or one that was offered and cannot be finished.
-            reason: The cause.
-            needed_pickle_bytes: Above 0: the pickle has outgrown its reserve; rank 0 only.
+        The step is a new one, or was offered and cannot be finished. On rank 0, `needed_pickle_bytes` above 0 says that
+        the pickle has outgrown its reserve.
         """
         ...
 
@@ -67,7 +63,22 @@ class ToStager(Protocol):
     def fetch(
         self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
-        """Bytes that the stager's ring still has; None if it has not. Any thread."""
+        """Ask the stager's ring for bytes of an earlier checkpoint. Any thread.
+
+        Args:
+            asked: The kind of bytes.
+            attempt: Attempt that wrote the checkpoint.
+            step: Its step.
+            chunk: Which of its chunks.
+            body: The rest of the question, as docs/wire.md says.
+
+        Returns:
+            The answer; None if the ring does not have these bytes.
+
+        Raises:
+            PeerLost: The stager is gone, or has not answered within `stager_seconds_max`, or 30 s if that is less.
+            ProtocolError: The stager's answer does not fit the question.
+        """
         ...
 
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:

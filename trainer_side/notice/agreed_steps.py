@@ -19,29 +19,16 @@ _SMOOTHED = 0.25
 
 
 class AgreedSteps:
-    """See the module.
-
-    Args:
-        wait_seconds_max: How long training waits at a promised step; the decider is lost then.
-        clock: Seconds that only go forward.
-
-    Attributes:
-        promises: Which step is promised or appointed.
-        notice: The notice; set when the appointed step is reached, and so at the same step on every rank.
-    """
+    """See the module. Training waits `wait_seconds_max` at a promised step; the decider is lost then."""
 
     def __init__(self, *, wait_seconds_max: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.promises: PromisedSteps[Terms] = PromisedSteps(wait_seconds_max)
         self._reached_at: float | None = None
-        self._step_seconds: float | None = None
+        self.step_seconds: float | None = None  # how long a step takes; None: not known yet
         self._factor, self._until_step = 1, -1
+        # Set when the appointed step is reached, and so at the same step on every rank.
         self.notice: Notice | None = None
-
-    @property
-    def step_seconds(self) -> float | None:
-        """How long a step takes; None: not known yet. Any thread."""
-        return self._step_seconds
 
     def restored(self, step: int) -> None:
         """Training continues after `step`."""
@@ -55,8 +42,8 @@ class AgreedSteps:
             last_step = self.promises.last_step
             if self._reached_at is not None and step > last_step:
                 took = (now - self._reached_at) / (step - last_step)
-                known = self._step_seconds
-                self._step_seconds = took if known is None else known + _SMOOTHED * (took - known)
+                known = self.step_seconds
+                self.step_seconds = took if known is None else known + _SMOOTHED * (took - known)
             due = self.promises.reach(step)
             self._reached_at = None if due else now  # a save is not a step's time
             if not due:
@@ -72,17 +59,13 @@ class AgreedSteps:
         return max(1, every // self._factor) if every and step <= self._until_step else every
 
     def heard(self, said: Announcement) -> StepAnswer | None:
-        """A SAVE_AT has come; the answer, if it is a proposal. Link's or council's thread.
-
-        Raises:
-            ProtocolError: The body does not hold what it should.
-        """
+        """A SAVE_AT has come; the answer, if it is a proposal. Link's or council's thread. ProtocolError: malformed."""
         terms = Terms.from_json(said.body) if said.word is StepWord.APPOINTED else None
         with self.promises.lock:
             self.promises.heard(said, terms)
             if said.word is not StepWord.PROPOSED:
                 return None
-            return StepAnswer(said.number, self.promises.last_step + 1, self._step_seconds)
+            return StepAnswer(said.number, self.promises.last_step + 1, self.step_seconds)
 
     def end(self) -> None:
         """Nothing more is heard: the decider is lost, or the job is over. Appointed steps stay so. Any thread."""

@@ -26,14 +26,7 @@ _ACTIONS = ("terminate", "stop", "hibernate")
 
 
 class Aws:
-    """See the module.
-
-    Args:
-        environ: Where the endpoint's variable is looked up.
-        seconds_max: How long one question may take.
-        token_seconds: For how long a token is asked for, 1 to 21600.
-        clock: Seconds that only go forward.
-    """
+    """See the module; a `NoticeSource`. A question takes `seconds_max`; a token is asked for 1 to 21600 seconds."""
 
     name = "aws"
 

@@ -22,13 +22,7 @@ _HEADERS = {"Metadata": "true"}
 
 
 class Azure:
-    """See the module.
-
-    Args:
-        environ: Where the server's variable is looked up.
-        seconds_max: How long one question may take.
-        clock: Seconds since 1970.
-    """
+    """See the module; a `NoticeSource`. A question takes at most `seconds_max`."""
 
     name = "azure"
 

@@ -25,21 +25,14 @@ _BODY_BYTES_MAX = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """The answer of a server: `status` of HTTP, and the body as text."""
-
     status: int
     body: str
 
 
 class Server:
-    """A metadata server.
+    """A metadata server at `http://host[:port][/path]`. SourceError: the URL is malformed.
 
-    Args:
-        url: `http://host[:port][/path]`; what is asked for comes after it.
-        seconds_max: How long a question may take, from its first byte to its last.
-
-    Raises:
-        SourceError: The URL is malformed.
+    A question may take `seconds_max`, from its first byte to its last.
     """
 
     def __init__(self, url: str, *, seconds_max: float) -> None:
@@ -55,12 +48,9 @@ class Server:
         self._seconds_max = seconds_max
 
     def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> HttpAnswer:
-        """Ask for `path`.
-
-        Raises:
-            SourceError: Refused, late, cut off, a redirect, a server error, or too large an answer.
-        """
+        """Ask for `path`. SourceError: refused, late, cut off, a redirect, a server error, or too large an answer."""
         what = f"{method} {self.url}{path}"
+        is_late = f"{what}: the server did not send a whole answer within {self._seconds_max:g} s"
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._seconds_max)
         # The timeout of a socket holds for each read; a server that drips needs a limit for all of them.
         late = threading.Event()
@@ -73,17 +63,13 @@ class Server:
             body = response.read(_BODY_BYTES_MAX + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if late.is_set() or isinstance(error, TimeoutError):
-                raise SourceError(
-                    f"{what}: the server did not send a whole answer within {self._seconds_max:g} s"
-                ) from error
+                raise SourceError(is_late) from error
             raise SourceError(f"{what}: {type(error).__name__}: {error}") from error
         finally:
             timer.cancel()
             connection.close()
         if late.is_set():
-            raise SourceError(
-                f"{what}: the server did not send a whole answer within {self._seconds_max:g} s"
-            )
+            raise SourceError(is_late)
         if len(body) > _BODY_BYTES_MAX:
             raise SourceError(
                 f"{what}: expected an answer of at most {_BODY_BYTES_MAX} bytes, got a longer one"
@@ -104,11 +90,7 @@ def _cut(connection: http.client.HTTPConnection, late: threading.Event) -> None:
 
 
 def json_object(text: str, where: str) -> dict[str, Any]:
-    """The JSON object in an answer.
-
-    Raises:
-        SourceError: It is malformed.
-    """
+    """The JSON object in an answer. SourceError: it is malformed."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -119,11 +101,7 @@ def json_object(text: str, where: str) -> dict[str, Any]:
 
 
 def unix_time(text: object, where: str) -> float:
-    """Seconds since 1970 of `2017-09-18T08:22:00Z` or `Mon, 19 Sep 2016 18:29:47 GMT`.
-
-    Raises:
-        SourceError: It is neither.
-    """
+    """Seconds since 1970 of `2017-09-18T08:22:00Z` or `Mon, 19 Sep 2016 18:29:47 GMT`; SourceError: it is neither."""
     if isinstance(text, str) and len(text) < 64:
         for read in (datetime.fromisoformat, parsedate_to_datetime):
             try:

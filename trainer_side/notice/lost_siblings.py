@@ -34,9 +34,7 @@ _CLOSE_SECONDS_MAX = 5.0
 def ranks_of_torchrun(process: int, ranks: int) -> list[int]:
     """The processes with the other ranks of the torchrun that has started `process`, or with the wrappers around them.
 
-    Args:
-        process: A rank.
-        ranks: How many ranks torchrun has on this machine.
+    `ranks` is the number of ranks that torchrun has on this machine.
     """
     for _ in range(_UP_MAX):
         parent = _parent(process)
@@ -48,11 +46,7 @@ def ranks_of_torchrun(process: int, ranks: int) -> list[int]:
 
 
 class LostSiblings:
-    """Ends this process when SIGTERM comes after another rank has ended. Main thread, which makes it.
-
-    Args:
-        siblings: Processes of the other ranks.
-    """
+    """Ends this process when SIGTERM comes after another rank has ended. Main thread, which makes it."""
 
     def __init__(self, siblings: Sequence[int], *, rank: int) -> None:
         self._rank = rank
@@ -85,8 +79,7 @@ class LostSiblings:
     def start(self, is_default: Callable[[], bool]) -> None:
         """From now on hear SIGTERM.
 
-        Args:
-            is_default: Whether SIGTERM would end this process without a watch: the script has no handler of its own.
+        `is_default` says whether SIGTERM would end this process without a watch: the script has no handler of its own.
         """
         self._is_default = is_default
         self._thread.start()

@@ -11,7 +11,6 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 from holdfast.config import TrainerConfig
 from holdfast.notices.notice import Notice
@@ -19,11 +18,6 @@ from trainer_side.notice.lost_siblings import LostSiblings, ranks_of_torchrun
 from trainer_side.notice.signals import Signal
 from trainer_side.notice.source import NoticeSource, SourceError
 from trainer_side.notice.watch import NoticeWatch, asks_for_machine
-
-if TYPE_CHECKING:
-    from trainer_side.notice.aws import Aws
-    from trainer_side.notice.azure import Azure
-    from trainer_side.notice.gcp import Gcp
 
 _log = logging.getLogger("holdfast.trainer.watch")
 
@@ -33,15 +27,9 @@ _DETECT_SECONDS_MAX = 1.0
 
 
 class Watching:
-    """A watch and its signals. Main thread.
+    """A watch and its signals. Main thread. Without `siblings`, other ranks are unknown."""
 
-    Args:
-        siblings: Tells a notice from the end of another rank; None where nothing is known of other ranks.
-    """
-
-    def __init__(
-        self, watch: NoticeWatch, signals: Sequence[Signal], siblings: LostSiblings | None = None
-    ) -> None:
+    def __init__(self, watch: NoticeWatch, signals: Sequence[Signal], siblings: LostSiblings | None) -> None:
         self.watch, self._signals, self._siblings = watch, signals, siblings
 
     def heard(self) -> Notice | None:
@@ -120,10 +108,14 @@ def _siblings(environ: Mapping[str, str], *, rank: int) -> LostSiblings | None:
 def find_servers(names: Sequence[str], environ: Mapping[str, str], *, rank: int = 0) -> list[NoticeSource]:
     """The metadata servers of these names; for `auto` the first that answers, which is asked for here, or none.
 
-    Raises:
-        SourceError: The variable that moves a server is no URL.
+    SourceError: the variable that moves a server is no URL.
     """
-    clouds = _clouds()
+    # Here and not above: they bring http.client and ssl, and a rank that watches nothing asks no server.
+    from trainer_side.notice.aws import Aws
+    from trainer_side.notice.azure import Azure
+    from trainer_side.notice.gcp import Gcp
+
+    clouds: dict[str, type[Aws] | type[Gcp] | type[Azure]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
     found: list[NoticeSource] = [
         clouds[name](environ, seconds_max=_ANSWER_SECONDS_MAX) for name in names if name in clouds
     ]
@@ -145,12 +137,3 @@ def find_servers(names: Sequence[str], environ: Mapping[str, str], *, rank: int 
             rank,
         )
     return found
-
-
-def _clouds() -> dict[str, type[Aws] | type[Gcp] | type[Azure]]:
-    # Here and not above: they bring http.client and ssl, and a rank that watches nothing asks no server.
-    from trainer_side.notice.aws import Aws
-    from trainer_side.notice.azure import Azure
-    from trainer_side.notice.gcp import Gcp
-
-    return {"aws": Aws, "gcp": Gcp, "azure": Azure}

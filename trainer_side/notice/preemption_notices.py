@@ -16,13 +16,7 @@ from trainer_side.notice.open_sources import open_watch
 
 
 class PreemptionNotices:
-    """See the module. Main thread, which makes it.
-
-    Args:
-        config: Names the sources to watch.
-        agreed_steps: The steps that all ranks save after a notice.
-        send: Sends a notice to the process that decides. Called in the watch's thread.
-    """
+    """See the module. Main thread, which makes it. `send` is called in the watch's thread."""
 
     def __init__(
         self,
@@ -53,6 +47,5 @@ class PreemptionNotices:
         return self._received or signalled or agreed
 
     def close(self) -> None:
-        """Stop watching."""
         if self._watching is not None:
             self._watching.close()

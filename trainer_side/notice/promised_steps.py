@@ -28,20 +28,13 @@ class _Promise(NamedTuple):
 
 
 class PromisedSteps(Generic[Agreed]):
-    """See the module. The caller of each method holds `lock`.
-
-    Args:
-        wait_seconds_max: How long training waits at a promised step; the decider is lost then.
-
-    Attributes:
-        lock: Guards the promises and what their user keeps beside them; `reach` gives it back while it waits.
-        last_step: The last step that training has done; -1: none.
-    """
+    """See the module. The caller of each method holds `lock`."""
 
     def __init__(self, wait_seconds_max: float) -> None:
         self._wait_seconds_max = wait_seconds_max
+        # Guards the promises and what their user keeps beside them; `reach` gives it back while it waits.
         self.lock = threading.Condition()
-        self.last_step = -1
+        self.last_step = -1  # that training has done; -1: none
         self._promise: _Promise | None = None
         self._appointed: list[tuple[int, Agreed]] = []  # each due at the first step that is not below
 
@@ -55,14 +48,9 @@ class PromisedSteps(Generic[Agreed]):
         return self._promise is not None and step >= self._promise.step
 
     def heard(self, said: Announcement, agreed: Agreed | None = None) -> bool:
-        """Take an announcement. Link's thread.
+        """Take an announcement; `agreed` is what its body holds if a step is appointed. Link's thread.
 
-        Args:
-            said: The announcement.
-            agreed: The contents of its body, if a step is appointed.
-
-        Returns:
-            False if a step is appointed and this rank has passed it without a word: it had given its promise up.
+        False: a step is appointed and this rank has passed it without a word, since it had given its promise up.
         """
         self.lock.notify_all()
         if said.word is StepWord.PROPOSED:

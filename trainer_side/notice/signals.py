@@ -28,18 +28,13 @@ _SAME_SECONDS = 2.0
 
 
 class Signal:
-    """A source that hears one signal. Made, and closed, in the main thread.
+    """A source that hears one signal. Made, and closed, in the main thread; ValueError: this is another one.
 
     Args:
-        number: SIGTERM or SIGUSR1.
         grace_seconds: How long after the signal the process is expected to be killed.
         wake: Called in the handler; must be safe there (`SimpleQueue.put`).
         is_void: Whether the signal is no notice now, so that it does what it would do without the watch. Called in the
             handler.
-        clock: Seconds since 1970.
-
-    Raises:
-        ValueError: This is not the main thread.
     """
 
     def __init__(

@@ -21,14 +21,13 @@ class SourceError(HoldfastError):
 
 
 class NoticeSource(Protocol):
-    """A source of preemption notices. The watch's thread only."""
+    """A source of preemption notices. For the watch's thread alone."""
 
     name: str
 
     def look(self) -> list[Notice]:
         """The notices that it shows now; mostly none.
 
-        Raises:
-            SourceError: It did not answer in time, refused, or what it said makes no sense.
+        SourceError: it did not answer in time, refused, or what it said makes no sense.
         """
         ...

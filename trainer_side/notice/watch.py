@@ -38,13 +38,9 @@ class NoticeWatch:
 
     Args:
         find: Makes the sources; called in the watch's thread, because it may ask for a cloud.
-        signals: Sources that are there already, and wake the watch.
         on_notice: Called with each new notice, in the watch's thread.
         seconds: How often the sources are asked.
-        wakes: Signals put an item here to wake the watch.
-
-    Attributes:
-        looks: How often each source was asked, by name. `failures`: how often that failed.
+        signals: Sources that are there already. They put an item into `wakes` to wake the watch.
     """
 
     def __init__(
@@ -54,16 +50,15 @@ class NoticeWatch:
         *,
         rank: int,
         seconds: float,
-        signals: Sequence[NoticeSource] = (),
-        wakes: SimpleQueue[None] | None = None,
+        signals: Sequence[NoticeSource],
+        wakes: SimpleQueue[None],
     ) -> None:
         self._find, self._on_notice, self._rank, self._seconds = find, on_notice, rank, seconds
-        self._signals = signals
-        self._wakes: SimpleQueue[None] = wakes if wakes is not None else SimpleQueue()
+        self._signals, self._wakes = signals, wakes
         self._passed_on: set[tuple[str, str, str, int | None]] = set()
         self._failing: set[str] = set()
-        self.looks: dict[str, int] = {}
-        self.failures: dict[str, int] = {}
+        self.looks: dict[str, int] = {}  # how often each source was asked, by name
+        self.failures: dict[str, int] = {}  # how often that failed
         self._closing = threading.Event()
         self._thread = BackgroundThread(
             "holdfast-watch",

@@ -36,13 +36,8 @@ _ENDED = frozenset({"durable", "declined", "failed"})
 class Pacer:
     """See the module. Training thread; what is heard of comes from any.
 
-    Args:
-        schedule: Says when this rank saves.
-        wish: Sends a wish to the stager; None: another rank measures.
-        config: Its bounds of the interval.
-        events: Event log of this rank.
-        optimizers: Whose steps are timed until the first checkpoint.
-        clock: Seconds that only go forward.
+    `wish` sends a wish to the stager; None: another rank measures. The steps of `optimizers` are timed until the first
+    checkpoint.
     """
 
     def __init__(
@@ -138,22 +133,15 @@ class UpdateTimes:
 
     Only until the first checkpoint is due: from then on the gate has its hooks to itself. On a device it is the time
     that the calls take, not the kernels: that is also what the gate holds back.
-
-    Args:
-        optimizers: Optimizers whose steps are timed; one whose class never calls `Optimizer.__init__` has no hooks.
-        clock: Seconds that only go forward.
     """
 
-    def __init__(
-        self, optimizers: Sequence[Optimizer], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._clock = clock
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._begun: dict[int, float] = {}
         self._seconds = 0.0
         self._hooks: list[RemovableHandle] = []
         for optimizer in optimizers:
             if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-                continue
+                continue  # its class never calls `Optimizer.__init__`
             self._hooks.append(optimizer.register_step_pre_hook(self._before))
             self._hooks.append(optimizer.register_step_post_hook(self._after))
 
@@ -171,10 +159,10 @@ class UpdateTimes:
     @opaque
     def _before(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if not only_shapes():
-            self._begun[id(optimizer)] = self._clock()
+            self._begun[id(optimizer)] = time.perf_counter()
 
     @opaque
     def _after(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         begun = self._begun.pop(id(optimizer), None)
         if begun is not None:
-            self._seconds += self._clock() - begun
+            self._seconds += time.perf_counter() - begun

@@ -33,11 +33,7 @@ _START_EVERY_MAX = 1024
 
 
 def chosen_interval(every: Any, config: TrainerConfig) -> int | None:
-    """The interval that holds: the script's, or that of the settings; None: `auto`.
-
-    Raises:
-        ConfigError: It is neither `auto` nor a number of steps.
-    """
+    """The interval that holds: the script's, or that of the settings; None: `auto`. ConfigError: it is no interval."""
     every = config.every if every is None else every
     if isinstance(every, str) and every == AUTO:
         return None
@@ -55,27 +51,17 @@ class SchedulePhase(Enum):
 
 
 class Schedule:
-    """See the module.
+    """See the module. Without `auto` the script's own interval holds, and every proposal is refused.
 
-    Args:
-        auto: False: the script's own interval holds, and every proposal is refused.
-        wait_seconds_max: How long training waits at a promised step; the stager is lost then.
-
-    Attributes:
-        promises: Which step is promised or appointed.
+    Training waits `wait_seconds_max` at a promised step; the stager is lost then.
     """
 
     def __init__(self, *, auto: bool, wait_seconds_max: float) -> None:
         self._auto = auto
         self.promises: PromisedSteps[Pace] = PromisedSteps(wait_seconds_max)
-        self._phase = SchedulePhase.STARTING
+        self.phase = SchedulePhase.STARTING  # where the steps come from now
         self._pace = Pace(0, FIRST_EVERY)  # STARTING: `first` counts the steps that are done; LOOSE: 0
         self._begun = False
-
-    @property
-    def phase(self) -> SchedulePhase:
-        """Where the steps come from now."""
-        return self._phase
 
     @property
     def every(self) -> int:
@@ -85,30 +71,20 @@ class Schedule:
     def reach(self, step: int, shorten: Callable[[int], int] = lambda every: every) -> bool:
         """Training has done `step`; whether it is time to save. Training thread.
 
-        Args:
-            step: Not below the one before.
-            shorten: The interval for now, from the usual one: shorter for a while after a notice.
+        `shorten` gives the interval for now, from the usual one: it is shorter for a while after a notice.
         """
         with self.promises.lock:
             if not self._begun:
                 self._begun = True
-                if self._phase is SchedulePhase.STARTING:
+                if self.phase is SchedulePhase.STARTING:
                     self._pace = Pace(_multiple(step + FIRST_EVERY, FIRST_EVERY), FIRST_EVERY)
             due = self.promises.reach(step)
             if due:
-                self._pace, self._phase = due[-1], SchedulePhase.PACED
+                self._pace, self.phase = due[-1], SchedulePhase.PACED
             return self._is_time(step, shorten(self._pace.every))
 
     def heard(self, said: Announcement, step_seconds: float | None = None) -> StepAnswer | None:
-        """A SAVE_EVERY has come; the answer, if there is one. Link's thread.
-
-        Args:
-            said: The announcement.
-            step_seconds: How long a step takes, for the answer.
-
-        Raises:
-            ProtocolError: The body does not hold what it should.
-        """
+        """A SAVE_EVERY has come; the answer, if there is one. ProtocolError: it is malformed. Link's thread."""
         pace = Pace.from_json(said.body) if said.word is StepWord.APPOINTED else None
         with self.promises.lock:
             here = StepAnswer(said.number, self.promises.last_step + 1, step_seconds)
@@ -130,7 +106,7 @@ class Schedule:
 
     def _is_time(self, step: int, every: int) -> bool:
         """The lock is held."""
-        match self._phase:
+        match self.phase:
             case SchedulePhase.PACED:
                 return step >= self._pace.first and (step - self._pace.first) % every == 0
             case SchedulePhase.LOOSE:  # also where it is shorter: a part of it need not divide it
@@ -145,8 +121,8 @@ class Schedule:
     def _loosen(self) -> None:
         """The lock is held. A rank that never was paced stays as it is: it shares steps with every LOOSE one."""
         self.promises.end(forget_appointed=True)
-        if self._phase is SchedulePhase.PACED:
-            self._phase = SchedulePhase.LOOSE
+        if self.phase is SchedulePhase.PACED:
+            self.phase = SchedulePhase.LOOSE
             self._pace = Pace(0, 1 << (min(self._pace.every, EVERY_MAX) - 1).bit_length())
 
 

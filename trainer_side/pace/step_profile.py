@@ -12,7 +12,6 @@ for it. Medians, because one iteration in which a page was swapped in says nothi
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median
@@ -28,20 +27,13 @@ _CHECKPOINTS = 3  # two of three that are slow are no accident
 
 
 class StepProfile:
-    """See the module. One thread.
+    """See the module. One thread."""
 
-    Args:
-        clock: Seconds that only go forward.
-
-    Attributes:
-        image_bytes: Bytes of the whole checkpoint; `slice_bytes`: of this rank's part. 0: not known yet.
-        in_flight_max: How many checkpoints may be on their way at once.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        # The whole checkpoint's, and those of this rank's part; 0: not known yet.
         self.image_bytes = self.slice_bytes = 0
-        self.in_flight_max = 1
+        self.in_flight_max = 1  # checkpoints that may be on their way at once
         self._begun_at: float | None = None
         self._saved = False
         self._first_step: int | None = None
@@ -118,8 +110,7 @@ class StepProfile:
     def cost(self) -> Cost:
         """The cost of checkpoints now. One in flight counts with the time that it has taken so far.
 
-        Raises:
-            StateError: Too little was measured; says what.
+        StateError: too little was measured; the message says what.
         """
         if len(self._iterations) < _ITERATIONS_MIN:
             raise StateError(

@@ -28,6 +28,7 @@ from holdfast.errors import PeerLost
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import cut
 
+_SECONDS_MAX = 600.0  # how long a collective call waits for the other ranks
 _PIECE_BYTES_MAX = 16 << 20  # each rank forwards whole messages: smaller ones fill the way through many ranks
 _WHOLE_BYTES_MIN = 128 << 10  # from here on a piece is sent from where it lies
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 50e-6, 2e-3
@@ -49,26 +50,13 @@ class _Moving(NamedTuple):
 
 
 class C10dPeers:
-    """The other training ranks, as restore needs them. Main thread, before the first step.
+    """The `Peers` of a job without MPI. Main thread, before the first step.
 
-    Args:
-        store: Where the ranks find each other's addresses; of this group alone.
-        seconds_max: How long a collective call waits for the other ranks.
-
-    Raises:
-        PeerLost: A rank did not connect.
+    The ranks find each other's addresses in `store`, which is of this group alone. PeerLost: a rank did not connect.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        rank: int,
-        ranks: int,
-        start_seconds_max: float,
-        seconds_max: float = 600.0,
-    ) -> None:
-        self.rank, self.ranks, self._seconds_max = rank, ranks, seconds_max
+    def __init__(self, store: Store, *, rank: int, ranks: int, start_seconds_max: float) -> None:
+        self.rank, self.ranks = rank, ranks
         try:
             # torch's type stubs know none of its calls.
             self._group: Any = ProcessGroupGloo(store, rank, ranks, timedelta(seconds=start_seconds_max))
@@ -79,17 +67,11 @@ class C10dPeers:
                 "network interface in GLOO_SOCKET_IFNAME"
             ) from error
         self._shared: list[_Moving] = []
-        self._passed: list[
-            _Moving
-        ] = []  # between two ranks: gloo does not tell whether they are done, only waits
+        # Between two ranks: gloo does not tell whether they are done, only waits.
+        self._passed: list[_Moving] = []
         self._sent, self._received = [_CUT_TAG] * ranks, [_CUT_TAG] * ranks
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """Give `data` of rank `root` to all; the others pass None.
-
-        Raises:
-            PeerLost: A rank is dead or did not come.
-        """
         what = f"a broadcast of rank {root}"
         length = torch.tensor([len(data) if data is not None else 0])
         self._await(self._broadcast(length, root), what)
@@ -100,7 +82,6 @@ class C10dPeers:
         return bytes(buffer)
 
     def all_agree(self, ok: bool) -> bool:
-        """Whether every rank said True. Raises `PeerLost` as `broadcast`."""
         agreed = torch.tensor([int(ok)])
         options: Any = AllreduceOptions()
         options.reduceOp, options.timeout = ReduceOp.MIN, _NEVER
@@ -108,31 +89,14 @@ class C10dPeers:
         return bool(agreed[0])
 
     def share(self, pieces: Pieces, root: int) -> None:
-        """Queue a broadcast of scattered memory from `root`; `finish` waits for it. Every rank queues the same ones.
-
-        Args:
-            pieces: `(address, nbytes)` of this rank's memory; the sizes are the same on every rank. It must stay
-                where it is, and unread (elsewhere: unchanged at `root`), until `finish`.
-            root: The rank that has the bytes.
-        """
         for memory, scattered in _messages(pieces, reads=self.rank == root):
             self._shared.append(_Moving(self._broadcast(memory, root), memory, scattered))
 
     def send(self, pieces: Pieces, rank: int) -> None:
-        """Queue scattered memory for `rank`; `finish` waits until it has left. It must stay unchanged until then.
-
-        Raises:
-            PeerLost: A rank is dead.
-        """
         for memory, _ in _messages(pieces, reads=True):
             self._pass(self._group.send, memory, (), rank, self._sent)
 
     def receive(self, pieces: Pieces, rank: int) -> None:
-        """Queue the receiving of what `rank` sends in pieces of these sizes; `finish` waits for it.
-
-        Raises:
-            PeerLost: A rank is dead.
-        """
         for memory, scattered in _messages(pieces, reads=False):
             self._pass(self._group.recv, memory, scattered, rank, self._received)
 
@@ -158,11 +122,7 @@ class C10dPeers:
         return work
 
     def poll(self) -> None:
-        """Note what has been shared. Never waits: gloo moves it on by itself.
-
-        Raises:
-            PeerLost: A rank is dead.
-        """
+        """Note what has been shared: gloo moves it on by itself."""
         under_way = []
         for moving in self._shared:
             if moving.work.is_completed():
@@ -173,11 +133,6 @@ class C10dPeers:
         self._shared = under_way
 
     def finish(self, deadline_seconds: float) -> None:
-        """Wait until all that was queued is done, at most `deadline_seconds`.
-
-        Raises:
-            PeerLost: They were not, or a rank is dead.
-        """
         deadline = time.monotonic() + deadline_seconds
         passed, self._passed = self._passed, []
         what = f"{len(self._shared) + len(passed)} shared pieces of the restore"
@@ -205,10 +160,9 @@ class C10dPeers:
             _scatter(moving)
 
     def _await(
-        self, work: Work, what: str, deadline: float | None = None, seconds_max: float | None = None
+        self, work: Work, what: str, deadline: float | None = None, seconds_max: float = _SECONDS_MAX
     ) -> None:
         """Poll until it is complete: a call of gloo that waits would hold up the signals of this process."""
-        seconds_max = self._seconds_max if seconds_max is None else seconds_max
         deadline = time.monotonic() + seconds_max if deadline is None else deadline
         pause_seconds, polls = _PAUSE_SECONDS_MIN, 0
         while not work.is_completed():

@@ -27,17 +27,11 @@ _IDLE_GROWTH = 1.3
 
 
 class JobStore(NamedTuple):
-    """The store that all ranks of this job reach.
+    """The store that all ranks of this job reach."""
 
-    Attributes:
-        store: A connection to it. In its server, rank 0's process, it is the server as well.
-        place: HOST:PORT; empty for a store in this process.
-        outlives_ranks: Somebody else than rank 0 serves it.
-    """
-
-    store: Store
-    place: str
-    outlives_ranks: bool
+    store: Store  # a connection to it; in its server, rank 0's process, it is the server as well
+    place: str  # HOST:PORT; empty for a store in this process
+    outlives_ranks: bool  # somebody else than rank 0 serves it
 
     def connect(self, seconds_max: float) -> Store:
         if not self.place:
@@ -117,9 +111,7 @@ class StoreMailbox:
     Each rank has one key. A sender appends a line to it; its owner takes all lines at once. A look at it costs one
     round trip, and the fewer messages come, the fewer looks there are.
 
-    Args:
-        store: A connection that nobody else uses.
-        place: Where it is, for messages of errors.
+    Nobody else uses the connection `store`. `place` is for messages of errors.
     """
 
     def __init__(
@@ -136,22 +128,14 @@ class StoreMailbox:
         self._idle_seconds, self._next_look = 0.0, -1.0
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send to another rank; the order is kept. To a dead one it does nothing.
-
-        Raises:
-            PeerLost: The store is lost.
-        """
+        """As `RanksPort.send`. PeerLost: the store is lost."""
         self._idle_seconds, self._next_look = 0.0, -1.0  # an answer may come soon
         line = f"{self.rank} {base64.b64encode(message).decode()}\n"
         with store_errors(self._place, f"rank {self.rank} sending to rank {rank}"):
             append(self._store, str(rank), line)
 
     def poll(self) -> list[tuple[int, bytes]]:
-        """All messages that have come, each with its rank. Never waits.
-
-        Raises:
-            PeerLost: The store is lost.
-        """
+        """As `RanksPort.poll`. PeerLost: the store is lost."""
         now = self._clock()
         if now < self._next_look:
             return []
@@ -174,7 +158,6 @@ class StoreMailbox:
         return frozenset()
 
     def flush(self, seconds_max: float) -> None:  # noqa: ARG002 - the store answers or is lost
-        """Wait until the store has what was sent."""
         with store_errors(self._place, f"rank {self.rank} sending its last messages"):
             self._store.check([str(self.rank)])
 

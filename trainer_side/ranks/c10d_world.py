@@ -45,14 +45,12 @@ _NAMED = 8  # most missing ranks that are named
 
 
 class C10dWorld:
-    """The job as its ranks met in its store. Making it is collective; once per process, by `joined.join_world`.
+    """The `World` whose ranks met in a store. Making it is collective; once per process, by `joined.join_world`.
 
     Attributes:
-        local_rank: This rank among those on its machine: LOCAL_RANK, or counted by host names.
-        has_stager: The setting `stager` names one.
+        local_rank: LOCAL_RANK, or counted by host names.
         launch: Names the job; the same for each start by the same launcher.
         incarnation: 16 random bytes that all ranks of this start of the job have, and no other start.
-        stager_advice: How the job gets a stager, for messages.
 
     Raises:
         ConfigError: The environment does not tell which rank this is, or where the ranks meet.
@@ -94,12 +92,7 @@ class C10dWorld:
         at_exit(self._leave)
 
     def port(self) -> TcpStagerPort:
-        """The way to the stager.
-
-        Raises:
-            ConfigError: The job has none, or its key cannot be read.
-            PeerLost: It was not reached within `start_seconds_max`.
-        """
+        """As `World.port`. ConfigError also: the key cannot be read. PeerLost: not reached in `start_seconds_max`."""
         config = self._config
         if config.stager is None:
             raise no_stager(self)
@@ -108,7 +101,6 @@ class C10dWorld:
         return self._port
 
     def again(self, generation: int) -> TcpStagerPort:
-        """As `World.again`."""
         assert self._config.stager is not None
         self._port = self._connect(self._config.stager, generation, self._config.reconnect_seconds_max)
         return self._port
@@ -131,11 +123,7 @@ class C10dWorld:
         )
 
     def peers(self) -> Peers:
-        """The way to the other ranks. Collective the first time.
-
-        Raises:
-            PeerLost: A rank did not connect within `start_seconds_max`.
-        """
+        """As `World.peers`. Collective the first time. PeerLost: a rank did not connect in `start_seconds_max`."""
         if self._peers is None:
             self._peers = C10dPeers(
                 self.store("peers"),
@@ -146,23 +134,16 @@ class C10dWorld:
         return self._peers
 
     def council(self) -> StoreMailbox:
-        """The way to the other ranks for local tiers, at any time."""
         return self._mailbox("council")
 
     def uncaught(self) -> StoreMailbox:
-        """The way to the other ranks for an error that ends this one."""
         return self._uncaught
 
     def store(self, name: str) -> Store:
-        """A new connection to the store, where nobody else has keys.
-
-        Raises:
-            PeerLost: The store is lost.
-        """
+        """A new connection to the store, where nobody else has keys. PeerLost: the store is lost."""
         return PrefixStore(f"{self._under}/{name}", self._job.connect(self._config.start_seconds_max))
 
     def meeting(self) -> Store:
-        """As `World.meeting`."""
         return self.store("torch.distributed")
 
     def _mailbox(self, name: str) -> StoreMailbox:

@@ -40,25 +40,17 @@ class _BusyStager(ConfigError):
 
 
 class OpenedConnection(NamedTuple):
-    """A connection that the stager has admitted.
-
-    Attributes:
-        received: How many messages of this rank the stager has received on this channel before.
-    """
+    """A connection that the stager has admitted."""
 
     sock: AnySocket
-    received: int
+    received: int  # messages of this rank that the stager has received on this channel before
 
 
 class Connector:
-    """See the module. Any thread.
+    """See the module. Any thread. ConfigError: there are more ranks than one stager serves.
 
-    Args:
-        key: Key of the run; None: that of a stager of this user on this machine (holdfast/stager_key.py).
-        tls: The stager must speak TLS; None: it must not.
-
-    Raises:
-        ConfigError: There are more ranks than one stager serves.
+    `key` is that of the run; None: that of a stager of this user on this machine (holdfast/stager_key.py). With `tls`
+    the stager must speak TLS; otherwise it must not.
     """
 
     def __init__(
@@ -69,28 +61,23 @@ class Connector:
         rank: int,
         ranks: int,
         start: Start,
-        tls: RankTls | None = None,
+        tls: RankTls | None,
     ) -> None:
         if ranks > RANKS_MAX:
             raise ConfigError(
                 f"this job has {ranks} ranks, and a stager that listens serves at most {RANKS_MAX}; unset "
                 'HOLDFAST_STAGER, and set tiers = ["store"]'
             )
-        self.address = address
-        self._tls = tls
-        self._key, self.rank, self._ranks = key, rank, ranks
-        self._start = start
+        self.address, self.rank = address, rank
+        self._key, self._ranks, self._start, self._tls = key, ranks, start, tls
 
     def open(
         self, channel: int, *, seconds_max: float, received: int = 0, resuming: bool = False
     ) -> OpenedConnection:
         """Connect and be admitted, however often it takes.
 
-        Args:
-            channel: 0 for messages, from 1 on for payloads.
-            seconds_max: How long to try.
-            received: How many messages of the stager this rank has received before.
-            resuming: This rank was admitted before.
+        `channel` is 0 for messages, from 1 on for payloads. `received` counts the messages of the stager that this rank
+        has received before. With `resuming` this rank was admitted before.
 
         Raises:
             ConfigError: The stager has another key, another number of ranks, or serves another job; only one of both

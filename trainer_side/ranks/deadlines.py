@@ -5,10 +5,11 @@ A thread that hangs in the kernel cannot be ended. It is left behind, and what i
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, wait
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
@@ -18,38 +19,32 @@ HANGING_SHARE = 0.1  # of the time for restoring: a source that brings nothing f
 def within(
     call: Callable[[], _T], seconds_max: float, *, name: str, late: Callable[[_T], object] | None = None
 ) -> _T:
-    """Make a call without waiting for it any longer than that.
+    """Make a call without waiting for it any longer than that. `late` gets what it returns after the deadline.
 
     Raises:
         TimeoutError: It has not returned in time.
         BaseException: The exception of the call.
     """
-    done, guard = threading.Event(), threading.Lock()
-    found: list[_T] = []
-    problems: list[BaseException] = []
-    waiting = True
+    done: Future[_T] = Future()
 
     def make() -> None:
         try:
             answer = call()
         except BaseException as error:  # noqa: BLE001 - raised by who waits
-            problems.append(error)
-        else:
-            with guard:
-                found.append(answer)
-                if not waiting and late is not None:
-                    late(answer)
-        done.set()
+            with contextlib.suppress(InvalidStateError):  # nobody waits any more
+                done.set_exception(error)
+            return
+        try:
+            done.set_result(answer)
+        except InvalidStateError:
+            if late is not None:
+                late(answer)
 
     threading.Thread(target=make, name=name, daemon=True).start()
-    if not done.wait(seconds_max):
-        with guard:
-            waiting = bool(found)
-    if problems:
-        raise problems[0]
-    if not found:
+    wait([done], seconds_max)
+    if done.cancel():  # else it has returned by now
         raise TimeoutError(f"the call did not return within {seconds_max:g} s")
-    return found[0]
+    return done.result()
 
 
 _R = TypeVar("_R")

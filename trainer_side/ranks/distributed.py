@@ -70,11 +70,7 @@ def _agree_where_to_meet(world: World) -> None:
         address = b""
         if world.rank == 0:
             probe.bind(("", 0))
-            address = f"{_own_address(world)} {probe.getsockname()[1]}".encode()
+            own = "127.0.0.1" if world.one_machine else socket.gethostname()
+            address = f"{own} {probe.getsockname()[1]}".encode()
         host, port = world.peers().broadcast(address if world.rank == 0 else None).decode().split()
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
-
-
-def _own_address(world: World) -> str:
-    """How the other ranks reach this machine."""
-    return "127.0.0.1" if world.one_machine else socket.gethostname()

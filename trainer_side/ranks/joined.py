@@ -50,8 +50,7 @@ def joined_world() -> World | None:
 def launched_without_mpi(config: TrainerConfig) -> bool:
     """Whether the ranks of this job reach each other without MPI.
 
-    Raises:
-        ConfigError: `stager` is set under mpirun, where the stager is a process of the job.
+    ConfigError: `stager` is set under mpirun, where the stager is a process of the job.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return True
@@ -92,11 +91,7 @@ def _mpi_world() -> type[MpiWorld] | None:
 
 
 def _refuse_other_ranks(ranks: int) -> None:
-    """See that the ranks of `torch.distributed` are those of the job: else each would save as if it were alone.
-
-    Raises:
-        ConfigError: They are not as many.
-    """
+    """See that the ranks of `torch.distributed` are those of the job: else each would save as if it were alone."""
     theirs = torch.distributed.get_world_size() if torch.distributed.is_initialized() else ranks
     if theirs != ranks:
         raise ConfigError(

@@ -31,11 +31,7 @@ class MpiCouncilPort:
             self._sending.append((request, message, rank))
 
     def poll(self) -> list[tuple[int, bytes]]:
-        """All messages that have come, each with its rank. Never waits.
-
-        Raises:
-            PeerLost: MPI failed, and not because a rank is dead.
-        """
+        """As `RanksPort.poll`. PeerLost: MPI failed, and not because a rank is dead."""
         found: list[tuple[int, bytes]] = []
         status = MPI.Status()
         try:
@@ -60,7 +56,6 @@ class MpiCouncilPort:
         return self._lost
 
     def flush(self, seconds_max: float) -> None:
-        """Wait until what was sent has left."""
         deadline = time.monotonic() + seconds_max
         while self._sending and time.monotonic() < deadline:
             self.poll()

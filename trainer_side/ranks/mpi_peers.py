@@ -10,68 +10,54 @@ import numpy as np
 from trainer_side.ranks.mpi import MPI, lost_peer, wait
 from trainer_side.ranks.peers import cut
 
+_SECONDS_MAX = 600.0  # how long a collective call waits for the other ranks
 _PIECE_BYTES_MAX = 512 << 20  # MPI counts are 32 bits; well below
 _WHOLE_BYTES_MIN = 128 << 10  # from here on a piece is a message of its own
 _PARCEL_TAG = 1
 
 
 class MpiPeers:
-    """The other training ranks, as restore needs them. Main thread, before the first step."""
+    """The `Peers` of a job of mpirun. Main thread, before the first step."""
 
-    def __init__(self, trainers: MPI.Comm, *, seconds_max: float = 600.0) -> None:
+    def __init__(self, trainers: MPI.Comm) -> None:
         self._comm = trainers
-        self._seconds_max = seconds_max
         self._shared: list[tuple[MPI.Request, MPI.Datatype]] = []
         self.rank, self.ranks = trainers.rank, trainers.size
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """Give `data` of rank `root` to all; the others pass None.
-
-        Raises:
-            PeerLost: A rank is dead or did not come.
-        """
         length = np.array([len(data) if data is not None else 0], dtype=np.int64)
         what = f"a broadcast of rank {root}"
-        wait([self._comm.Ibcast([length, MPI.INT64_T], root)], self._seconds_max, what)
+        wait([self._comm.Ibcast([length, MPI.INT64_T], root)], _SECONDS_MAX, what)
         buffer = bytearray(data) if self.rank == root and data is not None else bytearray(int(length[0]))
         view = memoryview(buffer)
         for start in range(0, len(buffer), _PIECE_BYTES_MAX):
             piece = view[start : start + _PIECE_BYTES_MAX]
-            wait([self._comm.Ibcast([piece, MPI.BYTE], root)], self._seconds_max, what)
+            wait([self._comm.Ibcast([piece, MPI.BYTE], root)], _SECONDS_MAX, what)
         return bytes(buffer)
 
     def all_agree(self, ok: bool) -> bool:
-        """Whether every rank said True. Raises `PeerLost` as `broadcast`."""
         mine, all_of_them = np.array([int(ok)], dtype=np.int32), np.zeros(1, dtype=np.int32)
         request = self._comm.Iallreduce([mine, MPI.INT32_T], [all_of_them, MPI.INT32_T], MPI.LAND)
-        wait([request], self._seconds_max, "all ranks to agree")
+        wait([request], _SECONDS_MAX, "all ranks to agree")
         return bool(all_of_them[0])
 
     def share(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
-        """Queue a broadcast of scattered memory from `root`; `finish` waits for it. Every rank queues the same ones.
-
-        Large pieces go each by itself: on one machine MPI copies what is in one piece straight from process to process,
-        and what is scattered through small buffers, several times slower.
-
-        Args:
-            pieces: `(address, nbytes)` of this rank's memory; the sizes are the same on every rank. It must stay
-                where it is, and unread (elsewhere: unchanged at `root`), until `finish`.
-            root: The rank that has the bytes.
-        """
         self._queue(pieces, lambda buffer: self._comm.Ibcast(buffer, root), root)
 
     def send(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
-        """Queue scattered memory for `rank`; `finish` waits until it has left. It must stay unchanged until then."""
         self._queue(pieces, lambda buffer: self._comm.Isend(buffer, rank, _PARCEL_TAG), rank)
 
     def receive(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
-        """Queue the receiving of what `rank` sends in pieces of these sizes; `finish` waits for it."""
         self._queue(pieces, lambda buffer: self._comm.Irecv(buffer, rank, _PARCEL_TAG), rank)
 
     def _queue(
         self, pieces: Sequence[tuple[int, int]], start: Callable[[Any], MPI.Request], rank: int
     ) -> None:
-        """The same messages on all ranks that take part: they depend on the sizes alone."""
+        """The same messages on all ranks that take part: they depend on the sizes alone.
+
+        Large pieces go each by itself: on one machine MPI copies what is in one piece straight from process to process,
+        and what is scattered through small buffers, several times slower.
+        """
         small = [piece for piece in pieces if piece[1] < _WHOLE_BYTES_MIN]
         for run in (*([piece] for piece in pieces if piece[1] >= _WHOLE_BYTES_MIN), small):
             for group in cut(run, _PIECE_BYTES_MAX):
@@ -84,11 +70,6 @@ class MpiPeers:
                 self._shared.append((request, scattered))
 
     def poll(self) -> None:
-        """Move on what was shared. Never waits.
-
-        Raises:
-            PeerLost: A rank is dead.
-        """
         try:
             MPI.Request.Testsome([request for request, _ in self._shared])
         except MPI.Exception as error:
@@ -102,11 +83,6 @@ class MpiPeers:
         self._shared = under_way  # the next look is at these only
 
     def finish(self, deadline_seconds: float) -> None:
-        """Wait until all that was queued is done, at most `deadline_seconds`.
-
-        Raises:
-            PeerLost: They were not, or a rank is dead.
-        """
         shared, self._shared = self._shared, []
         wait(
             [request for request, _ in shared],

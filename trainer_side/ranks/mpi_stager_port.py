@@ -58,13 +58,6 @@ class MpiStagerPort:
             raise lost_peer(error) from error
 
     def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:
-        """Begin to send the bytes of one credit. Returns a handle; they must not change until `sent(handle)`.
-
-        Args:
-            payload: The frame.
-            slot: As the credit says.
-            pieces: Sizes of the frame's pieces, whose sum is its size.
-        """
         requests: list[MPI.Request] = []
         begin = 0
         try:
@@ -109,9 +102,7 @@ class MpiStagerPort:
         return messages
 
     def leave(self, seconds_max: float, *, lost: bool = False) -> None:
-        """Say BYE, once, and wait until all that was to be sent has left. A stager that is dead is not waited for; with
-        `lost` (it was silent for too long) neither is it when this process ends.
-        """
+        """As `StagerPort.leave`. With `lost`, the end of MPI does not wait for the stager either."""
         global _given_up  # noqa: PLW0603 - MPI, too, is one for the process
         _given_up = _given_up or lost
         if self._left:

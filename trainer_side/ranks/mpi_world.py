@@ -68,12 +68,10 @@ at_exit(_finalize)  # first registered, last called
 
 
 class MpiWorld:
-    """The MPI job as it was told at start-up. Get it by `join`.
+    """The `World` of an MPI job. Get it by `join`.
 
     Attributes:
-        rank: This rank among the trainers. `ranks`: how many there are.
         stager: Rank of the stager among all processes of the MPI job; None if the job has none.
-        stager_advice: How the job gets a stager, for messages.
     """
 
     stager_advice = "add `: -n 1 holdfast stager --store URL` to the mpirun line"
@@ -100,16 +98,13 @@ class MpiWorld:
         self.stager = int(stagers[0]) if len(stagers) else None
         self.has_stager = self.stager is not None
         # In the same order on every process: the stager takes part in both.
-        self._control = world.Dup()
-        self._control.Set_errhandler(MPI.ERRORS_RETURN)
+        control = world.Dup()
         self._trainers = world.Split(Role.TRAINER, world.rank)
-        self._trainers.Set_errhandler(MPI.ERRORS_RETURN)
-        self._council = self._trainers.Dup()
-        self._council.Set_errhandler(MPI.ERRORS_RETURN)
-        self._uncaught = self._trainers.Dup()
-        self._uncaught.Set_errhandler(MPI.ERRORS_RETURN)
+        self._council, self._uncaught = self._trainers.Dup(), self._trainers.Dup()
+        for comm in (control, self._trainers, self._council, self._uncaught):
+            comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.ranks = self._trainers.rank, self._trainers.size
-        self._port = None if self.stager is None else MpiStagerPort(self._control, self.stager)
+        self._port = None if self.stager is None else MpiStagerPort(control, self.stager)
         node = self._trainers.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank = node.rank
         self.one_machine = bool(node.size == self.ranks)
@@ -139,26 +134,18 @@ class MpiWorld:
             self._port.leave(_LEAVE_SECONDS_MAX)
 
     def port(self) -> MpiStagerPort:
-        """The way to the stager.
-
-        Raises:
-            ConfigError: The job has none.
-        """
         if self._port is None:
             raise no_stager(self)
         return self._port
 
     def peers(self) -> MpiPeers:
-        """The way to the other trainers."""
         return MpiPeers(self._trainers)
 
     def meeting(self) -> None:
         """As `World.meeting`: MPI has no store."""
 
     def council(self) -> MpiCouncilPort:
-        """The way to the other trainers for local tiers, at any time."""
         return MpiCouncilPort(self._council)
 
     def uncaught(self) -> MpiCouncilPort:
-        """The way to the other trainers for an error that ends this one."""
         return MpiCouncilPort(self._uncaught)

@@ -51,16 +51,12 @@ class PayloadSender:
         died: Callable[[ThreadDied], object],
         stall_seconds: float,
     ) -> None:
-        self._connector, self._channel, self._over, self._stall_seconds = (
-            connector,
-            channel,
-            over,
-            stall_seconds,
-        )
+        self._connector, self._channel = connector, channel
+        self._over, self._stall_seconds = over, stall_seconds
         self._lock = threading.Lock()
         self._waiting: deque[tuple[PayloadHeader, memoryview]] = deque()
         self._under_way: OrderedDict[int, tuple[PayloadHeader, memoryview]] = OrderedDict()
-        self._load = 0
+        self.load = 0  # bytes that have no receipt yet
         self._closed = False
         self._renewed = False
         self._quiet = threading.Event()  # no payload is read
@@ -72,16 +68,11 @@ class PayloadSender:
         )
         self._thread.start()
 
-    @property
-    def load(self) -> int:
-        """Bytes that have no receipt yet."""
-        return self._load
-
     def send(self, header: PayloadHeader, payload: memoryview) -> None:
         """Send it; its memory must not change until its receipt has come."""
         with self._lock:
             self._waiting.append((header, payload))
-            self._load += header.nbytes
+            self.load += header.nbytes
         os.eventfd_write(self._wake, 1)
 
     def renew(self) -> None:
@@ -106,7 +97,8 @@ class PayloadSender:
             except HoldfastError as error:
                 # Whether the stager is lost is found out by the line of messages.
                 _log.debug("no connection for payloads: %s", error)
-                self._pause()
+                if not self._closed:
+                    time.sleep(_PAUSE_SECONDS)
                 continue
             with sock:
                 self._quiet.clear()
@@ -119,10 +111,6 @@ class PayloadSender:
             with self._lock:
                 self._waiting.extendleft(reversed(self._under_way.values()))
                 self._under_way.clear()
-
-    def _pause(self) -> None:
-        if not self._closed:
-            time.sleep(_PAUSE_SECONDS)
 
     # -- for the connection, in the sender's thread --------------------------------------------------------------------
 
@@ -149,7 +137,7 @@ class PayloadSender:
             found = self._under_way.pop(number, None)
             if found is None:
                 return
-            self._load -= found[0].nbytes
+            self.load -= found[0].nbytes
         self._over(number)
 
     @property
@@ -168,11 +156,7 @@ class _Connection:
         self._moved_at = time.monotonic()
 
     def work(self) -> None:
-        """Send and hear until the sender is closed or renewed.
-
-        Raises:
-            OSError: The connection has ended, or nothing moves on it.
-        """
+        """Send and hear until the sender is closed or renewed. OSError: it has ended, or nothing moves on it."""
         wake = self._sender.begin()
         poll = select.poll()
         poll.register(wake, select.POLLIN)

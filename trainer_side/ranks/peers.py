@@ -30,29 +30,25 @@ class Peers(Protocol):
     def ranks(self) -> int: ...
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """Return on every rank the bytes that `root` gave; the others give None."""
+        """Return on every rank the bytes that `root` gave; the others give None. Collective."""
         ...
 
     def all_agree(self, ok: bool) -> bool:
-        """Whether `ok` is true on every rank."""
+        """Whether `ok` is true on every rank. Collective."""
         ...
 
     def share(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
-        """Queue the copy of scattered memory from `root` to all others.
+        """Queue the copy of scattered memory from `root` to all others. Every rank queues the same ones.
 
-        Args:
-            pieces: `(address, nbytes)` in this process: sizes are the same on every rank, addresses are not. The memory
-                must live, and on `root` hold its bytes, until `finish` returns.
-            root: The rank that has the bytes.
+        `pieces` are `(address, nbytes)` in this process: sizes are the same on every rank, addresses are not. Until
+        `finish` returns, the memory must stay where it is, unchanged at `root` and unread elsewhere.
         """
         ...
 
     def send(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
         """Queue the copy of scattered memory to one other rank, which receives pieces of the same sizes.
 
-        Args:
-            pieces: As for `share`; on this rank the memory keeps its bytes until `finish` returns.
-            rank: The receiving rank.
+        The memory must stay unchanged until `finish` returns.
         """
         ...
 
@@ -65,11 +61,7 @@ class Peers(Protocol):
         ...
 
     def finish(self, deadline_seconds: float) -> None:
-        """Return when everything that was shared has arrived here and has left here.
-
-        Raises:
-            PeerLost: It has not within `deadline_seconds`.
-        """
+        """Return when all that was queued has arrived and left. PeerLost: it has not within `deadline_seconds`."""
         ...
 
 
@@ -84,7 +76,6 @@ class LonePeers:
         return data
 
     def all_agree(self, ok: bool) -> bool:
-        """Whether this rank agrees: there is no other."""
         return ok
 
     def share(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
@@ -127,13 +118,10 @@ def gather(peers: Peers, mine: bytes) -> list[bytes]:
 
 
 def agree(peers: Peers, error: HoldfastError | None) -> str | None:
-    """Tell each other how a stage went. Collective.
+    """Tell each other how a stage went: None if it went well everywhere. Collective.
 
-    Returns:
-        None if it went well everywhere; what is damaged and which rank saw it, if another checkpoint may do.
-
-    Raises:
-        HoldfastError: An error that another checkpoint would not avoid: this rank's, or the first of another rank.
+    If another checkpoint may do, returns what is damaged and which rank saw it. An error that another checkpoint would
+    not avoid is raised: this rank's, or the first of another rank.
     """
     if peers.all_agree(error is None):
         return None

@@ -54,7 +54,10 @@ class StagerPort(Protocol):
         ...
 
     def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:
-        """Begin to send the bytes of one credit, which are pieces of these sizes; returns a handle."""
+        """Begin to send the bytes of one credit, which are pieces of these sizes; returns a handle.
+
+        `slot` is that of the credit. The bytes must not change until `sent(handle)`.
+        """
         ...
 
     def sent(self, handle: int) -> bool:
@@ -62,11 +65,14 @@ class StagerPort(Protocol):
         ...
 
     def poll(self) -> list[bytes]:
-        """All control messages that have come."""
+        """All control messages that have come. Never waits."""
         ...
 
     def leave(self, seconds_max: float, *, lost: bool = False) -> None:
-        """Say good-bye."""
+        """Say BYE, once, and wait until all that was to be sent has left, at most `seconds_max`.
+
+        With `lost` the stager was silent for too long: it is not waited for.
+        """
         ...
 
 
@@ -112,11 +118,7 @@ class World(Protocol):
     stager_advice: str
 
     def port(self) -> StagerPort:
-        """The way to the stager.
-
-        Raises:
-            ConfigError: The job has none.
-        """
+        """The way to the stager. ConfigError: the job has none."""
         ...
 
     @property
@@ -133,11 +135,7 @@ class World(Protocol):
         ...
 
     def meeting(self) -> Store | None:
-        """A part of the job's store for `torch.distributed`; None: it makes a store of its own.
-
-        Raises:
-            PeerLost: The store is lost.
-        """
+        """A part of the job's store for `torch.distributed`; None: it makes one of its own. PeerLost: it is lost."""
         ...
 
     def council(self) -> CouncilPort:

@@ -34,10 +34,7 @@ _READS_PER_POLL_MAX = 64
 class TcpStagerPort:
     """See the module; a `StagerPort`. Get it by `connect`.
 
-    Attributes:
-        one_machine: The stager is reached by an address of this machine alone.
-        crowding: Ranks on this machine for each of its cores, as far as the launcher tells; 0 where it does not.
-        has_threads: Payloads move by threads of their own.
+    `crowding` is that of the ranks, as far as the launcher tells; 0 where it does not.
     """
 
     has_threads = True
@@ -90,26 +87,11 @@ class TcpStagerPort:
         start_seconds_max: float,
         tls_ca: Path | None = None,
     ) -> TcpStagerPort:
-        """Find the stager and be admitted. Main thread.
+        """Find the stager and be admitted; raises as `Connector.open`. Main thread.
 
-        Args:
-            address: `HOST:PORT`.
-            key: Key of the run; None: that of a stager of this user on this machine.
-            rank: This rank.
-            ranks: How many there are.
-            launch: Names the launcher's job.
-            incarnation: 16 random bytes of this start of the job, the same on all its ranks.
-            generation: How often the ranks of this start have lost a stager and come again.
-            connections: How many carry payloads.
-            reconnect_seconds_max: How long a cut connection may take to be made again.
-            start_seconds_max: How long to try to reach the stager.
-            tls_ca: File with the certificates that are trusted, for a stager with TLS; None for one without.
-
-        Raises:
-            ConfigError: It has another key, another number of ranks, or serves another job; only one of both has TLS,
-                or its certificate is not trusted.
-            ProtocolError: It is no stager, or one of another version.
-            PeerLost: It cannot be reached.
+        `address` is `HOST:PORT`. `launch`, `incarnation` and `generation` say which start of the job this is, as
+        `Start` has them. `connections` is the number of those that carry payloads. `tls_ca` is the file with the
+        certificates that are trusted, for a stager with TLS; None for one without.
         """
         connector = Connector(
             parse_address(address),
@@ -125,7 +107,7 @@ class TcpStagerPort:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def send(self, message: bytes) -> None:
-        """Send a control message; the order is kept, and none is lost when the connection is cut."""
+        """As `StagerPort.send`; no message is lost when the connection is cut."""
         self._check()
         try:
             self._line.put(message)
@@ -135,7 +117,6 @@ class TcpStagerPort:
         self._write()
 
     def poll(self) -> list[bytes]:
-        """All control messages that have come. Never waits."""
         self._check()
         if self._sock is None:
             self._look_for_connection()
@@ -231,13 +212,7 @@ class TcpStagerPort:
     # -- payloads ----------------------------------------------------------------------------------------------------
 
     def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:  # noqa: ARG002
-        """Begin to send the bytes of one credit. Returns a handle; they must not change until `sent(handle)`.
-
-        Args:
-            payload: The frame.
-            slot: As the credit says.
-            pieces: Not needed: the stager knows where each piece belongs.
-        """
+        """As `StagerPort.send_payload`. `pieces` are not needed: the stager knows where each piece belongs."""
         self._check()
         self._last_number += 1
         self._payloads += 1
@@ -246,7 +221,6 @@ class TcpStagerPort:
         return self._last_number
 
     def sent(self, handle: int) -> bool:
-        """Whether the payload lies in the stager's ring: its memory may change now."""
         self._check()
         if handle not in self._over:
             return False
@@ -257,12 +231,6 @@ class TcpStagerPort:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def leave(self, seconds_max: float, *, lost: bool = False) -> None:
-        """Say BYE, once, and wait until the stager has received all that was sent.
-
-        Args:
-            seconds_max: How long to wait.
-            lost: The stager was silent for too long: it is not waited for.
-        """
         if self._left:
             return
         self._left = True

@@ -51,16 +51,16 @@ def end_by_exit_codes() -> None:
         _log.debug("traceback of the error", exc_info=(kind, error, trace))
         _say(error, trace)
         sys.stdout.flush()
-        raise SystemExit(
-            error.exit_code
-        )  # the interpreter ends with this code, after all that is to run at exit
+        # The interpreter ends with this code, after all that is to run at exit.
+        raise SystemExit(error.exit_code)
 
     hook.says_refusals = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
 def _say(error: HoldfastError, trace: TracebackType | None) -> None:
-    port = _port()
+    world = joined_world()  # None before the ranks have met
+    port = None if world is None else world.uncaught()
     if (port is None or _speaks_in_time(port, error)) and sys.__stderr__ is not None:
         # Not sys.stderr: torch.distributed replaces it while its own hook runs around this one.
         rank = own_rank() if port is None else port.rank
@@ -94,22 +94,10 @@ def speaks(port: RanksPort, error: HoldfastError, *, seconds_max: float = _LISTE
     return True
 
 
-def _port() -> RanksPort | None:
-    """The way to the other ranks; None before they have met."""
-    world = joined_world()
-    return None if world is None else world.uncaught()
-
-
 def _place(trace: TracebackType | None) -> str:
     """Where the script has called holdfast: `train.py:45`."""
     frames = traceback.extract_tb(trace)
-    own = Path(__file__).parents[2]
-    theirs = [
-        frame
-        for frame in frames
-        if not (
-            (path := Path(frame.filename)).is_relative_to(own) and path.relative_to(own).parts[0] in _PACKAGES
-        )
-    ]
+    own = [Path(__file__).parents[2] / package for package in _PACKAGES]
+    theirs = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, own))]
     called = [frame for frame in theirs if "site-packages" not in frame.filename] or theirs
     return f"{called[-1].filename}:{called[-1].lineno}" if called else ""

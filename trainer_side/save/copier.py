@@ -49,38 +49,26 @@ _log = logging.getLogger("holdfast.trainer")
 
 @dataclass(frozen=True)
 class CopyJob:
-    """One copy.
-
-    Attributes:
-        router: Finds the route through the tensors that are copied behind the gate.
-        after: Recorded on the training's stream at `save()`, if tensors are on a device.
-        fingerprints: Fingerprints of the replicas; None if they are not wanted.
-        keeping: The write of this step to the local tiers; None without tiers.
-        instant: Version counters and sampled words of the tensors at `save()`; None if nothing is copied behind the
-            gate.
-        abandoned: Set when an update has stopped waiting for the copy, or when the copy is torn.
-        updating: Set when an update begins. From then on, tensors that were copied and released may change.
-        whole: Set when every live tensor has been copied.
-        inside: Whether `save()` waits for the whole copy. `compares`: whether the copy is then compared with the live
-            bytes.
-        route: The route for which `save()` has reserved device memory; None: the copy thread finds one.
-    """
+    """One copy."""
 
     transfer: Transfer
     staging: Staging
     router: Router
     taken: Capture
-    after: StreamEvent | None
-    fingerprints: Fingerprints | None
-    keeping: TierWrite | None = None
-    instant: SavedInstant | None = None
+    after: StreamEvent | None  # recorded on the training's stream at `save()`, if tensors are on a device
+    fingerprints: Fingerprints | None  # None if they are not wanted
+    keeping: TierWrite | None = None  # None without local tiers
+    instant: SavedInstant | None = None  # None if nothing is copied behind the gate
+    # Set when an update has stopped waiting for the copy, or when the copy is torn.
     abandoned: threading.Event = field(default_factory=threading.Event)
+    # Set when an update begins. From then on, tensors that were copied and released may change.
     updating: threading.Event = field(default_factory=threading.Event)
+    # Set when every live tensor has been copied.
     whole: threading.Event = field(default_factory=threading.Event)
-    inside: bool = False
-    compares: bool = False
+    inside: bool = False  # `save()` waits for the whole copy
+    compares: bool = False  # and compares it with the live bytes then
     device: torch.device | None = None
-    route: Route | None = None
+    route: Route | None = None  # `save()` has reserved device memory for it; None: the copy thread finds one
 
     def cancelled(self) -> bool:
         """Whether the rest of the copy is of no use: to the stager, nor to any local tier."""
@@ -98,19 +86,7 @@ class CopyJob:
 class Copier:
     """The thread, and the gate that it opens. Its methods belong to the training thread unless they say otherwise.
 
-    Args:
-        optimizers: Their updates wait while a copy is in flight.
-        link: Is told when a copy fails.
-        ledger: Counts the stall.
-        events: Event log.
-        seconds_max: How long an update, or the next save, waits for a copy.
-        quietness: Decides whether a copy may outlast `save()`, from comparisons of earlier copies with live bytes.
-
-    Attributes:
-        updates: How many steps of optimizers have begun.
-        on_update: Called on the training thread when a step of an optimizer begins.
-        problem: Why copying has stopped for good; None while it works.
-        update_streams: The device streams on which updates were queued recently.
+    An update, or the next save, waits at most `seconds_max` for a copy.
     """
 
     def __init__(
@@ -127,9 +103,9 @@ class Copier:
         gated = with_inner(optimizers)
         self.gate = Gate(gated, seconds_max=seconds_max, on_late=self._abandon, on_hook=self._hooked)
         self._proof, self._quietness = HookCoverage(gated), quietness
-        self.update_streams: list[Any] = []
-        self.updates = 0
-        self.on_update: Callable[[], None] = lambda: None
+        self.update_streams: list[Any] = []  # of the device, on which updates were queued recently
+        self.updates = 0  # steps of optimizers that have begun
+        self.on_update: Callable[[], None] = lambda: None  # when one begins; on the training thread
         self._by_hand = 0  # nesting depth of `with checkpointer.changing()` on the training thread
         self._job: CopyJob | None = None  # under way; it holds a staging area and tensors, so not for longer
         self._stuck: CopyJob | None = None  # the one that was not waited for any longer
@@ -137,17 +113,16 @@ class Copier:
         self._idle.set()
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._entered: torch.device | None = None  # of the thread
-        self.problem: ThreadDied | None = None
+        self.problem: ThreadDied | None = None  # why copying has stopped for good
         self._thread = BackgroundThread(
             "holdfast-copy", self._run, rank=link.job.rank, task="copies the state", died=self._died
         )
         self._thread.start()
 
     def wait(self) -> Reason | None:
-        """Wait until no copy is in flight. If an update has ended in the meantime, at most one tensor is left to copy.
+        """Wait until no copy is in flight; returns the reason if the copy will not end.
 
-        Returns:
-            None, or the reason why the copy will not end.
+        If an update has ended in the meantime, at most one tensor is left to copy.
         """
         job = self._job
         stuck = job is not None and job is self._stuck
@@ -184,7 +159,7 @@ class Copier:
             self._died(self.problem)
 
     def way_of(
-        self, step: int, instant: SavedInstant | None, nbytes: int, *, on_device: bool = False
+        self, step: int, instant: SavedInstant | None, nbytes: int, *, on_device: bool
     ) -> tuple[bool, bool]:
         """Whether the copy of this save is finished inside `save()`, and whether live bytes are compared with it then.
 
@@ -204,14 +179,11 @@ class Copier:
         if not job.inside:
             return
         self.gate.wait()
+        if not job.compares or job.instant is None:
+            return
         # How long it took may have been measured just now, for the first time.
-        if (
-            job.compares
-            and job.instant is not None
-            and not self._quietness.is_inside(
-                job.staging.nbytes, on_device=bool(job.route and job.route.device)
-            )
-        ):
+        on_device = bool(job.route and job.route.device)
+        if not self._quietness.is_inside(job.staging.nbytes, on_device=on_device):
             self._proof.expect(job.instant)
             self._quietness.expect(job.instant, job.staging, job.whole.is_set)
 
@@ -293,18 +265,18 @@ class Copier:
         """The copy is torn. Any thread."""
         if job.abandoned.is_set():
             return
-        step = job.transfer.step
+        what = (
+            f"{path} was changed after save({job.transfer.step}), before its copy was done, and not in a step of its "
+            "optimizer"
+        )
         self._fail(
             job,
             DeclineCause.TORN.because(
-                f"{path} was changed after save({step}), before its copy was done, and not in a step of its optimizer; "
-                "the step is withdrawn. Call checkpointer.wait_copied() before such changes, or make them in "
+                f"{what}; the step is withdrawn. Call checkpointer.wait_copied() before such changes, or make them in "
                 "`with checkpointer.changing():`"
             ),
         )
-        self._quietness.distrust(
-            f"{path} was changed after save({step}), before its copy was done, and not in a step of its optimizer"
-        )
+        self._quietness.distrust(what)
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -411,22 +383,17 @@ class Copier:
         if job.instant is None or job.updating.is_set():
             return
         path = job.instant.changed()
-        if (
-            path and not job.updating.is_set()
-        ):  # an update that has come meanwhile has looked itself, before it began
+        # An update that has come meanwhile has looked itself, before it began.
+        if path and not job.updating.is_set():
             self.withdraw(job, path)
 
 
 class _BatchWatch:
-    """Looks at each batch of one copy, before it is given free and before its frames may go. Copy thread.
-
-    Attributes:
-        unread: Batches that are still to be read.
-    """
+    """Looks at each batch of one copy, before it is given free and before its frames may go. Copy thread."""
 
     def __init__(self, copier: Copier, job: CopyJob, batches: int) -> None:
         self._copier, self._job = copier, job
-        self.unread = self._uncopied = batches
+        self.unread = self._uncopied = batches  # that are still to be read, or copied
 
     def was_read(self, batch: Batch) -> None:
         self.unread -= 1

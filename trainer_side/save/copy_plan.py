@@ -15,7 +15,7 @@ Pieces are never joined: between two entries of an image lies a zip header.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -47,19 +47,13 @@ class CopyPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """One rank's slice of one layout.
+    """One rank's slice of one layout."""
 
-    Attributes:
-        now: Pieces that are copied before `save()` returns. `gated`: pieces that are copied behind the gate.
-        frames: Where each frame begins in the staging area.
-        nbytes: Size of the slice. `area_bytes`: size of the staging area, padding between frames included.
-    """
-
-    now: tuple[CopyPiece, ...]
-    gated: tuple[CopyPiece, ...]
-    frames: tuple[int, ...]
+    now: tuple[CopyPiece, ...]  # copied before `save()` returns
+    gated: tuple[CopyPiece, ...]  # copied behind the gate
+    frames: tuple[int, ...]  # where each begins in the staging area
     nbytes: int
-    area_bytes: int
+    area_bytes: int  # of the staging area, padding between frames included
 
     @classmethod
     def of(cls, layout: Layout, rank: int, gated: Sequence[bool]) -> SlicePlan:
@@ -99,13 +93,10 @@ class SlicePlan:
 
 @dataclass(frozen=True)
 class SliceSources:
-    """A slice, and where its bytes lie at one save.
-
-    Attributes:
-        sources: Per entry its storage; None where the bytes are made, or another rank has them.
-    """
+    """A slice, and where its bytes lie at one save."""
 
     plan: SlicePlan
+    # By entry; None where its bytes are made, or another rank has them.
     sources: Sequence[StorageSource | None]
 
     @cached_property
@@ -120,36 +111,24 @@ class SliceSources:
 
 @dataclass(frozen=True)
 class Batch:
-    """Pieces that are copied by one call; all of them in host memory, or all on a device.
+    """Pieces that are copied by one call; all of them in host memory, or all on a device."""
 
-    Attributes:
-        pieces: In the order in which they are copied.
-        offsets: Where each goes in the staging area. `addresses`: where each comes from. `sizes`: bytes of each.
-        read: Addresses of the storages that no later batch reads.
-        frames: Frame → how many of its pieces are in this batch.
-    """
-
-    pieces: tuple[CopyPiece, ...]
-    offsets: tuple[int, ...]
-    addresses: tuple[int, ...]
-    sizes: tuple[int, ...]
+    pieces: tuple[CopyPiece, ...]  # in the order in which they are copied
+    offsets: tuple[int, ...]  # where each goes in the staging area
+    addresses: tuple[int, ...]  # where each comes from
+    sizes: tuple[int, ...]  # bytes of each
     nbytes: int
-    read: tuple[int, ...]
-    frames: Mapping[int, int]
+    read: tuple[int, ...]  # addresses of the storages that no later batch reads
+    frames: Mapping[int, int]  # frame → how many of its pieces are in this batch
 
 
 @dataclass(frozen=True)
 class Route:
-    """The order of one copy behind the gate.
-
-    Attributes:
-        host: Batches of tensors in host memory. `device`: of tensors on a device.
-        storages: Addresses of all storages that are read.
-    """
+    """The order of one copy behind the gate: batches in host memory, and on a device."""
 
     host: tuple[Batch, ...]
     device: tuple[Batch, ...]
-    storages: frozenset[int]
+    storages: frozenset[int]  # addresses of all that are read
 
     def on_host(self) -> Route:
         """The same route without the batches on a device."""
@@ -176,10 +155,8 @@ class Router:
     ) -> Route:
         """The route for these sources.
 
-        Args:
-            sources: Per entry its storage.
-            update_order: Gives the address of each storage → its place in the order of updates.
-            order_changed: Whether that may be another one than at the save before.
+        `update_order` gives the place of each storage, by its address, in the order of updates. `order_changed` says
+        whether that may be another one than at the save before.
         """
         places = [*map(_place, map(sources.__getitem__, self._entries))]
         moved = self._route is None or places != self._places
@@ -200,13 +177,9 @@ def batches(
     pieces_max: int = _BATCH_PIECES_MAX,
     bytes_max: int = BATCH_BYTES_MAX,
 ) -> tuple[Batch, ...]:
-    """Cut pieces into batches, in their order. A batch ends before its bytes get too many; a large piece is one.
+    """Cut pieces into batches, in their order. A batch has at most `bytes_max`, unless it is a single piece.
 
-    Args:
-        pieces: All in host memory, or all on a device.
-        sources: Per entry its storage.
-        pieces_max: How many a batch may have.
-        bytes_max: How many bytes, unless it is a single piece.
+    The pieces are all in host memory, or all on a device.
     """
     groups: list[list[CopyPiece]] = []
     nbytes = 0
@@ -216,8 +189,14 @@ def batches(
             nbytes = 0
         groups[-1].append(piece)
         nbytes += piece.nbytes
+    return tuple(batches_of(groups, sources))
+
+
+def batches_of(
+    groups: Sequence[Sequence[CopyPiece]], sources: Sequence[StorageSource | None]
+) -> Iterator[Batch]:
+    """The batches of these groups of pieces, which are copied in this order."""
     reads_left = Counter(_storage(sources, piece) for group in groups for piece in group)
-    found = []
     for group in groups:
         read = []
         for piece in group:
@@ -225,18 +204,15 @@ def batches(
             reads_left[storage] -= 1
             if not reads_left[storage]:
                 read.append(storage)
-        found.append(
-            Batch(
-                pieces=tuple(group),
-                offsets=tuple(piece.offset for piece in group),
-                addresses=tuple(_source(sources, piece).data_ptr + piece.entry_offset for piece in group),
-                sizes=tuple(piece.nbytes for piece in group),
-                nbytes=sum(piece.nbytes for piece in group),
-                read=tuple(read),
-                frames=Counter(piece.frame for piece in group),
-            )
+        yield Batch(
+            pieces=tuple(group),
+            offsets=tuple(piece.offset for piece in group),
+            addresses=tuple(address_of(sources, piece) for piece in group),
+            sizes=tuple(piece.nbytes for piece in group),
+            nbytes=sum(piece.nbytes for piece in group),
+            read=tuple(read),
+            frames=Counter(piece.frame for piece in group),
         )
-    return tuple(found)
 
 
 def _route(
@@ -244,16 +220,13 @@ def _route(
 ) -> Route:
     last = len(order)
     ordered = sorted(pieces, key=lambda piece: order.get(_storage(sources, piece), last))
-    host = [piece for piece in ordered if _source(sources, piece).device.type == "cpu"]
-    device = [piece for piece in ordered if _source(sources, piece).device.type != "cpu"]
+    host = [piece for piece in ordered if source_of(sources, piece).device.type == "cpu"]
+    device = [piece for piece in ordered if source_of(sources, piece).device.type != "cpu"]
+    most_host = _pieces_max(len(host), _BATCH_PIECES_MAX)
+    most_device = _pieces_max(len(device), _DEVICE_BATCH_PIECES_MAX)
     return Route(
-        host=batches(host, sources, pieces_max=_pieces_max(len(host), _BATCH_PIECES_MAX)),
-        device=batches(
-            device,
-            sources,
-            pieces_max=_pieces_max(len(device), _DEVICE_BATCH_PIECES_MAX),
-            bytes_max=DEVICE_BATCH_BYTES_MAX,
-        ),
+        host=batches(host, sources, pieces_max=most_host),
+        device=batches(device, sources, pieces_max=most_device, bytes_max=DEVICE_BATCH_BYTES_MAX),
         storages=frozenset(_storage(sources, piece) for piece in ordered),
     )
 
@@ -262,13 +235,19 @@ def _pieces_max(pieces: int, most: int) -> int:
     return min(most, max(1, pieces // _BATCHES_MIN))
 
 
-def _source(sources: Sequence[StorageSource | None], piece: CopyPiece) -> StorageSource:
+def source_of(sources: Sequence[StorageSource | None], piece: CopyPiece) -> StorageSource:
+    """The storage of a piece that lies in a tensor."""
     source = sources[piece.entry]
-    assert source is not None, "what is gated lies in a tensor"
+    assert source is not None, "what is gated, or on a device, lies in a tensor"
     return source
+
+
+def address_of(sources: Sequence[StorageSource | None], piece: CopyPiece) -> int:
+    """The address of a piece's first byte."""
+    return source_of(sources, piece).data_ptr + piece.entry_offset
 
 
 def _storage(sources: Sequence[StorageSource | None], piece: CopyPiece) -> int:
     """Address of the storage under it: its name for the gate, also where only a part of it is saved."""
-    source = _source(sources, piece)
+    source = source_of(sources, piece)
     return source.data_ptr - source.start_bytes

@@ -24,7 +24,7 @@ from operator import attrgetter
 
 import torch
 
-from trainer_side.save.copy_plan import Batch, CopyPiece, SliceSources, batches
+from trainer_side.save.copy_plan import Batch, CopyPiece, SliceSources, batches_of
 from trainer_side.save.device_stream import DeviceMemory, DeviceStream, empty, refill_all
 from trainer_side.save.parcel import (
     Crossing,
@@ -44,8 +44,7 @@ _SPARE_SHARE = 10  # a tenth of the device's memory is left alone
 class MirrorRoom:
     """The room for mirrors on one device. Training thread.
 
-    Args:
-        limit_bytes: Most bytes of a mirror, from the first save on; None: what is measured.
+    A mirror may have `limit_bytes`, from the first save on; None: what is measured.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -135,16 +134,11 @@ _by_offset = attrgetter("offset")
 
 
 class Mirror:
-    """A copy on the device of one save. Its memory is given back as it is brought to the host.
-
-    Attributes:
-        batches: Its sections, in the order of the area.
-        is_whole: Whether it has all that is copied, or only what anything may change.
-    """
+    """A copy on the device of one save. Its memory is given back as it is brought to the host."""
 
     def __init__(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> None:
         self.made_of = now, behind
-        self.is_whole = True
+        self.is_whole = True  # it has all that is copied, and not only what anything may change
         self.batches = _sections([*now, *behind], slice_)
         runs = [runs_of(batch.pieces, slice_) for batch in self.batches]
         self._runs, self._parcels = runs, [*map(Parcel, runs)]
@@ -154,11 +148,7 @@ class Mirror:
         self._packing: Packing | None = None
 
     def make(self, stream: DeviceStream, slice_: SliceSources) -> None:
-        """Queue the copy, on the current stream.
-
-        Raises:
-            OutOfMemoryError: There is no memory for it after all.
-        """
+        """Queue the copy, on the current stream. OutOfMemoryError: there is no memory for it after all."""
         if len(self._memory) == len(self._sizes):
             stream.fill(self._memory)
         else:
@@ -198,13 +188,7 @@ def _sections(of: Sequence[Batch], slice_: SliceSources) -> list[Batch]:
             nbytes = 0
         groups[-1].append(piece)
         nbytes += piece.nbytes
-    return [
-        batch
-        for group in groups
-        for batch in batches(
-            group, slice_.sources, pieces_max=len(group), bytes_max=sum(one.nbytes for one in group)
-        )
-    ]
+    return list(batches_of(groups, slice_.sources))
 
 
 _AHEAD = 4  # parcels queued at once, so that the device is never idle between two
@@ -215,8 +199,6 @@ class DeviceCopy:
     """Copies from one device into staging areas. `mirror` and `capture` belong to the training thread, and take all the
     memory there is to take; `bring` and `copy` to the copy thread, `give_back` to either. They never meet: a save waits
     for the copy before. When `bring` or `copy` returns, torch has the memory back.
-
-    `room`: Says whether there may be a mirror.
     """
 
     def __init__(self, stream: DeviceStream, room: MirrorRoom) -> None:
@@ -230,8 +212,7 @@ class DeviceCopy:
     def mirror(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> Mirror | None:
         """Queue copies on the device, on the current stream, of all or at least of what anything may change.
 
-        Returns:
-            None: there is no room.
+        None: there is no room.
         """
         mirror = self._mirror(now, behind, slice_)
         is_whole = self._room.has(mirror.nbytes, self._stream.memory())
@@ -269,10 +250,8 @@ class DeviceCopy:
     ) -> Callable[[], None]:
         """Queue copies of `now` into `area` on the current stream; work that is queued there later runs after them.
 
-        `behind`: The batches that `copy` will copy; memory for their parcels is reserved now.
-
-        Returns:
-            A function that waits until the copies have landed. At most one capture is in flight.
+        `behind`: The batches that `copy` will copy; memory for their parcels is reserved now. The function that is
+        returned waits until the copies have landed. At most one capture is in flight.
         """
         if behind:
             live = self._live_behind(behind, slice_)

@@ -36,17 +36,12 @@ _ROW_BYTES = _ROW_WORDS * _WORD_BYTES
 _LOW = 2**32 - 1
 _PART_BYTES = 32 << 20  # each has a hash of its own; the products of one take twice as much memory
 
-Place = tuple[
-    int, int, int
-]  # address of the used part, its start in the storage, changes that torch has counted
+# Address of the used part, its start in the storage, changes that torch has counted.
+Place = tuple[int, int, int]
 
 
 class Outdated(Exception):
-    """Bytes that were left out of a copy have changed after all.
-
-    Attributes:
-        path: The tensor they belong to.
-    """
+    """Bytes of the tensor `path` that were left out of a copy have changed after all."""
 
     def __init__(self, path: str) -> None:
         super().__init__(f"{path} has changed, and torch has not counted it")
@@ -55,11 +50,7 @@ class Outdated(Exception):
 
 @dataclass(frozen=True)
 class _InArea:
-    """The bytes of an entry in the area.
-
-    Attributes:
-        place: Where they were copied from. `hashes`: of their parts.
-    """
+    """The bytes of an entry in the area: where they were copied from, and the hashes of their parts."""
 
     place: Place
     hashes: tuple[int, ...]
@@ -67,15 +58,10 @@ class _InArea:
 
 @dataclass
 class Steadiness:
-    """The hashes of one tensor over earlier saves, whichever area they went to.
+    """The hashes of one tensor over earlier saves, whichever area they went to."""
 
-    Attributes:
-        hashes: Hashes of its parts at the last save. `alike`: consecutive saves with these hashes. `changes`: how often
-            the hashes have changed.
-    """
-
-    hashes: tuple[int, ...]
-    alike: int = 0
+    hashes: tuple[int, ...]  # of its parts at the last save
+    alike: int = 0  # consecutive saves with these hashes
     changes: int = 0
 
     def saw(self, hashes: tuple[int, ...]) -> None:
@@ -99,10 +85,8 @@ class DeviceDedup:
     """Knows which bytes of one area need not be copied again. `settle` belongs to the copy thread, `forget` to any, all
     else to the training thread; a save waits for the copy before, so they never meet.
 
-    Args:
-        pieces: The pieces of this rank's slice that are copied in `save()`.
-        layout: Names the tensors.
-        seen: History of each tensor, by path and range; all areas of a rank share it.
+    `pieces` are those of this rank's slice that are copied in `save()`. `seen` is the history of each tensor, by path
+    and range; all areas of a rank share it.
     """
 
     def __init__(
@@ -185,8 +169,7 @@ class DeviceDedup:
     def settle(self) -> None:
         """Wait for the hashes and check them. Called when the copy has landed and before any byte of it is used.
 
-        Raises:
-            Outdated: A tensor that was left out has changed.
+        Outdated: a tensor that was left out has changed.
         """
         looked, arriving = self._looked, self._hashes
         self._looked, self._hashes = [], None
@@ -236,8 +219,7 @@ def _factors(device: torch.device) -> _Factors:
 def _hashes(memory: torch.Tensor) -> list[torch.Tensor]:
     """A hash of each part of the bytes: one number of 64 bits, on the device.
 
-    Raises:
-        torch.OutOfMemoryError: There is no room for the products of a part.
+    OutOfMemoryError: there is no room for the products of a part.
     """
     factors = _factors(memory.device)
     hashes = []

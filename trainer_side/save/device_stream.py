@@ -87,22 +87,14 @@ def device_runtime() -> DeviceRuntime | None:
 
 
 class DeviceMemory(NamedTuple):
-    """The memory of a device, in bytes.
+    """The memory of a device, in bytes."""
 
-    Attributes:
-        free: Memory that torch may still allocate.
-        reserved: Memory held by torch's allocator in this process, in use or cached, copies included. `peak`: the
-            maximum so far.
-        retries: The caching allocator's retry count.
-        returned: Bytes that torch has given back to the device so far, for whatever reason.
-    """
-
-    free: int
+    free: int  # torch may still allocate these
     total: int
-    reserved: int
-    peak: int
-    retries: int
-    returned: int = 0
+    reserved: int  # by torch's allocator in this process, in use or cached, copies included
+    peak: int  # of `reserved`
+    retries: int  # of the caching allocator: a count
+    returned: int = 0  # by torch to the device so far, for whatever reason
 
 
 class DeviceStream:
@@ -130,10 +122,7 @@ class DeviceStream:
 
     def on_device(self, nbytes: int) -> torch.Tensor:
         """Allocate memory in the order of the own stream, as bytes. Before another stream touches it, earlier work on
-        the own stream must be finished.
-
-        Raises:
-            OutOfMemoryError: The device has too little memory left.
+        the own stream must be finished. OutOfMemoryError: the device has too little memory left.
         """
         with self.beside(None), torch.inference_mode(mode=False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -141,8 +130,7 @@ class DeviceStream:
     def fill(self, emptied: Sequence[torch.Tensor]) -> None:
         """As `on_device`, for tensors whose memory was given back by `empty`: they and their views are as before.
 
-        Raises:
-            OutOfMemoryError: The device is out of memory; tensors that were filled before keep their memory.
+        OutOfMemoryError: tensors that were filled before keep their memory.
         """
         with self.beside(None):
             refill_all(emptied)
@@ -155,8 +143,7 @@ class DeviceStream:
     def span(self, address: int, nbytes: int) -> torch.Tensor | None:
         """Bytes of the device from an address on, whoever has memory there; nothing is kept alive by it.
 
-        Returns:
-            None: torch has no such tensors for this kind of device.
+        None: torch has no such tensors for this kind of device.
         """
         if self._device.type != "cuda":
             return None
@@ -191,11 +178,7 @@ def empty(memory: torch.Tensor) -> None:
 
 
 def refill_all(emptied: Iterable[torch.Tensor]) -> None:
-    """Take memory again for tensors that `empty` has emptied, for the current stream.
-
-    Raises:
-        OutOfMemoryError: The device has too little memory left.
-    """
+    """Take memory again for tensors that `empty` has emptied, for the current stream. Raises OutOfMemoryError."""
     for memory in emptied:
         memory.untyped_storage().resize_(memory.numel())
 
@@ -204,12 +187,8 @@ class _DeviceBytes:
     """Memory of a device as torch takes it over from others, by CUDA's array interface."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-        }
+        place = (address, False)
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": place, "version": 2}
 
 
 @functools.cache

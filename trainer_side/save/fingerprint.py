@@ -43,21 +43,15 @@ Span = Callable[[int, int], torch.Tensor | None]  # bytes of the device, from an
 class _Plan(NamedTuple):
     """The sampled rows of some tensors. Each array has one value per tensor: its rows in the table, and the rest after
     its last whole row.
-
-    Attributes:
-        apart: Distance between sampled rows. `rows`: the most rows that are sampled; one less if the step draws a first
-            row after `last_first`.
-        begins: Place of the first sampled row in the table. `tails`: place of the row that holds the rest.
-        rest_at: Where the rest begins in that row. `rest_bytes`: size of the rest; 0 without one.
     """
 
-    apart: _Numbers
-    rows: _Numbers
-    last_first: _Numbers
-    begins: _Numbers
-    tails: _Numbers
-    rest_at: _Numbers
-    rest_bytes: _Numbers
+    apart: _Numbers  # distance between sampled rows
+    rows: _Numbers  # the most rows that are sampled
+    last_first: _Numbers  # one row less is sampled if the step draws a first row after this one
+    begins: _Numbers  # place of the first sampled row in the table
+    tails: _Numbers  # place of the row that holds the rest
+    rest_at: _Numbers  # where the rest begins in that row
+    rest_bytes: _Numbers  # 0 without a rest
 
     @classmethod
     def of(cls, addresses: _Numbers, sizes: _Numbers) -> _Plan:
@@ -218,7 +212,7 @@ class Fingerprints:
     def take_now(self, sources: Sequence[StorageSource | None], *, also_gated: bool = False) -> None:
         """Sample what may change as soon as `save()` has returned, and all that is on a device. Training thread.
 
-        `also_gated`: Nothing is held back: all of it may change.
+        With `also_gated` all of it may change.
         """
         held_back = [not also_gated and self._gated[entry] for entry in self._watched]
         if accelerator.kind() is not None:

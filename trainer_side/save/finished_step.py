@@ -49,12 +49,7 @@ class _AsItWas:
 
 
 class FinishedStep:
-    """See the module. Training thread.
-
-    Args:
-        state: As every part of a save reads it; `put_back` changes it.
-        updates: How many steps of optimizers have begun.
-    """
+    """See the module. Training thread. `put_back` changes `state`. `updates` counts steps of optimizers."""
 
     def __init__(self, state: MutableMapping[str, Any], updates: Callable[[], int]) -> None:
         self._state, self._updates = state, updates
@@ -157,23 +152,19 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _kept(tree: Any) -> Any:
     """The tree with containers of its own; tensors with how often they were changed."""
-    if isinstance(tree, torch.Tensor):
-        return _Live(tree, _version(tree))
-    if isinstance(tree, dict):
-        return _like(tree, {key: _kept(value) for key, value in tree.items()})
-    if type(tree) in (list, tuple):
-        return type(tree)(_kept(value) for value in tree)
-    return tree
+    return _mapped(tree, lambda leaf: _Live(leaf, _version(leaf)) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def _filled(tree: Any) -> Any:
-    if isinstance(tree, _Live):
-        return tree.tensor
+    return _mapped(tree, lambda leaf: leaf.tensor if isinstance(leaf, _Live) else leaf)
+
+
+def _mapped(tree: Any, of_leaf: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
-        return _like(tree, {key: _filled(value) for key, value in tree.items()})
+        return _like(tree, {key: _mapped(value, of_leaf) for key, value in tree.items()})
     if type(tree) in (list, tuple):
-        return type(tree)(_filled(value) for value in tree)
-    return tree
+        return type(tree)(_mapped(value, of_leaf) for value in tree)
+    return of_leaf(tree)
 
 
 def _like(tree: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:

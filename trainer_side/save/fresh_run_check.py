@@ -27,12 +27,7 @@ _NAMED = 3
 
 
 class FreshRunCheck:
-    """See the module. Training thread.
-
-    Args:
-        fresh: The script's `fresh`.
-        seconds_max: How long a tier may take to say what it keeps.
-    """
+    """See the module. Training thread. A tier may take `seconds_max` to say what it keeps."""
 
     def __init__(self, *, fresh: bool, seconds_max: float) -> None:
         self._fresh, self._seconds_max = fresh, seconds_max
@@ -44,11 +39,7 @@ class FreshRunCheck:
         return self._fresh or self.is_settled
 
     def restored(self) -> None:
-        """The script has called `restore()`.
-
-        Raises:
-            ConfigError: It has also said `fresh=True`.
-        """
+        """The script has called `restore()`. ConfigError: it has also said `fresh=True`."""
         if self._fresh:
             raise ConfigError(
                 "restore() after Checkpointer(..., fresh=True): fresh=True starts a new training, so there is "
@@ -61,10 +52,7 @@ class FreshRunCheck:
     ) -> HoldfastError | None:
         """Why the first save must be refused; None if it may go ahead. Each rank asks once and tells the others.
 
-        Args:
-            store_url: The run.
-            tiers: This rank's tiers; the tiers of another rank may have been emptied.
-            with_store: Whether this rank lists the store as well; one rank is enough.
+        Each looks into its own tiers, since those of another rank may have been emptied; one lists the store as well.
         """
         if self.is_settled:
             return None

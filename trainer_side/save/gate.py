@@ -49,7 +49,6 @@ class Gate:
         seconds_max: How long an update is held back.
         on_late: Called after this time, before the update goes ahead: the copy must not be used any more.
         on_hook: Called with the optimizer at the start of each hook.
-        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -63,12 +62,12 @@ class Gate:
     ) -> None:
         self._clock, self._seconds_max, self._on_late, self._on_hook = clock, seconds_max, on_late, on_hook
         self._changed = threading.Condition()
-        self._closed = False
+        self.closed = False  # a copy is under way
         self._held: set[int] | None = set()  # None: everything
         self._waiting: dict[int, float] = {}  # thread → since when
         self._waited_seconds = 0.0
         self._update_order: list[Optimizer] = list(optimizers)
-        self._order_changed = True
+        self.order_changed = True  # updates may come in another order than at the last `update_order`
         self._coarse = {id(one): reason for one in optimizers if (reason := why_not_split(one))}
         self._said: set[str] = set()
         hook = opaque_hook(self._hook)
@@ -78,11 +77,6 @@ class Gate:
             if hasattr(optimizer, "_optimizer_step_pre_hooks")  # its class may not call Optimizer.__init__
         ]
 
-    @property
-    def closed(self) -> bool:
-        """Whether a copy is under way."""
-        return self._closed
-
     def close(self) -> None:
         """Shut the gate, from `save()` on, for every parameter. Training thread only."""
         for optimizer, hook in self._hooks:
@@ -91,7 +85,7 @@ class Gate:
         with self._changed:
             self._waited_seconds = 0.0
             self._held = None
-            self._closed = True
+            self.closed = True
 
     def leave_open(self) -> None:
         """A save that holds back nothing. Training thread only."""
@@ -101,7 +95,7 @@ class Gate:
     def hold(self, storages: Collection[int]) -> None:
         """Only these are going to be read: what is not among them may be updated at once. Copy thread."""
         with self._changed:
-            if self._closed:
+            if self.closed:
                 self._held = set(storages)
                 self._changed.notify_all()
 
@@ -118,22 +112,22 @@ class Gate:
         with self._changed:
             now = self._clock() if self._waiting else 0.0
             waited = self._waited_seconds + sum(now - since for since in self._waiting.values())
-            self._closed = False
+            self.closed = False
             self._held = set()
             self._changed.notify_all()
         return waited
 
     def wait(self) -> None:
         """Return when no copy is under way."""
-        if self._closed:
-            self._wait(lambda: not self._closed)
+        if self.closed:
+            self._wait(lambda: not self.closed)
 
     def update_order(self) -> dict[int, int]:
         """Address of each storage → its place in the order in which the last steps came to them. The gate is closed.
 
         Copied in this order, the first layer is free when the next update begins.
         """
-        self._order_changed = False
+        self.order_changed = False
         order: dict[int, int] = {}
         for optimizer in self._update_order:
             for group in optimizer.param_groups:
@@ -141,11 +135,6 @@ class Gate:
                     for storage in _storages(optimizer, parameter):
                         order.setdefault(storage, len(order))
         return order
-
-    @property
-    def order_changed(self) -> bool:
-        """Whether updates may come in another order than at the last `update_order`."""
-        return self._order_changed
 
     def remove(self) -> None:
         """Take the hooks off the optimizers."""
@@ -163,8 +152,8 @@ class Gate:
             # An optimizer per layer steps in backward, the last layer first: calls come in the order of updates.
             self._update_order.remove(optimizer)
             self._update_order.append(optimizer)
-            self._order_changed = True
-        if not self._closed:
+            self.order_changed = True
+        if not self.closed:
             return None
         if reason := self._coarse.get(id(optimizer), COMPILED if compiled else ""):
             # Only now: a hook that is never called holds nothing.

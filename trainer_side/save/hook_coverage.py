@@ -50,9 +50,6 @@ class HookCoverage:
     Until all that is copied behind the gate belongs to such optimizers, `save()` finishes its copy before it returns.
     An optimizer may escape its hook because its class never calls `Optimizer.__init__`, because other code changes its
     parameters (averages that are swapped in, a search for sharpness), or because a recorded CUDA graph updates them.
-
-    Args:
-        optimizers: All that have a hook of the gate, or should have one.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -169,9 +166,7 @@ class _ExpectedCopy(NamedTuple):
 class Quietness:
     """Decides whether a copy may outlast `save()`: watches for changes of live tensors that no hook announces.
 
-    Training thread, unless a method says otherwise.
-
-    `tell`: Sends a doubt to all ranks. Any thread.
+    Training thread, unless a method says otherwise. `tell` sends a doubt to all ranks, and is called in any thread.
     """
 
     def __init__(
@@ -188,9 +183,8 @@ class Quietness:
         self._tell, self._ledger, self._events = tell, ledger, events
         self._guard = threading.Lock()
         self._distrusted = False
-        self._behind: tuple[int, int] | None = (
-            None  # first and last step since the last comparison that was good
-        )
+        # First and last step since the last comparison that was good.
+        self._behind: tuple[int, int] | None = None
         self._rates: deque[float] = deque(maxlen=_RATES_KEPT)  # seconds for each byte of the slice
         self._awaited: _ExpectedCopy | None = None
 

@@ -47,11 +47,9 @@ def locked_buffer(nbytes: int) -> torch.Tensor:
 
 
 def in_slot(slot: memoryview, *, pinned: bool) -> torch.Tensor:
-    """A tensor over `slot`; what is there stays there.
+    """A tensor over writable memory that stays mapped as long as the tensor lives; what is there stays there.
 
-    Args:
-        slot: Writable memory that stays mapped as long as the tensor lives.
-        pinned: Lock it for the device. Where that is refused, copies from the device still work, and hold up the CPU.
+    `pinned`: lock it for the device. Where that is refused, copies from the device still work, and hold up the CPU.
     """
     memory = torch.frombuffer(slot, dtype=torch.uint8)
     if pinned:
@@ -73,8 +71,7 @@ def _lock(memory: torch.Tensor, what: str) -> None:
 def lock(memory: torch.Tensor) -> str | None:
     """Lock memory in place for the device of this rank, until the tensor is gone.
 
-    Returns:
-        Why that was refused, and what to do; None: it is locked, or torch has no runtime that locks.
+    Returns why that was refused, and what to do; None: it is locked, or torch has no runtime that locks.
     """
     runtime, device = device_runtime(), own_device()
     if runtime is None:
@@ -119,10 +116,9 @@ Make = Callable[[], torch.Tensor]
 
 
 class MemoryAhead:
-    """See the module. Training thread.
+    """Makes memory in a thread, ahead of its use. Training thread.
 
-    Args:
-        makes: Key → how the memory is made, in the order of their use; called in any thread.
+    `makes` has how the memory of each key is made, in the order of their use; called in any thread.
     """
 
     def __init__(self, makes: Mapping[int, Make]) -> None:
@@ -135,10 +131,9 @@ class MemoryAhead:
             self._thread.start()
 
     def take(self, key: int) -> torch.Tensor | None:
-        """Hand out the memory of this key, once; waits if the thread is making it. None: there is no such key.
+        """Hand out the memory of this key, once; waits if the thread is making it, and raises what that raised.
 
-        Raises:
-            Exception: Making the memory failed with this exception.
+        None: there is no such key.
         """
         with self._lock:
             make, begun = self._unbegun.pop(key, None), self._begun.pop(key, None)

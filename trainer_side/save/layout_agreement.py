@@ -26,15 +26,7 @@ _log = logging.getLogger("holdfast.trainer")
 
 
 class LayoutAgreement:
-    """See the module. Training thread.
-
-    Args:
-        given: The state, as the script passed it.
-        context: This rank's number and connections; `tiers.council` asks the other ranks.
-
-    Attributes:
-        sum_seconds: How long the checksums took when the ranks last agreed.
-    """
+    """See the module. Training thread."""
 
     def __init__(self, given: GivenState, context: RankContext) -> None:
         self._given, self._state = given, given.held
@@ -46,15 +38,10 @@ class LayoutAgreement:
         self._names: dict[str, list[list[str]]] = {}
         self._before: TensorTable | None = None  # what was agreed on
         self._step = -1
-        self.sum_seconds = 0.0
+        self.sum_seconds = 0.0  # of the checksums when the ranks last agreed
 
     def check_fresh_run(self) -> None:
-        """Refuse the first save if it would begin the run again unasked. The other ranks are told in `agree`.
-
-        Raises:
-            ConfigError: The run has checkpoints, and the script has neither called `restore()` nor said `fresh`.
-            StoreError: Whether it has cannot be seen.
-        """
+        """Refuse the first save if it would begin the run again unasked (`FreshRunCheck`), and tell the other ranks."""
         if self._context.fresh_run.is_settled:
             return
         url, tiers = self._context.link.job.store_url, self._context.tiers.tiers
@@ -66,8 +53,7 @@ class LayoutAgreement:
     def collect(self) -> Any:
         """The state, where all ranks are about to agree on it. Some `state_dict()` work on one rank only.
 
-        Raises:
-            StateError: It failed here, or on another rank.
+        StateError: it failed here, or on another rank.
         """
         try:
             self._given.take_new()
@@ -80,10 +66,7 @@ class LayoutAgreement:
     def agree(self, tree: Any, beside_bytes: int, step: int = -1) -> Agreement:
         """Compare the state with that of the other ranks. Collective.
 
-        Args:
-            tree: The state.
-            beside_bytes: Room that data.pkl needs beside the pickle.
-            step: The step of the save; -1 if unknown.
+        `beside_bytes` is the room that data.pkl needs beside the pickle. `step` is -1 if it is unknown.
 
         Raises:
             ConfigError: The first save of a rank was refused (`FreshRunCheck`).

@@ -32,11 +32,7 @@ class _Filled(NamedTuple):
 
 
 class RestoredTensors:
-    """The parameters of the state's modules as `restore()` left them. Training thread.
-
-    Args:
-        state: Names mapped to objects, as the checkpoints have them.
-    """
+    """The parameters of the state's modules as `restore()` left them. Training thread."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
@@ -110,23 +106,14 @@ _T = TypeVar("_T")
 
 
 class LeftOut:
-    """Looks at the state of one rank for values that no checkpoint has. Training thread.
-
-    Args:
-        state: Names mapped to objects, as the checkpoints have them.
-        rank: Rank 0 logs.
-        events: Each rank writes its findings there.
-
-    Attributes:
-        looks_left: How many more saves of this layout are to call `look`: it costs time.
-    """
+    """Looks at the state of one rank for values that no checkpoint has. Training thread."""
 
     def __init__(self, state: Mapping[str, Any], *, rank: int, events: EventLog) -> None:
         self._state, self._rank, self._events = state, rank, events
         self._restored = RestoredTensors(state)
         self._steps = OptimizerSteps(self._look_at_restored)
         self._said: set[str] = set()
-        self.looks_left = 0
+        self.looks_left = 0  # how many more saves of this layout are to call `look`: it costs time
         self._unused_gradients = 0
         self._steps.watch()
 
@@ -384,12 +371,7 @@ def _parameter_name(optimizer: Optimizer, group: int, place: int) -> str:
 
 
 def _path_of(state: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
-    for name, value in state.items():
-        if isinstance(value, torch.nn.Module):
-            for path, one in value.named_parameters():
-                if one is parameter:
-                    return f"{name}/{path}"
-    return None
+    return next((path for path, one in _parameters(state) if one is parameter), None)
 
 
 def _has_scaler(state: Mapping[str, Any]) -> bool:

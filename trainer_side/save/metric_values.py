@@ -18,11 +18,7 @@ _log = logging.getLogger("holdfast.trainer")
 
 
 class MetricsGiven:
-    """The metrics of this rank, and whether those of the last step went into a checkpoint. Training thread.
-
-    Args:
-        rank: Its number. Rank 0's metrics are saved.
-    """
+    """The metrics of this rank, and whether those of the last step went into a checkpoint. Training thread."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -54,11 +50,7 @@ class MetricsGiven:
 
 
 def check_metrics(metrics: Any, call: str) -> None:
-    """See that `call` was given names and real numbers. Nothing waits for a device: no value is read.
-
-    Raises:
-        ConfigError: `metrics` is no mapping, or one of its names or values is wrong.
-    """
+    """See that `call` was given names and real numbers; else ConfigError. No value of a device is waited for."""
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"{call}: metrics: expected a mapping of names to numbers, got {shown(metrics)}")
     if len(metrics) > METRICS_MAX:

@@ -20,16 +20,14 @@ from trainer_side.opaque import opaque
 class OptimizerSteps:
     """The steps since `watch`. Hooks run in the thread that steps an optimizer; all else is of the training thread.
 
-    Args:
-        before_first: Called before the first step since `watch` changes anything.
+    `before_first` is called before the first step since `watch` changes anything.
     """
 
     def __init__(self, before_first: Callable[[], None]) -> None:
         self._before_first = before_first
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._used: dict[
-            int, tuple[weakref.ref[torch.Tensor], int]
-        ] = {}  # by parameter: gradient, its version
+        # By parameter: its gradient, and the version of that.
+        self._used: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._unwatch: weakref.finalize[[list[Any]], OptimizerSteps] | None = None
 
     def watch(self) -> None:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainer_side.save.copy_plan import Batch, CopyPiece, SliceSources
+from trainer_side.save.copy_plan import Batch, CopyPiece, SliceSources, address_of, source_of
 from trainer_side.save.device_stream import DeviceStream, empty
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.survey import StorageSource
@@ -36,14 +36,7 @@ _WIDEST_BYTES = 8  # of the widest element; not more, or the first address may b
 
 
 class LiveTensors:
-    """The tensors of some batches, while they live.
-
-    `batches`: The batches to make views of.
-
-    Attributes:
-        lasts: Whether the views may be kept for the next save. Views that are not made by address (XPU) may not: they
-            would keep tensors alive that training has replaced.
-    """
+    """The tensors of some batches, while they live."""
 
     def __init__(
         self, stream: DeviceStream, sources: Sequence[StorageSource | None], batches: Iterable[Batch]
@@ -57,6 +50,8 @@ class LiveTensors:
         nbytes = -(-(max(ends) - self._begin) // _WIDEST_BYTES) * _WIDEST_BYTES
         # All memory from the first to the last of them, with whatever lies between.
         self._all = stream.span(self._begin, nbytes)
+        # Whether the views may be kept for the next save. Views that are not made by address (XPU) would keep tensors
+        # alive that training has replaced.
         self.lasts = self._all is not None
         self._sources = None if self.lasts else sources
         self._wide: dict[torch.dtype, torch.Tensor] = {}
@@ -68,18 +63,16 @@ class LiveTensors:
         """
         if self._all is None:
             assert self._sources is not None
-            source = self._sources[piece.entry]
-            assert source is not None, "what is on a device lies in a tensor"
-            return source.bytes()[piece.entry_offset : piece.entry_offset + nbytes].view(dtype)
+            memory = source_of(self._sources, piece).bytes()
+            return memory[piece.entry_offset : piece.entry_offset + nbytes].view(dtype)
         if dtype not in self._wide:
             self._wide[dtype] = self._all.view(dtype)
         width, at = dtype.itemsize, address - self._begin
         return self._wide[dtype][at // width : (at + nbytes) // width]
 
 
-_HOLE_BYTES_MAX = (
-    64 << 10
-)  # about as many bytes cross in the time that a transfer of its own would take to begin
+# About as many bytes cross in the time that a transfer of its own would take to begin.
+_HOLE_BYTES_MAX = 64 << 10
 _ALIGNMENT_BYTES = 512
 # The kernel behind `_foreach_copy_` moves elements, so they are as wide as place and size allow.
 _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -89,17 +82,12 @@ _by_offset = attrgetter("offset")
 
 
 class Run(NamedTuple):
-    """A part of the area that crosses in one transfer.
+    """A part of the area that crosses in one transfer."""
 
-    Attributes:
-        begin: Offset in the area. `start`: offset in the parcel's memory. `nbytes`: size, holes included.
-        pieces: Its pieces, in order.
-    """
-
-    begin: int
-    start: int
-    nbytes: int
-    pieces: tuple[CopyPiece, ...]
+    begin: int  # offset in the area
+    start: int  # offset in the parcel's memory
+    nbytes: int  # holes included
+    pieces: tuple[CopyPiece, ...]  # in order
 
 
 def runs_of(pieces: Iterable[CopyPiece], slice_: SliceSources) -> tuple[Run, ...]:
@@ -142,13 +130,6 @@ def spans(runs: Iterable[Run]) -> Iterator[tuple[Run, CopyPiece, int]]:
         yield run, first, nbytes
 
 
-def address_of(piece: CopyPiece, sources: Sequence[StorageSource | None]) -> int:
-    """The address of a piece's first byte."""
-    source = sources[piece.entry]
-    assert source is not None, "what is on a device lies in a tensor"
-    return source.data_ptr + piece.entry_offset
-
-
 def _is_bridged(before: CopyPiece, after: CopyPiece, slice_: SliceSources) -> bool:
     return (
         after.offset - before.offset - before.nbytes <= _HOLE_BYTES_MAX
@@ -181,7 +162,7 @@ class Packing:
         """
         wide = {width: memory.view(dtype) for width, dtype in _WIDTHS.items()}
         for run, first, nbytes in spans(runs):
-            at, address = run.start + first.offset - run.begin, address_of(first, sources)
+            at, address = run.start + first.offset - run.begin, address_of(sources, first)
             width = next(one for one in _WIDTHS if not (at | address | nbytes) % one)
             packed = wide[width][at // width : (at + nbytes) // width]
             view = live.view(address, first, nbytes, _WIDTHS[width])
@@ -238,18 +219,12 @@ def _move(to: Iterable[int], of: Iterable[int], sizes: Collection[int]) -> None:
 
 @dataclass
 class Crossing:
-    """A batch on its way to the host.
-
-    Attributes:
-        parcel: How the batch is packed; None if its pieces cross one by one. `memory`: device memory that it is packed
-            into.
-        event: Completes when the batch has arrived; None before it is queued.
-    """
+    """A batch on its way to the host. Without a parcel its pieces cross one by one."""
 
     batch: Batch
     parcel: Parcel | None
-    memory: torch.Tensor | None
-    event: StreamEvent | None = None
+    memory: torch.Tensor | None  # of the device, where the parcel is packed
+    event: StreamEvent | None = None  # completes when the batch has arrived; None before it is queued
 
 
 class LiveBatches:
@@ -280,13 +255,10 @@ class LiveBatches:
 
     def take(
         self, make: Callable[[int], torch.Tensor], fill: Callable[[Sequence[torch.Tensor]], None]
-    ) -> bool:
-        """Take the memory, if there is any; whether it is there.
-
-        `fill`: Fills slots that were emptied.
-        """
+    ) -> None:
+        """Take the memory, if there is any. `fill` fills slots that were emptied."""
         if not self.nbytes:
-            return False
+            return
         with contextlib.suppress(torch.OutOfMemoryError):
             if not self.slots:
                 self.slots = [make(max(1, nbytes)) for nbytes in self._sizes]
@@ -295,7 +267,6 @@ class LiveBatches:
             self.is_there = True
         if not self.is_there:
             self.give_back()
-        return self.is_there
 
     def give_back(self) -> None:
         """No batch is queued any more until the next save."""
@@ -341,7 +312,7 @@ class LiveBatches:
     ) -> list[tuple[CopyPiece, int, torch.Tensor]]:
         if number not in self._views:
             self._views[number] = [
-                (piece, nbytes, live.view(address_of(piece, sources), piece, nbytes, torch.uint8))
+                (piece, nbytes, live.view(address_of(sources, piece), piece, nbytes, torch.uint8))
                 for piece, nbytes in self._pieces[number]
             ]
         return self._views[number]

@@ -41,35 +41,21 @@ from trainer_side.tiers.tier import SliceWriter
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The parts of a save that are the same as long as the tensors are the same.
-
-    Attributes:
-        skeleton: The image, with a place for every byte.
-        router: Finds the route through the tensors that are copied behind the gate.
-        watched: Entries that get fingerprints; empty if fingerprints are not wanted.
-        shared: Watched entries that are sharded.
-        tear_check: The counters and words by which a torn copy is noticed.
-        samples: Where fingerprints look on each device.
-    """
+    """The parts of a save that are the same as long as the tensors are the same."""
 
     skeleton: Skeleton
     router: Router
-    watched: Sequence[int]
-    shared: frozenset[int]
+    watched: Sequence[int]  # entries that get fingerprints; empty if fingerprints are not wanted
+    shared: frozenset[int]  # watched entries that are sharded
     tear_check: TearCheck
-    samples: dict[torch.device, DeviceSamples] = field(default_factory=dict)
+    samples: dict[torch.device, DeviceSamples] = field(default_factory=dict)  # of fingerprints
 
 
 class Planner:
     """The plan of this rank. Training thread.
 
-    Args:
-        given: The state as the script gave it.
-        left_out: Names what the script trains and no checkpoint has.
-        pool: Is cleared before a new plan, and furnished for it.
-        engine: Copies into the areas of each plan.
-        context: Limits of areas; who this rank is. The council of its tiers agrees with the other ranks; with local
-            tiers these agree among themselves, the same way before and after the stager is lost.
+    The council of the tiers agrees with the other ranks. With local tiers the ranks agree among themselves, the same
+    way before and after the stager is lost.
     """
 
     def __init__(
@@ -93,9 +79,7 @@ class Planner:
     def take(self, step: int = -1) -> tuple[SavePlan, Capture]:
         """Capture the state, planning first if its tensors are new.
 
-        Args:
-            step: The step of the save, by which ranks notice that one of them has changed its state alone; -1 if
-                unknown.
+        By `step` the ranks notice that one of them has changed its state alone; -1 if it is unknown.
 
         Raises:
             Outgrown: A plain value, or one of `PerRank`, does not fit its room.

@@ -14,14 +14,7 @@ from trainer_side.tiers.tier_set import TierSet
 
 @dataclass(frozen=True)
 class RankContext:
-    """Made once by the `Checkpointer`, and handed to all that take part in a save.
-
-    Attributes:
-        link: Takes steps to the stager, and says who this rank is.
-        tiers: The local tiers of this rank, if there are any.
-        ledger: Counts what became of the steps.
-        fresh_run: Whether the job goes on with its run.
-    """
+    """Made once by the `Checkpointer`, and handed to all that take part in a save."""
 
     config: TrainerConfig
     link: ToStager

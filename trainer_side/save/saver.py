@@ -78,18 +78,7 @@ _device_of = attrgetter("device")
 
 
 class Saver:
-    """Takes this rank's checkpoints. Training thread.
-
-    Args:
-        state: As the script gave it, and as every part of a save reads it.
-        planner: Knows what of it is copied, and where to.
-        pool: Has areas and slots.
-        copier: Copies behind the gate.
-        context: Takes the steps to the stager and into local tiers, and counts them.
-
-    Attributes:
-        trackers: Experiment tracker → its run; written into each checkpoint.
-    """
+    """Takes this rank's checkpoints. Training thread."""
 
     def __init__(
         self,
@@ -102,7 +91,7 @@ class Saver:
         self._planner, self._pool, self._copier = planner, pool, copier
         self._link, self._tiers = context.link, context.tiers
         self._ledger, self._events = context.ledger, context.events
-        self.trackers: dict[str, str] = {}
+        self.trackers: dict[str, str] = {}  # experiment tracker → its run; written into each checkpoint
         self._warned = ""
         self._late = FinishedStep(state, lambda: copier.updates)
         self._late_step = -1  # the step that was noted there last
@@ -117,13 +106,10 @@ class Saver:
             self._decline(self._late_step, reason)
 
     def save_late(self, seconds_max: float) -> int:
-        """The block ends: save the last step if it found no room, and wait for that.
+        """The block ends: save the last step if it found no room, and wait for that. Raises as `Checkpointer.save`.
 
         Returns:
             The step, if a save of it was begun; else -1.
-
-        Raises:
-            StateError: As `Checkpointer.save`.
         """
         step = self._late_step
         if self._late_reason is None:
@@ -201,11 +187,7 @@ class Saver:
         return job is not None
 
     def _reserve(self, step: int, record: SaveRecord) -> Reservation:
-        """An area for this step, and slots of the tiers as far as there are any.
-
-        Raises:
-            PoolFull: All areas are taken, or the copy thread is stuck.
-        """
+        """As `StagingPool.take`. PoolFull also: the copy thread is stuck."""
         place = self._pool.take(step, record)
         if stuck := self._copier.wait():
             self._pool.give_back(place, stuck)
@@ -238,11 +220,9 @@ class Saver:
     ) -> CopyJob | None:
         """Take what must be taken at once, and set the rest going. `answer`: what the stager has said already."""
         area, device = place.area, _device(taken.sources)
-        if device is None:
-            begins = self._take(step, plan, taken, area, None)
-        else:
-            with in_order_with(device, self._copier.update_streams):
-                begins = self._take(step, plan, taken, area, device)
+        streams = self._copier.update_streams
+        with contextlib.nullcontext() if device is None else in_order_with(device, streams):
+            begins = self._take(step, plan, taken, area, device)
         record.slice_bytes, record.save_seconds, record.host = area.nbytes, 0.0, socket.gethostname()
         on_device = begins.route is not None and bool(area.live(begins.route).device)
         inside, compares = self._copier.way_of(step, begins.instant, area.nbytes, on_device=on_device)
@@ -349,18 +329,13 @@ def _nobody() -> None:
 
 
 class _Taken(NamedTuple):
-    """A save, after what must be taken at once.
+    """A save, after what must be taken at once."""
 
-    Attributes:
-        is_live: Whether the rest is copied from live tensors, so that updates must wait for it.
-        fingerprints: Begun. `after`: where the current stream is then.
-        route: The way through what is gated, where some of it is on a device: memory was taken for exactly this one.
-    """
-
-    is_live: bool
+    is_live: bool  # the rest is copied from live tensors, so that updates must wait for it
     instant: SavedInstant | None
-    fingerprints: Fingerprints | None
-    after: StreamEvent | None
+    fingerprints: Fingerprints | None  # begun
+    after: StreamEvent | None  # where the current stream is then
+    # The way through what is gated, where some of it is on a device: memory was taken for exactly this one.
     route: Route | None
 
 

@@ -76,8 +76,7 @@ def communicates(optimizer: Optimizer) -> str:
     In pieces, it would make one rank's collective operations come in another order than those of the others: these
     would hang, or add up tensors that do not belong together.
 
-    Args:
-        optimizer: One for which `why_not_split` says nothing. The gradients are there.
+    Only for an optimizer that `why_not_split` accepts, and once the gradients are there.
     """
     name = _KNOWN_STEPS[type(optimizer).step.__qualname__]
     for group in optimizer.param_groups:
@@ -166,10 +165,8 @@ def _makes_state(optimizer: Optimizer) -> bool:
 def with_gradients(arguments: StepArguments) -> tuple[StepArguments, bool]:
     """Compute the gradients now, where the step has a closure that would: no part of it may come before them.
 
-    The optimizers for which `why_not_split` says nothing begin with just that, once.
-
-    Returns:
-        Arguments with a closure in its place that gives the loss again, and True; else as they were, and False.
+    The optimizers for which `why_not_split` says nothing begin with just that, once. Returns arguments with a
+    closure in its place that gives the loss again, and True; else the arguments as they were, and False.
     """
     args, kwargs = arguments
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -32,9 +32,8 @@ from trainer_side.state.survey import StorageSource
 from trainer_side.tiers.first_touch import huge_buffer
 
 _SPARED_SETS_MAX = 8  # each area may leave out other tensors
-Move = Callable[
-    [int, int, int], object
-]  # (to address, from address, bytes), as ctypes.memmove; without the GIL
+# (to address, from address, bytes), as ctypes.memmove; without the GIL.
+Move = Callable[[int, int, int], object]
 
 
 class NowBatches:
@@ -52,10 +51,7 @@ class NowBatches:
     ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
         """In host memory, and on a device; the same objects as long as nothing has moved.
 
-        Args:
-            sources: Per entry its storage.
-            contents: Entries whose bytes are made.
-            spared: Entries that are not copied.
+        The bytes of entries in `contents` are made, and entries in `spared` are not copied.
         """
         places = [
             None
@@ -81,18 +77,14 @@ class NowBatches:
 
 
 class CopyEngine:
-    """Does the copies of one rank, into any of its areas. `mirror` and `capture` belong to the training thread, `copy`
-    and `bring` to the copy thread; `save()` waits for the copy before, so they never meet.
+    """Does the copies of one rank, into any of its areas. Training thread, except `copy`; `save()` waits for the copy
+    before, so they never meet.
 
-    Args:
-        device_bytes_max: Device memory that a mirror may take; 0: no mirror; None: as much as is spare.
-
-    Attributes:
-        seen: History of tensors that may not change (`DeviceDedup`), shared by all areas.
+    A mirror may take `device_bytes_max` of a device; 0: no mirror; None: as much as is spare.
     """
 
     def __init__(self, *, device_bytes_max: int | None = None) -> None:
-        self.seen: dict[tuple[str, int, int], Steadiness] = {}
+        self.seen: dict[tuple[str, int, int], Steadiness] = {}  # by `DeviceDedup`; all areas share it
         self._device_bytes_max = device_bytes_max
         self._on_device: DeviceCopy | None = None
         self._now: NowBatches | None = None
@@ -104,40 +96,12 @@ class CopyEngine:
         return self._now
 
     @staticmethod
-    def copy_host(batch: Batch, area: torch.Tensor, move: Move = ctypes.memmove) -> None:
+    def copy_host(batch: Batch, area: torch.Tensor, move: Move) -> None:
         """Copy one batch of tensors in host memory. Any thread."""
         # memmove, not Tensor.copy_: it gives the GIL back and does not call up torch's thread pool. And `map`, so that
         # many small pieces cost little more than their bytes.
         places = map(area.data_ptr().__add__, batch.offsets)
         deque(map(move, places, batch.addresses, batch.sizes), maxlen=0)
-
-    def mirror(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> Mirror | None:
-        """Take batches on a device in the order of the current stream; see `DeviceCopy.mirror`. None: no room there."""
-        return self._device(slice_).mirror(now, behind, slice_) if now or behind else None
-
-    def capture(
-        self,
-        batches: Sequence[Batch],
-        slice_: SliceSources,
-        area: torch.Tensor,
-        *,
-        behind: Sequence[Batch] = (),
-    ) -> Callable[[], None] | None:
-        """The same straight into `area`, where there is no mirror; see `DeviceCopy.capture`. None: there is nothing."""
-        if not batches and not behind:
-            return None
-        return self._device(slice_).capture(batches, slice_, area, behind=behind)
-
-    def bring(
-        self,
-        mirror: Mirror,
-        area: torch.Tensor,
-        cancelled: Callable[[], bool],
-        arrived: Callable[[Batch], None],
-    ) -> None:
-        """Copy all of a mirror into `area`; arguments as of `copy`."""
-        assert self._on_device is not None, "it has made the mirror"
-        self._on_device.bring(mirror, area, cancelled, arrived)
 
     def copy(
         self,
@@ -149,19 +113,14 @@ class CopyEngine:
         read: Callable[[Batch], None],
         arrived: Callable[[Batch], None],
         *,
-        move: Move = ctypes.memmove,
+        move: Move,
     ) -> None:
-        """Copy all batches of `route` into `area`. When it returns nothing live is read any more.
+        """Copy all batches of `route` into `area`. When it returns nothing live is read any more. Copy thread.
 
-        Args:
-            route: The host's batches are copied by memmove, those of a device by `DeviceCopy`.
-            slice_: Where the bytes lie.
-            area: A staging area's memory.
-            after: Recorded on the compute stream when the state was right.
-            cancelled: Asked between batches; once True, the remaining batches are skipped.
-            read: Called with each batch whose live tensors are no longer read.
-            arrived: Told each batch whose bytes are in the area; on a device much later than `read`.
-            move: Copies what is in host memory.
+        The host's batches are copied by `move`, those of a device by `DeviceCopy`, after `after`, which was recorded on
+        the compute stream when the state was right. `cancelled` is asked between batches; once it says True, the
+        remaining ones are skipped. `read` is called with each batch whose live tensors are no longer read, `arrived`
+        with each whose bytes are in the area; on a device that is much later.
         """
         # The host's first: they are counters of a step and the like, if there is a device at all.
         for batch in route.host:
@@ -171,14 +130,15 @@ class CopyEngine:
             read(batch)
             arrived(batch)
         if route.device:
-            self._device(slice_).copy(route.device, slice_, area, after, cancelled, read, arrived)
+            self.on_device(slice_).copy(route.device, slice_, area, after, cancelled, read, arrived)
 
     def give_back(self) -> None:
         """No copy is under way, and none follows on the last `capture`: its memory on a device goes back."""
         if self._on_device is not None:
             self._on_device.give_back()
 
-    def _device(self, slice_: SliceSources) -> DeviceCopy:
+    def on_device(self, slice_: SliceSources) -> DeviceCopy:
+        """The copies from the device on which some of the slice lies."""
         if self._on_device is None:
             device = next(
                 source.device
@@ -199,9 +159,7 @@ class Staging:
     `copy_now` belongs to the training thread, `copy_gated` to the copy thread, `view` and `is_ready` to any.
 
     Args:
-        skeleton: The skeleton whose layout this is.
-        plan: This rank's slice of it.
-        engine: Does the copies; all areas of a rank share one.
+        engine: All areas of a rank share one.
         pinned: Page-locked memory, for copies from a CUDA device that do not stop the CPU.
         slot: Memory of a local tier that is to be the area itself (strategy D); None: it takes its own.
         memory: The same, or any other memory, prepared already.
@@ -229,7 +187,7 @@ class Staging:
         self.memory = memory
         self._view = self.memory.numpy().data
         self._frame_at = {offset: frame for frame, offset in enumerate(plan.frames)}
-        # Per frame; nothing is ready before the first checkpoint.
+        # By frame; nothing is ready before the first checkpoint.
         self._copies_left = [1] * len(plan.frames)
         # One more than there are: no frame is given away before all of what is captured at once is here.
         self._copies_at_first = [1] * len(plan.frames)
@@ -282,7 +240,7 @@ class Staging:
         this call run after the capture, and this call does not wait.
 
         Args:
-            sources: Per entry its storage; None where `contents` has the bytes.
+            sources: Storage of each entry; None where `contents` has the bytes.
             contents: Entries whose bytes are made, not copied from a tensor (data.pkl, `PerRank` values).
             route: The route through the gated tensors, if some of them are on a device.
             versions: As `counted` gave them; None: everything is copied.
@@ -303,14 +261,17 @@ class Staging:
         for batch in host:
             self._engine.copy_host(batch, self.memory, self._move)
         behind = () if route is None else route.device
-        if route is not None:
-            self._mirror = self._engine.mirror(device, behind, slice_)
+        if route is not None and (device or behind):
+            self._mirror = self._engine.on_device(slice_).mirror(device, behind, slice_)
         if self._mirror is not None:
             for batch in device:
                 self._count(batch, -1)
         if self._mirror is None or not self._mirror.is_whole:
             now = device if self._mirror is None else ()
-            self._landing = self._engine.capture(now, slice_, self.memory, behind=behind)
+            if now or behind:
+                self._landing = self._engine.on_device(slice_).capture(
+                    now, slice_, self.memory, behind=behind
+                )
         elif route is not None and sum(batch.nbytes for batch in route.host) <= _HOST_BYTES_AT_ONCE:
             self._took_host = True
             for batch in route.host:
@@ -366,7 +327,7 @@ class Staging:
         """Copy the gated tensors in the order of the route, and bring a mirror to the host. Copy thread only.
 
         Args:
-            sources: Per entry its storage.
+            sources: Storage of each entry.
             route: The route through them.
             after: Recorded on the compute stream at `save()`; device tensors are copied after it.
             cancelled: Asked between batches; once True, the remaining batches are skipped.
@@ -392,8 +353,8 @@ class Staging:
             if not unread:
                 copied()
 
-        def arrived(batch: Batch, *, look: Callable[[Batch], None] = was_copied) -> None:
-            look(batch)
+        def arrived(batch: Batch) -> None:
+            was_copied(batch)
             # An update that did not wait comes after `cancelled`: what is here before is of the checkpoint.
             if not cancelled():
                 self._count(batch)
@@ -405,13 +366,13 @@ class Staging:
         if unread or not (route.host or route.device):
             copied()
         if mirror is not None:
-            self._bring(mirror, cancelled, arrived)
+            self._bring(mirror, slice_, cancelled)
         self._mirror = None
         if not self._plan.gated and not cancelled():
             self._copies_left = [0] * len(self._copies_left)
             self._told()
 
-    def _bring(self, mirror: Mirror, cancelled: Callable[[], bool], arrived: Callable[..., None]) -> None:
+    def _bring(self, mirror: Mirror, slice_: SliceSources, cancelled: Callable[[], bool]) -> None:
         has_landed = False
 
         def here(batch: Batch) -> None:
@@ -420,9 +381,10 @@ class Staging:
             if not has_landed:
                 self._land()  # hashes of what is not in the mirror were queued before it
                 has_landed = True
-            arrived(batch, look=lambda _: None)  # nothing could change it on the way
+            if not cancelled():  # nothing could change it on the way
+                self._count(batch)
 
-        self._engine.bring(mirror, self.memory, cancelled, here)
+        self._engine.on_device(slice_).bring(mirror, self.memory, cancelled, here)
 
     def _count(self, batch: Batch, here: int = 1) -> None:
         for frame, count in batch.frames.items():

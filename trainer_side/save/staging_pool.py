@@ -50,13 +50,7 @@ _log = logging.getLogger("holdfast.trainer")
 def areas_max(layout: Layout, *, in_flight_max: int, host_bytes_max: int | None) -> int:
     """How many areas each rank may have: the same number on every rank, so that all ranks skip the same steps.
 
-    Args:
-        layout: The layout whose slices they hold.
-        in_flight_max: How many checkpoints may be in flight.
-        host_bytes_max: Most host memory for one rank; None: no limit.
-
-    Raises:
-        ConfigError: Not even one fits.
+    ConfigError: not even one fits into `host_bytes_max`, the most host memory for one rank.
     """
     if host_bytes_max is None:
         return in_flight_max
@@ -87,18 +81,13 @@ class _All:
 
 
 class AreaUse:
-    """A checkpoint that reads an area: on its way to the stager, into local tiers, or both.
-
-    Attributes:
-        transfer: To the stager. `keeping`: into the tiers; None without any.
-        released: Nobody reads the area any more.
-        settled: It is staged, or not; and sealed in the tiers, or not.
-    """
+    """A checkpoint that reads an area: on its way to the stager, into local tiers, or both."""
 
     def __init__(self, transfer: Transfer, keeping: TierWrite | None) -> None:
         self.transfer, self.keeping = transfer, keeping
         kept = [keeping.released] if keeping is not None else []
-        self.released, self.settled = _All([transfer.released, *kept]), _All([transfer.settled, *kept])
+        self.released = _All([transfer.released, *kept])  # nobody reads the area any more
+        self.settled = _All([transfer.settled, *kept])  # staged, or not; and sealed in the tiers, or not
 
     @property
     def step(self) -> int:
@@ -110,15 +99,11 @@ class Areas:
 
     def __init__(self) -> None:
         self._make: Callable[[SliceWriter | None], Staging] | None = None
-        self._count_max = 0
+        self.count_max = 0
         self._areas: list[Staging] = []
         self._slots: dict[int, Staging] = {}  # by address
         self._sent_from: dict[Staging, AreaUse] = {}  # the last one of each area
         self._flights: list[AreaUse] = []  # not at an end for this rank, oldest first
-
-    @property
-    def count_max(self) -> int:
-        return self._count_max
 
     @property
     def nbytes(self) -> int:
@@ -129,13 +114,11 @@ class Areas:
     ) -> None:
         """Forget all areas; `make` makes new ones, the first of them now. Nothing may be read from the old ones.
 
-        Args:
-            make: Makes an area, in the memory of a slot where it is given one.
-            count_max: How many there may be.
-            in_slots: None is made now: they are slots of a tier.
+        `make` is given the slot in whose memory the area is to be, if any. With `in_slots` all areas are slots of a
+        tier, and none is made now.
         """
         assert not self.being_read(), "an area is still being sent"
-        self._make, self._count_max = make, count_max
+        self._make, self.count_max = make, count_max
         self._sent_from.clear()
         self._areas.clear()  # the memory goes back before the new one is taken
         self._slots.clear()
@@ -153,25 +136,24 @@ class Areas:
         for area in self._areas:
             if area not in self._sent_from or self._sent_from[area].released.is_set():
                 return area
-        if self._make is None or len(self._areas) >= self._count_max:
+        if self._make is None or len(self._areas) >= self.count_max:
             return None
         try:
             area = self._make(None)
-        except (MemoryError, RuntimeError) as error:
-            # torch's own for memory; training goes on with what there is
+        except (MemoryError, RuntimeError) as error:  # RuntimeError: torch's own for memory
             _log.warning(
                 "no memory for one more staging area, %d are in use; lower in_flight_max, or free memory: %s",
                 len(self._areas),
                 error,
             )
-            self._count_max = len(self._areas)
+            self.count_max = len(self._areas)
             return None
         self._areas.append(area)
         return area
 
     def has_room(self) -> bool:
         """Whether one more step may be in flight."""
-        return len(self.in_flight()) <= self._count_max
+        return len(self.in_flight()) <= self.count_max
 
     def take_slot(self, writer: SliceWriter) -> Staging:
         """The area that is this slot of a tier. The tier answers for nobody reading it."""
@@ -212,24 +194,14 @@ class PoolFull(Exception):
 
 @dataclass(frozen=True)
 class Reservation:
-    """The areas and slots that one step has on this rank.
-
-    Attributes:
-        area: Where its slice is copied to.
-        keeping: The slots that it has in local tiers; None where none is free, or there are no tiers.
-    """
+    """The areas and slots that one step has on this rank."""
 
     area: Staging
-    keeping: TierWrite | None
+    keeping: TierWrite | None  # None where no slot of a local tier is free, or there are no tiers
 
 
 class StagingPool:
-    """The areas and the slots. Training thread.
-
-    Args:
-        areas: For as long as this object; empty.
-        context: How long to wait for what; has the local tiers, and the link, whose `answer` ends a wait.
-    """
+    """The areas and the slots. Training thread. `areas` is empty, and for this object alone."""
 
     def __init__(self, areas: Areas, context: RankContext) -> None:
         self._areas = areas
@@ -242,9 +214,7 @@ class StagingPool:
     def clear(self) -> None:
         """Wait until nothing reads a staging area; steps that take too long are given up for the new plan.
 
-        Raises:
-            StateError: The transport still holds the memory of a step that was given up.
-            HoldfastError: The same, and the stager is lost.
+        StateError, or another HoldfastError if the stager is lost: the transport still holds the memory of such a step.
         """
         deadline = time.monotonic() + self._config.full_seconds_max
         late = [
@@ -277,12 +247,8 @@ class StagingPool:
     ) -> None:
         """Make room for slices of a new plan. The pool is clear.
 
-        Args:
-            make: Makes an area, over memory that is ready where it is given some.
-            layout: The layout of the new plan.
-            area_bytes: Size of one area.
-            count_max: How many areas there may be: `areas_max`.
-            pinned: Whether a device copies into the areas.
+        `make` makes an area, over memory that is ready where it is given some. `count_max` is that of `areas_max`. With
+        `pinned` a device copies into the areas.
 
         Raises:
             ConfigError: A local tier is too small for its first layout.
@@ -322,7 +288,7 @@ class StagingPool:
     def wait(self, step: int, seconds_max: float | None = None) -> float:
         """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once.
 
-        `seconds_max`: Wait for this long, regardless of `on_full`; None: as the settings say.
+        With `seconds_max`, wait for this long regardless of the settings.
 
         If all areas are taken, that is until the oldest is staged, or has ended: every rank has sent it then, and the
         stager has room. Also ends when another rank has declined the step.
@@ -365,10 +331,13 @@ class StagingPool:
     def take(self, step: int, record: SaveRecord) -> Reservation:
         """An area for this step, and slots of the tiers as far as there are any. Follow with `send` or `give_back`.
 
-        Raises:
-            PoolFull: All areas are taken.
+        PoolFull: all areas are taken.
         """
-        place = self._take(step, record)
+        if self._tiers.is_direct:
+            place = self._take_slot(step, record)
+        else:
+            area = self._areas.take()
+            place = None if area is None else Reservation(area, self._take_slots(step, record))
         if place is None:
             raise PoolFull(self._busy())
         return place
@@ -388,14 +357,6 @@ class StagingPool:
             self._tiers.drop(place.keeping, reason)
 
     # -- details -------------------------------------------------------------------------------------------------
-
-    def _take(self, step: int, record: SaveRecord) -> Reservation | None:
-        if self._tiers.is_direct:
-            return self._take_slot(step, record)
-        area = self._areas.take()
-        if area is None:
-            return None
-        return Reservation(area, self._take_slots(step, record))
 
     def _take_slot(self, step: int, record: SaveRecord) -> Reservation | None:
         """A slot of the first tier, which is the area: without one there is nowhere to copy to."""

@@ -58,8 +58,6 @@ class TearCheck:
     """The checks in each save of one plan. Training thread.
 
     Args:
-        layout: The layout.
-        slice_plan: This rank's slice of it.
         gated: Per entry, whether it is copied behind the gate.
         watched: Entry of which a fingerprint is made → its bytes on this rank: they must be of the saved instant,
             whoever sends them.
@@ -161,16 +159,11 @@ class TearCheck:
 
 
 class BatchLook(NamedTuple):
-    """The checks of one batch.
-
-    Attributes:
-        places: Its pieces, by their place in `TearCheck.pieces`.
-        tensors: The tensors in these pieces, by their place in a `SavedInstant`.
-    """
+    """The checks of one batch."""
 
     batch: Batch
-    places: _Places
-    tensors: list[int]
+    places: _Places  # of its pieces in `TearCheck.pieces`
+    tensors: list[int]  # in these pieces, by their place in a `SavedInstant`
 
 
 class SavedInstant:
@@ -222,10 +215,8 @@ class SavedInstant:
     def copied_wrong(self, batch: Batch, area: torch.Tensor) -> str:
         """A tensor whose bytes in the staging area are not those that it had. Copy thread."""
         places, check = self.check.look(batch).places, self.check
-        if (
-            self._device_words is not None
-            and (place := self._device_words.wrong(places.tolist(), area)) is not None
-        ):
+        words = self._device_words
+        if words is not None and (place := words.wrong(places.tolist(), area)) is not None:
             return check.paths[check.pieces[place].entry]
         copies = area.data_ptr() + check.copies[places, None] + self._within[places]
         here = _read(copies, check.wide[places], self._readable[places])
@@ -276,7 +267,7 @@ class SavedInstant:
 class DeviceWords:
     """Words of some device tensors, on their way to the host in the order of the current stream.
 
-    `sources`: The storage of each piece. `within`: where the words begin in each piece.
+    They begin in each piece where `within` says.
     """
 
     def __init__(
@@ -293,8 +284,7 @@ class DeviceWords:
                 begin = piece.entry_offset + at
                 parts.append(memory[begin : begin + self._width(place)])
                 nbytes += self._width(place)
-        together = torch.cat(parts)
-        self._here, self._arrived = brought(together)
+        self._here, self._arrived = brought(torch.cat(parts))
 
     def wrong(self, places: Iterable[int], area: torch.Tensor) -> int | None:
         """One of these places of which the staging area has other words; None: of none that is looked at."""

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.notices.messages import Announcement
@@ -47,27 +47,16 @@ _FLUSH_SECONDS_MAX = 10.0
 _TASK = "agrees with the other ranks on what local tiers hold"
 
 
-@dataclass(eq=False)
-class PendingQuestion:
-    """A pending `agree` or `concur`. `answer`: None says that all ranks are ready."""
-
-    answered: threading.Event = field(default_factory=threading.Event)
-    answer: Agreement | HoldfastError | None = None
+# The answer to a pending `agree`, or `concur`: None says that all ranks are ready.
+PendingQuestion = Future[Agreement | None]
 
 
 class Voter:
     """A rank's part: handles rank 0's messages, and knows which of them the rank still waits for. No thread of its own.
 
-    `hear`, `check_silence` and `end` belong to the thread of `CommitVotes`, the rest to any thread.
-
-    Args:
-        on_verdict: Called with every verdict, in the thread of `CommitVotes`.
-        appointments: At which step this rank acts on a notice; only in a job without a stager.
-        silence_seconds_max: How long a sealed slice waits for its verdict.
-
-    Attributes:
-        new_pickle_reserve_bytes: Room that rank 0's pickle was given after it had outgrown its reserve; 0 before.
-        on_doubt: Called with each doubt of a rank about its copies, in the thread of `CommitVotes`.
+    `hear`, `check_silence` and `end` belong to the thread of `CommitVotes`, as the calls of `on_verdict` and `on_doubt`
+    do; the rest to any thread. `appointments` are those of a job without a stager. A sealed slice waits for its verdict
+    for `silence_seconds_max`.
     """
 
     def __init__(
@@ -80,7 +69,7 @@ class Voter:
     ) -> None:
         self._rank, self._on_verdict, self._appointments = rank, on_verdict, appointments
         self._silence_seconds_max = silence_seconds_max
-        self.new_pickle_reserve_bytes = 0
+        self.new_pickle_reserve_bytes = 0  # as `RankCouncil` has it
         self.on_doubt: Callable[[Doubt], None] = lambda _: None
         self._undecided: dict[tuple[int, Order], float] = {}  # slices that this rank has sealed, and when
         self._question: PendingQuestion | None = None
@@ -152,8 +141,10 @@ class Voter:
         question, self._question = self._question, None
         if question is None:
             return False
-        question.answer = answer
-        question.answered.set()
+        if isinstance(answer, HoldfastError):
+            question.set_exception(answer)
+        else:
+            question.set_result(answer)
         return True
 
     def _hear_appointment(self, frame: Frame, appointments: AgreedSteps) -> bytes | None:
@@ -170,14 +161,10 @@ class CommitVotes(RankCouncil):
     """One rank's votes on slices, its questions to the other ranks, and the thread that carries both. Any thread.
 
     Args:
-        limits: How long the slowest rank is waited for.
         on_verdict: Called with every verdict, in the thread of the votes. `on_turn`: called there again and again, also
             when nothing is decided any more.
         appointments: At which step this rank acts on a notice; only in a job without a stager.
         rank0: Decides; on rank 0 only. None there: neither preemption nor replicas are dealt with.
-
-    Attributes:
-        problem: Why nothing is decided any more; None while all is well.
     """
 
     def __init__(
@@ -198,7 +185,7 @@ class CommitVotes(RankCouncil):
         if rank0 is None and port.rank == ROOT:
             rank0 = Rank0Votes(port.ranks, limits)
         self._rank0 = rank0
-        self.problem: HoldfastError | None = None
+        self.problem: HoldfastError | None = None  # why nothing is decided any more
         self._outbox: deque[bytes] = deque()
         self._wake = threading.Event()
         self._lost: frozenset[int] = frozenset()
@@ -233,7 +220,6 @@ class CommitVotes(RankCouncil):
         self._send_root(fingerprints_frame(order, layout_digest, fingerprints))
 
     def hurry(self, seconds_max: float) -> None:
-        """From now on wait for no answer longer than that."""
         self._answer_seconds_max = min(self._answer_seconds_max, seconds_max)
 
     def agree(self, proposal: Proposal) -> Agreement:
@@ -293,11 +279,10 @@ class CommitVotes(RankCouncil):
             raise self.problem
         self._send_root(message)
         limit = self._answer_seconds_max
-        if not question.answered.wait(limit):
-            raise PeerLost(f"rank {self._rank} waited {limit:g} s for rank 0 to {what}")
-        if isinstance(question.answer, HoldfastError):
-            raise question.answer
-        return question.answer
+        try:
+            return question.result(limit)
+        except TimeoutError:
+            raise PeerLost(f"rank {self._rank} waited {limit:g} s for rank 0 to {what}") from None
 
     def _send_root(self, message: bytes) -> None:
         self._outbox.append(message)

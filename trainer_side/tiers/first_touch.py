@@ -70,10 +70,8 @@ def populate(address: int, nbytes: int, *, write: bool = True) -> bool:
     """Have the kernel map all pages of a mapping, by as many threads as this rank has cores. Any thread.
 
     With `write`, missing pages are made; without, pages are mapped as far as reading them needs it, so that pages of a
-    file on a disk are not marked as changed. Returns False if the kernel has no such call.
-
-    Raises:
-        OSError: There is no memory (`ENOMEM`), or the file system of a mapped file is full (`EFAULT`).
+    file on a disk are not marked as changed. Returns False if the kernel has no such call. OSError: there is no memory
+    (`ENOMEM`), or the file system of a mapped file is full (`EFAULT`).
     """
     if not can_populate():
         return False

@@ -28,6 +28,7 @@ from holdfast.telemetry.causes import STATES_DIFFER, DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.doubt import Doubt
 from trainer_side.background_thread import ThreadDied
+from trainer_side.ledger import Ledger
 from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.ranks.ports import CouncilPort
 from trainer_side.state import accelerator
@@ -35,7 +36,7 @@ from trainer_side.tiers.commit_votes import CommitVotes
 from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator, farthest
 from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, ReplicaWatch, VoteLimits
 from trainer_side.tiers.slot_proof import StepProof
-from trainer_side.tiers.tier import KeepsProofs, KeptSteps, Nearness, Order, SliceWriter, StepVerdict, Tier
+from trainer_side.tiers.tier import KeepsProofs, Nearness, Order, SliceWriter, StepVerdict, Tier
 from trainer_side.tiers.tier_inventory import TierInventory
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.tiers.tier_write import TierWrite
@@ -57,7 +58,7 @@ class TierJob(NamedTuple):
 class TierReport:
     """Counts and logs the end of each step in each tier, with a warning for each new cause. Any thread."""
 
-    def __init__(self, rank: int, ledger: KeptSteps, events: EventLog) -> None:
+    def __init__(self, rank: int, ledger: Ledger, events: EventLog) -> None:
         self.events = events
         self._rank, self._ledger = rank, ledger
         self._guard = threading.Lock()
@@ -122,7 +123,6 @@ class LocalTiers(TierSet):
     Args:
         tiers: The tiers of this rank as they are set, nearest first; opened.
         inventory: The steps that were found in the tiers.
-        report: Is told the outcome of each step.
         appointments: At which step this rank acts on a notice; only in a job without a stager.
     """
 
@@ -214,12 +214,11 @@ class LocalTiers(TierSet):
 
     @property
     def is_idle(self) -> bool:
-        return all(self._is_idle_in(number) for number in range(len(self._threads)))
+        return all(map(self._is_idle_in, self._threads))
 
-    def _is_idle_in(self, number: int) -> bool:
+    def _is_idle_in(self, threads: TierWriterThreads) -> bool:
         """No slot of this tier will become free by itself."""
         # The threads are asked twice: a step may pass between them and the votes while the other side is asked.
-        threads = self._threads[number]
         return threads.idle and not self._votes.undecided and threads.idle
 
     # -- before the first step -----------------------------------------------------------------------------------
@@ -279,8 +278,10 @@ class LocalTiers(TierSet):
         self._newest_step = step
         order = (self.attempt, step)
         writers: dict[int, SliceWriter] = {}
-        for number in range(len(self._threads)):
-            taken = self._why_not(number, stager_lives=stager_lives) or self._take(number, order, wait_until)
+        for number, threads in enumerate(self._threads):
+            taken = self._why_not(threads, stager_lives=stager_lives) or self._take(
+                threads, order, wait_until
+            )
             if isinstance(taken, Reason):
                 self._skipped(number, order, taken)  # the step is then void in this tier on every rank
                 continue
@@ -302,23 +303,21 @@ class LocalTiers(TierSet):
             compare=partial(self._votes.compare, order, layout.digest),
         )
 
-    def _why_not(self, number: int, *, stager_lives: bool) -> Reason | None:
+    def _why_not(self, threads: TierWriterThreads, *, stager_lives: bool) -> Reason | None:
         """Why this tier is not asked for a slot; None if it is."""
-        threads = self._threads[number]
         if (problem := self._votes.problem) is not None:
             return DeclineCause.LOST.because(problem)
-        if (reason := self._left_out.get(number) or threads.calls.hangs) is not None:
+        if (reason := self._left_out.get(threads.number) or threads.calls.hangs) is not None:
             return reason
         if stager_lives and threads.tier.nearness is Nearness.STORE:
             return DeclineCause.RESTS.because("the stager brings it there")
         return None
 
-    def _take(self, number: int, order: Order, wait_until: float) -> SliceWriter | Reason:
+    def _take(self, threads: TierWriterThreads, order: Order, wait_until: float) -> SliceWriter | Reason:
         """A slot, or the reason for not having one."""
-        threads = self._threads[number]
         try:
             while True:
-                hopeless = self._is_idle_in(number) or time.monotonic() >= wait_until
+                hopeless = self._is_idle_in(threads) or time.monotonic() >= wait_until
                 writer = self._ask(threads, order)
                 if writer is not None:
                     return writer
@@ -422,9 +421,6 @@ class LocalTiers(TierSet):
                     tier.name,
                     error,
                 )
-
-    def hurry(self, seconds_max: float) -> None:
-        self._votes.hurry(seconds_max)
 
     def close(self, seconds_max: float) -> None:
         if self._closed:

@@ -168,7 +168,7 @@ class MappedFile:
 
     def _mapped(self, file: int, nbytes: int) -> mmap.mmap:
         # The first touch of a page costs more than the copy. By several threads in `_touch`, where the kernel can.
-        populated = 0 if can_populate() else getattr(mmap, "MAP_POPULATE", 0)
+        populated = 0 if can_populate() else mmap.MAP_POPULATE
         return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | populated)
 
     def _touch(self) -> None:
@@ -200,11 +200,6 @@ class Libpmem:
     """The functions that a tier needs; all release the GIL. Addresses are those of mapped memory in this process.
 
     They are C functions, so that `map` over many pieces costs little more than their bytes.
-
-    Attributes:
-        copy: (to, from, bytes), past the caches where that is faster; durable on return.
-        persist: (address, bytes): write these bytes back from the caches, and wait.
-        drain: Wait for this thread's stores past the caches.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -214,10 +209,12 @@ class Libpmem:
             return found
 
         address, nbytes = ctypes.c_void_p, ctypes.c_size_t
+        # (to, from, bytes), past the caches where that is faster; durable on return.
         self.copy = function("pmem_memcpy_persist", address, address, address, nbytes)
         self._memcpy = function("pmem_memcpy", address, address, address, nbytes, ctypes.c_uint)
+        # (address, bytes): writes these bytes back from the caches, and waits.
         self.persist = function("pmem_persist", None, address, nbytes)
-        self.drain = function("pmem_drain", None)
+        self.drain = function("pmem_drain", None)  # waits for this thread's stores past the caches
 
     def copy_past_caches(self, to: int, source: int, nbytes: int) -> None:
         """Copy by non-temporal stores, and wait for them: only the thread that made the stores can do that."""

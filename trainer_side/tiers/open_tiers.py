@@ -29,8 +29,6 @@ _MEDIA: dict[Nearness, Callable[[Path], Medium]] = {
     Nearness.FILE: CachedFile,
 }
 _ALLOWED = "memory, memory:/dir, pm:/dir, nvme:/dir, file:/dir or store"
-
-
 _IN_MEMORY = frozenset({Nearness.MEMORY, Nearness.PM})
 
 
@@ -53,10 +51,8 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
 
     `slots` is the number of slices that a rank has room for: one, plus one for each checkpoint in flight. `writers` is
     the number of threads that write at once. Without a value, `prepare` measures the device for a second and chooses
-    one; a memory tier gets as many writers as keep up with a device, at most half of the cores.
-
-    Raises:
-        ConfigError: `spec` is not a tier, or a memory tier lies on a disk and this rank trains on a device.
+    one; a memory tier gets as many writers as keep up with a device, at most half of the cores. ConfigError: `spec` is
+    not a tier, or a memory tier lies on a disk and this rank trains on a device.
     """
     kind, colon, directory = spec.partition(":")
     if kind not in {*_MEDIA, Nearness.STORE}:
@@ -77,7 +73,10 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
         refuse_disk(spec, place.base, warn=True)
         # The copy engine itself puts slices there, so the writers only compute CRCs. And each slot costs memory,
         # whatever is measured.
-        slots, writers = slots if slots is not None else SLOTS, writers if writers is not None else _summers()
+        slots = SLOTS if slots is None else slots
+        if writers is None:
+            # Each computes CRCs at about 10 GB/s; the other cores stay the training's.
+            writers = max(1, min(_SUMMERS_MAX, cores_of_rank() // 2))
     return SlotTier(spec, nearness, place, _MEDIA[nearness], slots=slots, writers=writers)
 
 
@@ -87,11 +86,6 @@ def memory_directory(spec: str) -> Path | None:
     if kind != Nearness.MEMORY:
         return None
     return Path(directory) if colon else _own_directory()
-
-
-def _summers() -> int:
-    """Threads that compute CRCs behind copies from a device, each at about 10 GB/s; the others stay the training's."""
-    return max(1, min(_SUMMERS_MAX, cores_of_rank() // 2))
 
 
 def _own_directory() -> Path:

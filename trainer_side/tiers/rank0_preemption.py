@@ -40,10 +40,8 @@ class Rank0PreemptionCoordinator:
 
     They return messages to all ranks, this one included, in their order.
 
-    Args:
-        tier: Number of the farthest tier.
-        safe: Words for a checkpoint that is complete in that tier.
-        fraction: Gives the share of a step that this rank has written to that tier, 0 to 1.
+    `tier` is the number of the farthest tier. `safe` describes a checkpoint that is complete there. `fraction` gives
+    the share of a step, 0 to 1, that this rank has written there.
     """
 
     def __init__(

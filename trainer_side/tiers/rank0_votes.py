@@ -52,10 +52,8 @@ class VoteLimits(NamedTuple):
 class Rank0Votes:
     """Takes the ranks' messages, its own included, and decides. Not thread-safe.
 
-    Each method returns the messages that go to all ranks, rank 0 included, in this order.
-
-    Args:
-        preemption: Names the step that all ranks save after a notice; only in a job without a stager.
+    Each method returns the messages that go to all ranks, rank 0 included, in this order. A job with a stager has no
+    `preemption` here.
     """
 
     def __init__(
@@ -328,10 +326,8 @@ class ReplicaWatch:
     """Rank 0 compares the replicas of all ranks, as the stager would, where no stager takes the step.
 
     A rank sends its fingerprints before the first frame of its slice is ready, and so before it seals the slice in any
-    tier: no step is complete in a tier before it was compared. The votes' thread of rank 0, except `laid_out`.
-
-    Args:
-        refuses: Whether a step of which the replicas differ is kept nowhere (`on_divergence=refuse`).
+    tier: no step is complete in a tier before it was compared. With `refuses`, a step of which the replicas differ is
+    kept nowhere (`on_divergence=refuse`). The votes' thread of rank 0, except `laid_out`.
     """
 
     def __init__(self, ranks: int, events: EventLog, *, refuses: bool) -> None:

@@ -35,7 +35,6 @@ from trainer_side.tiers.slot_format import (
     Commitment,
     CommitSector,
     Superblock,
-    newest,
     whole_pages,
 )
 from trainer_side.tiers.tier import Kept
@@ -53,9 +52,15 @@ def first_pages(superblock: Superblock, layout: Layout) -> bytes:
     return superblock.to_bytes() + empty + bytes(PAGE_BYTES) + layout.to_bytes()
 
 
-def read_sectors(read: Read, superblock: Superblock) -> list[CommitSector | None]:
-    """Both commit sectors; None for one that is not whole."""
-    return [CommitSector.from_bytes(read(offset, PAGE_BYTES), superblock.slots) for offset in SECTOR_OFFSETS]
+def newest_sector(read: Read, superblock: Superblock, *, source: str) -> tuple[int, CommitSector]:
+    """The commit sector that counts, and its number. DamageError: none is whole."""
+    sectors = [
+        CommitSector.from_bytes(read(offset, PAGE_BYTES), superblock.slots) for offset in SECTOR_OFFSETS
+    ]
+    whole = [(number, sector) for number, sector in enumerate(sectors) if sector is not None]
+    if not whole:
+        raise DamageError(f"{source}: neither commit sector is whole, so nobody knows what its slots hold")
+    return max(whole, key=lambda pair: (pair[1].sequence, pair[0]))
 
 
 def read_layout(read: Read, superblock: Superblock, known: dict[str, Layout], *, source: str) -> Layout:
@@ -138,13 +143,7 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
                     f"{source}: cut short: {file_bytes} bytes, expected {superblock.file_bytes}"
                 )
             layout = read_layout(read, superblock, layouts, source=source)
-            sectors = read_sectors(read, superblock)
-            current = newest(sectors)
-            sector = None if current is None else sectors[current]
-            if sector is None:
-                raise DamageError(
-                    f"{source}: neither commit sector is whole, so nobody knows what its slots hold"
-                )
+            _, sector = newest_sector(read, superblock, source=source)
             missing: dict[int, str] = {}
             kept = []
             for slot, commitment in enumerate(sector.slots):
@@ -207,14 +206,7 @@ class SlotFile:
 
     def __init__(self, medium: Medium, superblock: Superblock, *, source: str) -> None:
         self.medium, self.superblock, self.source = medium, superblock, source
-        sectors = read_sectors(medium.read, superblock)
-        current = newest(sectors)
-        if current is None:
-            raise DamageError(
-                f"{source}: neither commit sector is whole, so nobody knows what its slots hold"
-            )
-        sector = sectors[current]
-        assert sector is not None
+        current, sector = newest_sector(medium.read, superblock, source=source)
         self._current, self._sequence = current, sector.sequence
         self._committed: Table = sector.slots
         self._doubtful: list[Table] = []
@@ -272,10 +264,10 @@ class SlotFile:
         target = 1 - self._current
         self._sequence += 1
         self._doubtful.append(table)
-        self._write_page(SECTOR_OFFSETS[target], CommitSector(self._sequence, self._doubtful[-1]).to_bytes())
+        self._write_page(SECTOR_OFFSETS[target], CommitSector(self._sequence, table).to_bytes())
         reach(Point.SLOT_RECORDED)
         self.flush()
-        self._current, self._committed = target, self._doubtful[-1]
+        self._current, self._committed = target, table
         self._doubtful = []
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ the valid sector with the highest sequence. A torn sector has no valid CRC; the 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,29 +54,20 @@ def whole_pages(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Superblock:
-    """The identity of a slot file, and where everything lies in it.
+    """The identity of a slot file, and where everything lies in it."""
 
-    Attributes:
-        run: Name of the run, for people. `run_digest`: SHA-256 of its URL.
-        rank: The rank whose slices the file holds. `ranks`: the number of ranks.
-        slots: Number of slots. `slot_bytes`: size of a slot, seal included. `slots_offset`: where the first one begins.
-        area_bytes: Size of a slice; the seal lies behind it.
-        layout_digest: SHA-256 of the layout. `layout_offset`, `layout_bytes`, `layout_crc32`: of its bytes in the file.
-        writers: Threads that suit the device, as measured when the file was made; 0: not measured.
-    """
-
-    run: str
+    run: str  # its name, for people
     # The other fields are in the order of `_SUPER`.
-    rank: int
+    rank: int  # whose slices the file holds
     ranks: int
     slots: int
-    writers: int
-    run_digest: bytes
-    layout_digest: str
-    area_bytes: int
-    slot_bytes: int
-    slots_offset: int
-    layout_offset: int
+    writers: int  # threads that suit the device, as measured when the file was made; 0: not measured
+    run_digest: bytes  # SHA-256 of the run's URL
+    layout_digest: str  # SHA-256
+    area_bytes: int  # of a slice; the seal lies behind it
+    slot_bytes: int  # seal included
+    slots_offset: int  # of the first slot
+    layout_offset: int  # of the layout's bytes in the file, as the next two
     layout_bytes: int
     layout_crc32: int
 
@@ -206,12 +196,6 @@ class CommitSector:
             for flags, seal_bytes, attempt, step, seal_crc32 in entries
         ]
         return cls(sequence, tuple(found))
-
-
-def newest(sectors: Sequence[CommitSector | None]) -> int | None:
-    """The number of the sector that counts; None if none is valid."""
-    valid = [(sector.sequence, number) for number, sector in enumerate(sectors) if sector is not None]
-    return max(valid)[1] if valid else None
 
 
 def _page(packed: bytes) -> bytes:

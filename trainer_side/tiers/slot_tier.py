@@ -38,13 +38,10 @@ _log = logging.getLogger("holdfast.trainer")
 
 
 class SlotTier:
-    """A `trainer_side.tiers.tier.Tier` of slot files.
+    """A `trainer_side.tiers.tier.Tier` of slot files. `name` is the tier as it is set. `medium` opens a slot file.
 
-    Args:
-        name: The tier as it is set.
-        medium: Opens a slot file.
-        slots: Number of slots of a file. `writers`: of threads that write at once. None: as many as suit the device.
-            ConfigError: out of range.
+    `slots` is the number of slots of a file, `writers` that of threads that write at once. None: as many as suit the
+    device. ConfigError: out of range.
     """
 
     def __init__(

@@ -51,25 +51,16 @@ class Nearness(StrEnum):
 
 @dataclass(frozen=True)
 class Kept:
-    """A sealed slice that was found in a tier.
-
-    Attributes:
-        layout: That of its image; checked against the seal.
-        place: The path of the slice, for people, and for the tier to find it again. `slot`: for the tier.
-        absent: Chunks whose frame is missing; none in a tier, where a sealed slice is whole.
-        doubt: Why its checkpoint may be torn; empty where nobody doubts it.
-        complete: Every rank is known to have sealed this step: it was a whole checkpoint.
-        seal_crc32: CRC-32 of the seal's bytes, where a record names it; for the proof of the slice.
-    """
+    """A sealed slice that was found in a tier."""
 
     seal: SliceSeal
-    layout: Layout
-    place: str
-    slot: int = 0
-    absent: frozenset[int] = frozenset()
-    doubt: str = ""
-    complete: bool = False
-    seal_crc32: int = 0
+    layout: Layout  # checked against the seal
+    place: str  # the path of the slice, for people, and for the tier to find it again
+    slot: int = 0  # for the tier
+    absent: frozenset[int] = frozenset()  # chunks without a frame; none in a tier, where a slice is whole
+    doubt: str = ""  # why its checkpoint may be torn; empty where nobody doubts it
+    complete: bool = False  # every rank is known to have sealed this step
+    seal_crc32: int = 0  # of the seal's bytes, where a record names it; for the proof of the slice
 
 
 class StepVerdict(NamedTuple):
@@ -131,10 +122,8 @@ class SliceWriter(Protocol):
     def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
         """Write one frame to its place.
 
-        Args:
-            frame: The number of the frame in `frames_of(layout, rank)`.
-            buffer: The `padded_bytes` bytes of the frame, from page-aligned memory.
-            crc32: CRC-32 of the first `nbytes` of them.
+        `frame` is its number in `frames_of(layout, rank)`, `buffer` its `padded_bytes` bytes from page-aligned memory,
+        and `crc32` that of the first `nbytes` of them.
         """
 
     def seal(self, record: Mapping[str, Any]) -> bool:
@@ -160,9 +149,7 @@ class Keeps(Protocol):
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
         """Fill `view` with the slice's bytes from `offset` on. Any thread; the caller compares CRCs.
 
-        Raises:
-            DamageError: The slice ends before.
-            StoreError: The device refused.
+        DamageError: the slice ends before. StoreError: the device refused.
         """
 
 
@@ -202,8 +189,7 @@ class Tier(Keeps, Protocol):
     def prepare(self, layout: Layout, rank: int) -> None:
         """Make room for slices of this layout. Slices of other layouts stay until a step of this one is complete.
 
-        Raises:
-            ConfigError: The tier is too small (needed, free, where), not ours, or in use by a living process.
+        ConfigError: the tier is too small (needed, free, where), not ours, or in use by a living process.
         """
 
     def memories(self) -> Sequence[memoryview]:
@@ -230,16 +216,3 @@ class Tier(Keeps, Protocol):
 
     def close(self) -> None:
         """Release files and memory. Sealed slices stay."""
-
-
-class KeptSteps(Protocol):
-    """Counts what the tiers of a rank have done (`trainer_side.ledger.Ledger`)."""
-
-    def kept(self, tier: str) -> None:
-        """Count a slice that `tier` has sealed."""
-
-    def skipped(self, tier: str, cause: str) -> None:
-        """Count a step that was not kept in `tier`."""
-
-    def refused(self, step: int, reason: Reason) -> None:
-        """Count a step that no tier keeps, even if some slices were sealed."""

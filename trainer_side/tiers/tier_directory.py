@@ -42,16 +42,6 @@ _DOUBTS_BYTES_MAX = 1 << 20
 _LOCK_PAUSE_SECONDS = 0.02
 
 
-def run_digest(run_url: str) -> bytes:
-    """SHA-256 of the run's URL; equal for two spellings of one URL. ConfigError: it is empty or malformed."""
-    return hashlib.sha256(normalise_url(run_url).encode()).digest()
-
-
-def run_name(run_url: str) -> str:
-    """The last part of the run's URL, for people. ConfigError: it is empty or malformed."""
-    return normalise_url(run_url).rstrip("/").rpartition("/")[2] or "run"
-
-
 def why_not_memory(name: str, directory: Path) -> str | None:
     """The error of a memory tier's directory, and what to do; None if it lies in memory."""
     kind = file_system_of(directory)
@@ -78,7 +68,7 @@ def refuse_disk(name: str, directory: Path, *, warn: bool = False) -> None:
 
 
 class TierDirectory:
-    """The directory of one run in a tier's directory.
+    """The directory of one run in a tier's directory. ConfigError: the run's URL is empty or malformed.
 
     `parents` directories above it may be made as well, for this user alone.
     """
@@ -86,8 +76,9 @@ class TierDirectory:
     def __init__(self, directory: Path, run_url: str, *, parents: int = 0) -> None:
         self._parents = parents
         self.base = directory.absolute()
-        self.run = run_name(run_url)
-        self.run_digest = run_digest(run_url)
+        url = normalise_url(run_url)
+        self.run = url.rstrip("/").rpartition("/")[2] or "run"  # for people
+        self.run_digest = hashlib.sha256(url.encode()).digest()  # equal for two spellings of one URL
         safe = re.sub(r"[^A-Za-z0-9._-]", "_", self.run)[:_NAME_CHARACTERS_MAX]
         self.directory = self.base / f"{safe}-{self.run_digest.hex()[:_KEY_DIGITS]}"
 

@@ -22,17 +22,11 @@ _SECONDS_MAX = 60.0
 
 @dataclass(frozen=True)
 class TierInventory:
-    """The steps in the tiers of all ranks; equal on every rank.
+    """The steps in the tiers of all ranks; equal on every rank. For each tier they are newest first."""
 
-    Attributes:
-        newest_attempt: The newest attempt of any slice in any tier; 0 if there is no slice.
-        complete: For each tier the steps of which every rank's slice was found, newest first.
-        partial: For each tier the steps of which a slice is missing, newest first.
-    """
-
-    newest_attempt: int
-    complete: tuple[tuple[Order, ...], ...]
-    partial: tuple[tuple[Order, ...], ...]
+    newest_attempt: int  # of any slice in any tier; 0 if there is no slice
+    complete: tuple[tuple[Order, ...], ...]  # every rank's slice was found
+    partial: tuple[tuple[Order, ...], ...]  # a slice is missing
 
     def verdicts(
         self, number: int, name: str, restored: Order | None, whole_in: Collection[str]

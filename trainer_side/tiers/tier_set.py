@@ -34,12 +34,7 @@ class RankCouncil:
         return 0
 
     def agree(self, proposal: Proposal) -> Agreement:
-        """Compare this rank's tensors with those of the others. Collective; waits for the slowest rank.
-
-        Raises:
-            StateError: The ranks hold different tensors: which rank, which tensor, expected, got.
-            PeerLost: A rank did not answer in time.
-        """
+        """Compare this rank's tensors with those of the others; as `ToStager.agree`."""
         raise NotImplementedError
 
     def hurry(self, seconds_max: float) -> None:
@@ -49,9 +44,7 @@ class RankCouncil:
     def concur(self, error: HoldfastError | None) -> None:
         """Say that this rank has prepared its tiers for the first layout, or why not. Collective.
 
-        Raises:
-            HoldfastError: `error`, or that of another rank, which it names.
-            PeerLost: A rank did not answer in time.
+        Raises `error`, or that of another rank, which it names. PeerLost: a rank did not answer in time.
         """
         if error is not None:
             raise error
@@ -87,26 +80,17 @@ class StagerCouncil(RankCouncil):
 
 
 class TierSet:
-    """The local tiers of this rank. Training thread, unless a method says otherwise.
+    """The local tiers of this rank. Training thread, unless a member says otherwise."""
 
-    Attributes:
-        council: How the ranks agree: among themselves where there are tiers, otherwise through the stager.
-        tiers: The tiers, nearest first; empty without any.
-        names: The tiers, for people; empty without any.
-        attempt: The attempt in the names of this job's slices; 0 without tiers.
-        complete_step: Newest step of this job that every rank has sealed in some tier; -1 before the first. Any thread.
-        begun: The step that was begun last in some tier, as its slices name it.
-        keeps_proofs: Whether a tier keeps what the step after a slice used; the same on every rank.
-    """
-
-    tiers: Sequence[Tier] = ()
-    names = ""
-    attempt = 0
-    complete_step = -1
-    begun: Order = (0, -1)
-    keeps_proofs = False
+    tiers: Sequence[Tier] = ()  # nearest first
+    names = ""  # of the tiers, for people
+    attempt = 0  # in the names of this job's slices; 0 without tiers
+    complete_step = -1  # newest step of this job that every rank has sealed in some tier; any thread
+    begun: Order = (0, -1)  # the step that was begun last in some tier, as its slices name it
+    keeps_proofs = False  # whether a tier keeps what the step after a slice used; the same on every rank
 
     def __init__(self, council: RankCouncil) -> None:
+        # How the ranks agree: among themselves where there are tiers, otherwise through the stager.
         self.council = council
 
     @property
@@ -137,11 +121,9 @@ class TierSet:
     def restored(self, order: Order, whole_in: Collection[str] = ()) -> None:
         """The state is that of this checkpoint; newer steps that were found are dropped.
 
-        Args:
-            order: The checkpoint.
-            whole_in: The places where all of it lies: tiers by name, or the store. Another tier, in which a slice of it
-                is damaged or gone, goes back to the newest older step that it has whole. Empty: the state was put
-                together from several tiers, so each keeps its part until there is a newer step.
+        All of it lies in the places `whole_in`: tiers by name, or the store. Another tier, in which a slice of it is
+        damaged or gone, goes back to the newest older step that it has whole. Empty: the state was put together from
+        several tiers, so each keeps its part until there is a newer step.
         """
 
     def follow(self, attempt: int) -> None:
@@ -150,12 +132,8 @@ class TierSet:
     def prepare(self, layout: Layout) -> None:
         """Make room for slices of this layout. No slice is on its way.
 
-        A tier that refuses a later layout than the first is left out from then on. The log says so, but a tier is no
-        reason to end a training.
-
-        Raises:
-            ConfigError: A tier is too small for the first layout, not ours, or in use.
-            StoreError: A device refused.
+        Raises as `Tier.prepare` for the first layout. A tier that refuses a later one is left out from then on. The log
+        says so, but a tier is no reason to end a training.
         """
 
     def slot_memories(self) -> Sequence[memoryview]:
@@ -167,11 +145,8 @@ class TierSet:
     ) -> TierWrite | None:
         """Take a slot in each tier; None if none has one. Follow it by `keep` or `drop`.
 
-        Args:
-            step: The step.
-            record: Its times and bytes.
-            stager_lives: Whether the store as a tier rests.
-            wait_until: How long (`time.monotonic`) to wait for a slot that may still become free.
+        While the stager lives, the store as a tier rests. A slot that may still become free is waited for until
+        `wait_until` (`time.monotonic`).
         """
 
     def keep(self, write: TierWrite, area: SliceSource | None) -> None:

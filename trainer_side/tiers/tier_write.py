@@ -23,36 +23,27 @@ from trainer_side.transfer import SliceSource
 
 @dataclass(eq=False)
 class TierWrite:
-    """One step. Made by `LocalTiers.begin`.
-
-    Attributes:
-        record: Times and bytes, like those of the transfer.
-        writers: Tier → slot.
-        source_is_slot: The tier whose slot is the area; -1: no slot is.
-        area: The memory that holds the frames; None before `LocalTiers.keep`, and when no tier reads it any more.
-        link_released: Set when the link has finished reading the area, and where there is no link.
-        released: Set when every tier has finished reading the area.
-        compare: Has rank 0 compare the fingerprints of this rank with those of the others.
-        lookers: Wake the threads that write it.
-        kept_in: Tiers that have sealed it, by number. `lost_in`: tiers that gave it up, with the reason.
-    """
+    """One step. Made by `LocalTiers.begin`."""
 
     order: Order
     frames: tuple[SliceFrame, ...]
     record: SaveRecord
-    writers: dict[int, SliceWriter]
+    writers: dict[int, SliceWriter]  # by tier
     layout_digest: str = ""
     job: str = ""
-    source_is_slot: int = -1
+    source_is_slot: int = -1  # the tier whose slot is the area; -1: no slot is
+    # Holds the frames; None before `LocalTiers.keep`, and when no tier reads it any more.
     area: SliceSource | None = None
+    # Set when the link has finished reading the area, and where there is no link.
     link_released: threading.Event = field(default_factory=threading.Event)
-    released: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)  # every tier has finished reading it
+    # Has rank 0 compare the fingerprints of this rank with those of the others.
     compare: Callable[[str], None] = lambda _fingerprints: None
-    lookers: list[Callable[[], None]] = field(default_factory=list)
+    lookers: list[Callable[[], None]] = field(default_factory=list)  # wake the threads that write it
     cancelled: threading.Event = field(default_factory=threading.Event)
     cancel_reason: Reason | None = None
-    kept_in: set[int] = field(default_factory=set)
-    lost_in: dict[int, Reason] = field(default_factory=dict)
+    kept_in: set[int] = field(default_factory=set)  # tiers that have sealed it
+    lost_in: dict[int, Reason] = field(default_factory=dict)  # tiers that gave it up
     sum_seconds: float = 0.0
     _sums: dict[int, int] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
@@ -115,22 +106,14 @@ class TierWrite:
 
 
 class SlotWrite:
-    """One tier's part in a `TierWrite`. The lock of the tier's threads guards it.
-
-    Attributes:
-        unwritten: Frames that no thread has taken yet, in their order.
-        busy: Number of threads at work on it. `sealing`: one of them seals it.
-        given_up: Why it is not sealed; None while it may be.
-        orphaned: Whether the threads are done with it, although the tier may still be at work on it.
-        begun_at: When its first frame was ready.
-    """
+    """One tier's part in a `TierWrite`. The lock of the tier's threads guards it."""
 
     def __init__(self, write: TierWrite, writer: SliceWriter) -> None:
         self.write, self.writer = write, writer
-        self.unwritten = list(range(len(write.frames)))
-        self.busy = 0
-        self.given_up: Reason | None = None
-        self.sealing = False
-        self.orphaned = False
-        self.begun_at = 0.0
+        self.unwritten = list(range(len(write.frames)))  # frames that no thread has taken yet, in their order
+        self.busy = 0  # threads at work on it
+        self.given_up: Reason | None = None  # why it is not sealed; None while it may be
+        self.sealing = False  # a thread seals it
+        self.orphaned = False  # the threads are done with it, but the tier may still be at work on it
+        self.begun_at = 0.0  # when its first frame was ready
         self.written_bytes = 0

@@ -52,16 +52,12 @@ class TierCalls:
     """The calls of one tier that have not returned: a device that hangs has no error to return. Any thread.
 
     A call that does not return in time makes the tier hang: nothing more goes to it before that call has returned.
-
-    Attributes:
-        hangs: Why the tier takes nothing now: which call has not returned. None while it answers.
-        died: The error that ended a thread of the tier, which takes nothing more in this job then.
     """
 
     def __init__(self, name: str, rank: int, *, seconds_max: float) -> None:
         self._name, self._rank, self._seconds_max = name, rank, seconds_max
-        self.hangs: Reason | None = None
-        self.died: ThreadDied | None = None
+        self.hangs: Reason | None = None  # why the tier takes nothing now; None while it answers
+        self.died: ThreadDied | None = None  # has ended a thread: the tier takes nothing more in this job
         self._guard = threading.Lock()
         self._calls: dict[int, _Call] = {}  # by thread
 
@@ -93,9 +89,8 @@ class TierCalls:
         try:
             return within(make, seconds_max, name="holdfast-tier-ask", late=late)
         except TimeoutError:
-            raise StoreError(
-                f"tier {self._name} hangs: {what} has not returned for {seconds_max:g} s"
-            ) from None
+            problem = f"tier {self._name} hangs: {what} has not returned for {seconds_max:g} s"
+            raise StoreError(problem) from None
 
     def break_off(self, error: ThreadDied) -> None:
         """The tier takes nothing more in this job: a thread that serves it has died."""
@@ -150,13 +145,8 @@ class WriteOutcome(NamedTuple):
 class TierWriterThreads:
     """The threads of one tier, and the slices and verdicts on their way into it. Any thread.
 
-    Args:
-        on_over: Called with the end of each slice, in a thread of the tier or in that of `look`, before the area is
-            released.
-        call_seconds_max: How long one call of the tier may take.
-
-    Attributes:
-        calls: Every call of the tier goes through this.
+    `on_over` is called with the end of each slice, in a thread of the tier or in that of `look`, before the area is
+    released. One call of the tier may take `call_seconds_max`; all of them go through `calls`.
     """
 
     def __init__(

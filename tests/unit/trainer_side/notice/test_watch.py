@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
@@ -46,7 +47,9 @@ class Source:
 
 def test_each_notice_is_passed_on_once_however_often_it_stands_there() -> None:
     source, heard = Source(), list[Notice]()
-    watch = NoticeWatch(lambda: [source], heard.append, rank=0, seconds=0.001)
+    watch = NoticeWatch(
+        lambda: [source], heard.append, rank=0, seconds=0.001, signals=(), wakes=SimpleQueue()
+    )
     watch.start()
     rebalance = Notice(NoticeKind.REBALANCE, None, "test", "of 08:22")
     terminate = Notice(NoticeKind.TERMINATE, 1000.0, "test")
@@ -73,7 +76,9 @@ def test_a_source_that_cannot_be_asked_is_said_once_and_again_when_it_is_back(
     source, heard = Source(), list[Notice]()
     source.said = error
     with caplog.at_level(logging.WARNING):
-        watch = NoticeWatch(lambda: [source], heard.append, rank=3, seconds=0.001)
+        watch = NoticeWatch(
+            lambda: [source], heard.append, rank=3, seconds=0.001, signals=(), wakes=SimpleQueue()
+        )
         watch.start()
         until(lambda: watch.failures.get("test", 0) > 5)
         source.said = []

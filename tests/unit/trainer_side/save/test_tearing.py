@@ -218,12 +218,12 @@ def test_a_doubt_of_another_rank_ends_the_trust_here(
     monkeypatch.setattr(Quietness, "is_drawn", frozenset[int]().__contains__)
     run = runs(Training, 4)
     assert run.waited == [True, False, False, False]
-    link.inbox._on_doubt(Doubt(1, (2, 3), "model/9 was changed after save(3)"))
+    link.inbox.on_doubt(Doubt(1, (2, 3), "model/9 was changed after save(3)"))
     run.go_on(3)
     assert run.waited[4:] == [True] * 3
     (mine,) = link.doubts
     assert mine == Doubt(0, (1, 3), "model/9 was changed after save(3)")
-    link.inbox._on_doubt(mine)  # as the stager tells all
+    link.inbox.on_doubt(mine)  # as the stager tells all
     assert link.doubts == [mine], "it is said once"
 
 

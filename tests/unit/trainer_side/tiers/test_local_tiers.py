@@ -215,7 +215,7 @@ def test_a_slot_that_the_link_still_reads_is_not_used_again(rank: Rank) -> None:
     keeping, area = rank.save(3, link=sending)
     assert keeping.released.wait(60)
     assert rank.save(5)[0].released.wait(60)
-    until(lambda: rank.local.complete_step == 5 and rank.local._is_idle_in(1))
+    until(lambda: rank.local.complete_step == 5 and rank.local._is_idle_in(rank.local._threads[1]))
     time.sleep(0.05)
     third = rank.begin(7)
     assert third is not None

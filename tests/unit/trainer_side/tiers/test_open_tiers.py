@@ -12,7 +12,7 @@ from tests.support.tiers import RUN
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.slot_tier import SlotTier
 from trainer_side.tiers.tier import Nearness
-from trainer_side.tiers.tier_directory import TierDirectory, run_name
+from trainer_side.tiers.tier_directory import TierDirectory
 
 
 @pytest.mark.parametrize("kind", ["memory", "pm", "nvme", "file"])
@@ -48,7 +48,7 @@ def test_runs_of_one_name_have_directories_of_their_own(tmp_path: Path) -> None:
     assert first.directory != second.directory
     assert first.directory == TierDirectory(tmp_path, "file:///mnt/a/run/").directory
     assert first.directory.name.startswith("run-")
-    assert run_name("s3://bucket/b/run") == "run"
+    assert second.run == "run"
 
 
 def test_a_name_with_odd_characters_makes_a_plain_directory(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from holdfast.errors import DamageError, HoldfastError
 from holdfast.image.slices import area_bytes
 from tests.support.tiers import image
 from tests.unit.trainer_side.slices import laid_out
+from trainer_side.tiers.slot_file import newest_sector
 from trainer_side.tiers.slot_format import (
     PAGE_BYTES,
     SECTOR_OFFSETS,
@@ -20,7 +21,6 @@ from trainer_side.tiers.slot_format import (
     CommitSector,
     Superblock,
     UnknownVersionError,
-    newest,
 )
 
 _DIGEST = bytes(range(32))
@@ -126,8 +126,16 @@ def test_the_most_slots_have_room() -> None:
     assert CommitSector.from_bytes(full.to_bytes(), SLOTS_MAX) == full
 
 
+def _current(*sectors: CommitSector | None) -> tuple[int, CommitSector]:
+    pages = {
+        at: b"" if one is None else one.to_bytes() for at, one in zip(SECTOR_OFFSETS, sectors, strict=True)
+    }
+    return newest_sector(lambda offset, _: pages[offset], _plan(), source="a.slots")
+
+
 def test_the_higher_sequence_counts() -> None:
-    assert newest([_sector(4), _sector(5)]) == 1
-    assert newest([_sector(4), None]) == 0
-    assert newest([None, None]) is None
+    assert _current(_sector(4), _sector(5)) == (1, _sector(5))
+    assert _current(_sector(4), None) == (0, _sector(4))
+    with pytest.raises(DamageError, match=r"a\.slots: neither commit sector is whole"):
+        _current(None, None)
     assert CommitSector.from_bytes(bytes(PAGE_BYTES), 3) is None
