@@ -31,6 +31,13 @@ class Finding:
     seen: str
     fix: str = ""
 
+    @classmethod
+    def judged(
+        cls, check: str, good: bool, seen: str, fix: str, otherwise: CheckState = CheckState.FAIL
+    ) -> Finding:
+        """The finding of a check with two results: ok without a fix, or else `otherwise` with it."""
+        return cls(check, CheckState.OK if good else otherwise, seen, "" if good else fix)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:

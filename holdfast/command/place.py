@@ -122,6 +122,12 @@ def write_folder(path: Path, nbytes: int, fill: Callable[[Path], None]) -> None:
             shutil.rmtree(gone, ignore_errors=True)
 
 
+def write_all(fd: int, data: memoryview) -> None:
+    """Write all of `data` at the file's position."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
 def unwritable(path: Path, nbytes: int, error: OSError) -> StoreError:
     """The error to raise for an error of the system at `path`."""
     return StoreError(f"{path}: cannot be written: {error.strerror or error} ({nbytes} bytes are needed)")

@@ -11,12 +11,12 @@ from operator_side.cluster.ec2 import Ec2
 from operator_side.cluster.file import ClusterFile
 from operator_side.cluster.ladder import FleetWish
 from operator_side.cluster.raising import TRAIN, Budget, Cluster
-from operator_side.supervise.hosts import Host
+from operator_side.supervise.hosts import Fleet, Host
 
 _log = logging.getLogger("holdfast.cluster")
 
 
-class Ec2Fleet:
+class Ec2Fleet(Fleet):
     """The running trainers as hosts. Lost trainers are replaced in the same zone.
 
     Args:

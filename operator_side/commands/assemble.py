@@ -21,7 +21,7 @@ from holdfast.errors import DamageError, StoreMissing
 from holdfast.faultpoint import identify
 from holdfast.image.manifest import Manifest, State
 from holdfast.store.base import Store
-from operator_side.commands.claimed import claimed, read_back
+from operator_side.commands.claimed import claimed, published, read_back
 from operator_side.commands.options import exit_codes
 from operator_side.commands.target import TARGET, Target
 
@@ -152,14 +152,7 @@ def _assemble(ours: LeasedRun, found: SliceSet, *, quiet: bool) -> Manifest:
 def _say(store: Store, outcome: _Outcome, *, as_json: bool) -> None:
     manifest = outcome.manifest
     if as_json:
-        assembled = manifest and {
-            "step": manifest.step,
-            "attempt": manifest.attempt,
-            "file": manifest.file,
-            "nbytes": manifest.image_bytes,
-            "crc32": manifest.image_crc32,
-            "state": manifest.state.value,
-        }
+        assembled = manifest and published(manifest)
         print_json({"url": store.url, "assembled": assembled, "removed": outcome.removed})
         return
     out = console()

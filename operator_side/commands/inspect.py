@@ -12,6 +12,7 @@ from rich.table import Table
 from holdfast.command.examples import examples
 from holdfast.command.output import age, console, json_option, plain, print_json, seconds, size, table
 from holdfast.image.manifest import Manifest
+from operator_side.commands.options import flag
 from operator_side.commands.target import TARGET, Target
 
 _ROWS_SHOWN = 40
@@ -27,9 +28,7 @@ _NUMBER_MAX = 10**300
     ),
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
-@click.option(
-    "--all", "show_all", is_flag=True, help=f"Show all rows of each table, not only the first {_ROWS_SHOWN}."
-)
+@flag("--all show_all", f"Show all rows of each table, not only the first {_ROWS_SHOWN}.")
 @json_option
 def inspect(as_json: bool, target: Target, show_all: bool) -> None:
     """Show one checkpoint of the run at URL: its summary, its tensors, and how long each phase of it took.

@@ -21,6 +21,7 @@ from holdfast.command.output import (
     plain,
     print_json,
     progress_bar,
+    show,
     size,
     table,
 )
@@ -36,10 +37,7 @@ _ROWS_NEXT = 200
 
 @click.command(
     short_help="List the checkpoints of a run, newest first.",
-    epilog=examples(
-        "holdfast ls s3://bucket/run",
-        "holdfast ls /mnt/run --json | jq '.checkpoints[0].step'",
-    ),
+    epilog=examples("holdfast ls s3://bucket/run", "holdfast ls /mnt/run --json | jq '.checkpoints[0].step'"),
 )
 @click.argument("target", metavar="URL", type=URL)
 @json_option
@@ -86,7 +84,7 @@ def ls(as_json: bool, target: Target) -> None:
             _print(look.url, sets, doubts, items, branches)
     best = finder.best()
     if not as_json and best is not None:
-        console().print(plain(_told(best)), markup=False, style="green", soft_wrap=True)
+        show(_told(best), "green")
     if as_json:  # one document, so only when all is known
         for one in documents:
             one["is_best"] = best is not None and best.order == (one["attempt"], one["step"])
@@ -122,7 +120,7 @@ def _print(
     out = console()
     rows = [_slice_row(found, doubts) for found in sets] + _read_rows(items, _ROWS_FIRST, branches)
     if not rows:
-        out.print(f"{url}: the run has no checkpoint yet", markup=False)
+        show(f"{url}: the run has no checkpoint yet")
         return
     notes: list[tuple[str, str]] = []
     columns: tuple[str, ...] = _COLUMNS
@@ -144,7 +142,7 @@ def _print(
     if branches.rewinds:
         notes.append((branches.sentence(), ""))
     for text, style in notes:
-        out.print(plain(text), markup=False, style=style, soft_wrap=True)
+        show(text, style)
 
 
 class _ListedRow(NamedTuple):

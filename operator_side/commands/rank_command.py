@@ -22,10 +22,7 @@ from operator_side.commands.options import COMMAND, WRAPS_COMMAND, count, exit_c
         "128+N ended by signal N, through its own fault",
         "other the exit code of the script",
     )
-    + examples(
-        "holdfast rank -- torchrun --nproc-per-node 8 train.py",
-        "holdfast rank -- python train.py",
-    ),
+    + examples("holdfast rank -- torchrun --nproc-per-node 8 train.py", "holdfast rank -- python train.py"),
     context_settings=WRAPS_COMMAND,
 )
 @count(

@@ -18,6 +18,7 @@ from operator_side.commands.options import (
     count,
     exit_codes,
     file,
+    flag,
     number,
 )
 
@@ -39,12 +40,8 @@ if TYPE_CHECKING:
     ),
 )
 @click.argument("run", metavar="[RUN]", required=False)
-@click.option(
-    "--once",
-    is_flag=True,
-    help="Print the state once and end; this is the default where stdout is not a terminal.",
-)
-@click.option("--web", is_flag=True, help="Serve the status as a live page on 127.0.0.1 until Ctrl-C.")
+@flag("--once", "Print the state once and end; this is the default where stdout is not a terminal.")
+@flag("--web", "Serve the status as a live page on 127.0.0.1 until Ctrl-C.")
 @count("--port", "Port of the page; 0 takes any that is free.", 8765, least=0, most=65535)
 @file(
     "--events events",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from queue import Empty, SimpleQueue
+from concurrent import futures
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import ConfigError, StoreError
-from holdfast.image.manifest import Manifest
+from holdfast.image.manifest import Manifest, State
 from holdfast.store.base import Store
 
 _ANSWER_SECONDS_MAX = 10.0
@@ -38,6 +38,16 @@ class Target(NamedTuple):
         catalog = self.catalog()
         return catalog, catalog.get(self.step)
 
+    def find_good(self, use: str) -> tuple[Catalog, Manifest]:
+        """As `find`. Raises `ConfigError`: the checkpoint is bad; `use` says what is not done with it."""
+        catalog, manifest = self.find()
+        if manifest.state is State.BAD:
+            raise ConfigError(
+                f"{manifest.file}: this checkpoint is bad ({manifest.note}) and is not {use}; `holdfast ls` shows "
+                "other steps"
+            )
+        return catalog, manifest
+
 
 def _see_that_it_answers(store: Store) -> None:
     """Say a wrong endpoint or a store that hangs in seconds: later calls wait and are tried again for minutes.
@@ -45,27 +55,24 @@ def _see_that_it_answers(store: Store) -> None:
     Raises:
         StoreError: The store refuses, cannot be reached, or has not answered after `_ANSWER_SECONDS_MAX`.
     """
-    ended: SimpleQueue[Exception | None] = SimpleQueue()
+    answer: futures.Future[None] = futures.Future()
 
     def check() -> None:
         try:
             store.check(write=False)
-        except Exception as error:  # noqa: BLE001 - raised below
-            ended.put(error)
+        except Exception as error:  # noqa: BLE001 - raised by `result`
+            answer.set_exception(error)
         else:
-            ended.put(None)
+            answer.set_result(None)
 
-    # A daemon: the process does not wait at its end for a call that hangs.
+    # A daemon, not an executor: the process does not wait at its end for a call that hangs.
     threading.Thread(target=check, name="holdfast-check", daemon=True).start()
-    try:
-        error = ended.get(timeout=_ANSWER_SECONDS_MAX)
-    except Empty:
+    if not futures.wait([answer], _ANSWER_SECONDS_MAX).done:
         raise StoreError(
             f"{store.url}: no answer within {_ANSWER_SECONDS_MAX:g} s; see the network, the mount, and "
             "for S3 AWS_ENDPOINT_URL"
-        ) from None
-    if error is not None:
-        raise error
+        )
+    answer.result()
 
 
 def parse_target(text: str) -> Target:

@@ -150,11 +150,7 @@ def _progress(rows: Sequence[CheckpointStatus]) -> Chart:
         ("verified", "read_back_at_unix"),
     )
     series = [
-        Series(
-            name,
-            name,
-            points=sorted((at, row.step) for row in rows if (at := getattr(row, field))),
-        )
+        Series(name, name, points=sorted((at, row.step) for row in rows if (at := getattr(row, field))))
         for name, field in levels
     ]
     text = "The steps of the newest checkpoints, when each became staged, durable and verified."

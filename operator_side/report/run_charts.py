@@ -27,9 +27,7 @@ _PART_COLOURS: dict[str, Colour] = {
 
 
 def timeline_chart(
-    attempts: Sequence[ReportedAttempt],
-    rows: Sequence[CheckpointRow] = (),
-    missed: Sequence[NotTaken] = (),
+    attempts: Sequence[ReportedAttempt], rows: Sequence[CheckpointRow] = (), missed: Sequence[NotTaken] = ()
 ) -> Chart:
     """One lane of attempts, one for each phase of checkpoints, and one of skipped and bad checkpoints."""
     bad = [(row.read_at_unix or row.durable_at_unix, row) for row in rows if row.state == "bad"]

@@ -176,11 +176,6 @@ def total_times(
             break
         times *= _HORIZON_FIRST
     return [
-        Total(
-            lane.strategy,
-            lane.every,
-            mtbf_hours,
-            Spread.of(of / HOUR_US) if (of >= 0).all() else None,
-        )
+        Total(lane.strategy, lane.every, mtbf_hours, Spread.of(of / HOUR_US) if (of >= 0).all() else None)
         for lane, of in zip(lanes, finished, strict=True)
     ]

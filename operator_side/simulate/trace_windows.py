@@ -93,12 +93,7 @@ def stack(columns: list[Column], length_us: int) -> TraceWindows:
 
 
 def cut(
-    trace: Trace,
-    *,
-    length_us: int,
-    offsets: int,
-    rng: np.random.Generator,
-    stager_mtbf_us: int | None = None,
+    trace: Trace, *, length_us: int, offsets: int, rng: np.random.Generator, stager_mtbf_us: int | None = None
 ) -> TraceWindows:
     """Cut windows out of a trace, at random places.
 

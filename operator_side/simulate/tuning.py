@@ -132,9 +132,7 @@ def tune(question: Question) -> Tuned:
     ]
     if question.trace is not None:
         notes.append(_replayed(question, name, measured, advice.every, nodes))
-    settings = [
-        Setting("trainer", "in_flight_max", measured.in_flight_max, why_places),
-    ]
+    settings = [Setting("trainer", "in_flight_max", measured.in_flight_max, why_places)]
     if cost.durable_seconds / cost.in_flight_max > advice.every * cost.iteration_seconds:
         why = (
             "A checkpoint takes longer than the interval: save() waits for a staging area, and skips no step."

@@ -21,6 +21,8 @@ from typing import NamedTuple, Protocol
 
 from holdfast.errors import ConfigError
 
+# Starts a command on a host, as any other agent: `AGENT HOST COMMAND`.
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9._:\-\[\]]+)(?P<rest>(\s+\S+)*)")
 _SLOTS = re.compile(r"(?:slots|max[-_]slots)=(\d{1,6})")
 _PROBE_SECONDS_MAX = 10.0
@@ -42,11 +44,9 @@ class Host(NamedTuple):
 
 
 class Fleet(Protocol):
-    """A source of hosts. `look` may take seconds and is called in a thread of its own."""
+    """A source of hosts; `name` is for messages. `look` may take seconds and is called in a thread of its own."""
 
-    @property
-    def name(self) -> str:
-        """Name of the source, for messages."""
+    name: str
 
     def look(self) -> tuple[Host, ...] | None:
         """The hosts that can be used now; None: this machine alone, with as many ranks as are wanted.
@@ -56,22 +56,23 @@ class Fleet(Protocol):
         """
 
     def replace(self, wanted: int) -> None:
-        """Ask the source for hosts for this many more ranks, if it can. Called in the thread of `look`."""
+        """Ask the source for hosts for this many more ranks. Called in the thread of `look`.
+
+        By default this does nothing: a person changes the hostfile, and an allocation of Slurm does not grow.
+        """
+        return
 
 
-class Here:
+class Here(Fleet):
     """Everything runs on this machine."""
 
     name = "this machine"
 
-    def look(self) -> tuple[Host, ...] | None:
+    def look(self) -> None:
         return None
 
-    def replace(self, wanted: int) -> None:
-        """This machine cannot be replaced."""
 
-
-class HostFile:
+class HostFile(Fleet):
     """The hosts of an mpirun hostfile, `name slots=8` on each line. The file is read again at each look.
 
     Args:
@@ -80,8 +81,7 @@ class HostFile:
     """
 
     def __init__(self, path: Path, *, agent: Sequence[str] | None = None) -> None:
-        self._path = path
-        self._agent = agent or ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+        self._path, self._agent = path, agent or SSH
         self.name = str(path)
         self.read()
 
@@ -115,9 +115,6 @@ class HostFile:
             there = list(probes.map(lambda host: is_here(host.name) or self._answers(host.name), hosts))
         return tuple(host for host, is_there in zip(hosts, there, strict=True) if is_there)
 
-    def replace(self, wanted: int) -> None:
-        """A person adds a line to the file."""
-
     def _answers(self, host: str) -> bool:
         try:
             done = subprocess.run(
@@ -132,12 +129,8 @@ class HostFile:
         return done.returncode == 0
 
 
-class Slurm:
+class Slurm(Fleet):
     """The hosts that this Slurm job has, and that Slurm has not marked as down.
-
-    Args:
-        environment: SLURM_JOB_ID, SLURM_JOB_NODELIST, and SLURM_NTASKS_PER_NODE or SLURM_TASKS_PER_NODE.
-        scontrol: Runs scontrol with these arguments and returns its output.
 
     Raises:
         ConfigError: This is not a Slurm job, or its description cannot be read.
@@ -182,9 +175,6 @@ class Slurm:
         return tuple(
             h for h in self._hosts if h.name in states and not any(word in states[h.name] for word in bad)
         )
-
-    def replace(self, wanted: int) -> None:
-        """An allocation does not grow; `scontrol requeue` would start the whole batch script again."""
 
 
 def _scontrol(arguments: Sequence[str]) -> str:
