@@ -26,7 +26,7 @@ _ROWS_LEAST = 14  # of one run in a window: who, how far, how much is at risk
 
 if TYPE_CHECKING:
     from operator_side.status.run_status import RunStatus
-    from operator_side.status.run_watches import RunWatches
+    from operator_side.status.run_watch import RunWatches
 
 
 @click.command(
@@ -84,7 +84,7 @@ def status(
         )
     if events and not (web and run):
         raise ConfigError("--events: expected with --web and RUN, whose logs they are")
-    from operator_side.status.run_watches import RunWatches
+    from operator_side.status.run_watch import RunWatches
 
     watches = RunWatches(run, runtime_dir, dollars_per_hour)
     found = watches.look()

@@ -17,7 +17,7 @@ from operator_side.live.live_page import live_page
 from operator_side.live.page_server import ADDRESS, PageServer, Served
 from operator_side.live.run_log import RunLog
 from operator_side.status.run_status import RunStatus
-from operator_side.status.run_watches import RunWatches
+from operator_side.status.run_watch import RunWatches
 
 _SSH_SERVER = 2  # of SSH_CONNECTION: client, its port, server, its port
 

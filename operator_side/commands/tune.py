@@ -94,10 +94,12 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
         stager_memory_bytes=_size("--stager-memory", options["stager_memory"]),
         store_rate=None if gbps is None else gbps * _GBPS_BYTES,
         store=_store(options["store"]),
-        **{
-            name: options[name]
-            for name in ("mtbf_hours", "strategy", "nodes", "overhead_max", "lead_seconds", "ranks")
-        },
+        mtbf_hours=options["mtbf_hours"],
+        strategy=options["strategy"],
+        nodes=options["nodes"],
+        overhead_max=options["overhead_max"],
+        lead_seconds=options["lead_seconds"],
+        ranks=options["ranks"],
     )
     settings = answer(question).to_toml()
     if output is None:

@@ -69,6 +69,10 @@ class RunFacts:
         """The checkpoints, oldest first."""
         return self.checkpoints.rows
 
+    @property
+    def newest_good(self) -> CheckpointRow | None:
+        return self.checkpoints.newest("verified") or self.checkpoints.newest("durable")
+
 
 def gather(
     run: str,
@@ -82,13 +86,10 @@ def gather(
     checkpoints = gather_checkpoints(log.events, stored)
     attempts = gather_attempts(log.events)
     begin, end = _bounds(log.events, checkpoints.rows, attempts)
-    worked_until = _worked_until(attempts, log.events)
-    interruptions = interruptions_of(
-        attempts, checkpoints.rows, end_unix=worked_until, dollars_per_hour=dollars_per_hour
-    )
-    goodput = goodput_of(
-        attempts, interruptions, checkpoints.rows, end_unix=worked_until, dollars_per_hour=dollars_per_hour
-    )
+    until = _worked_until(attempts, log.events)
+    rows, price = checkpoints.rows, dollars_per_hour
+    interruptions = interruptions_of(attempts, rows, end_unix=until, dollars_per_hour=price)
+    goodput = goodput_of(attempts, interruptions, rows, end_unix=until, dollars_per_hour=price)
     over = [event for event in log.events if event.event == "over" and event.role == "supervisor"]
     facts = RunFacts(
         run,

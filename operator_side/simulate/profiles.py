@@ -21,10 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from holdfast.errors import ConfigError
 from operator_side.simulate.strategy import IDEAL, Strategy, microseconds
 
-MEASURED = (
-    Path(__file__).resolve().parents[2] / "docs/figures/data"
-)  # beside the source; an installed wheel has none
-
+# Beside the source; an installed wheel has none.
+MEASURED = Path(__file__).resolve().parents[2] / "docs/figures/data"
 _SECONDS_MAX = 1e6
 _Seconds = Annotated[float, Field(ge=0, le=_SECONDS_MAX, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(ge=1e-6, le=_SECONDS_MAX, allow_inf_nan=False)]
@@ -71,16 +69,16 @@ class Measured(BaseModel):
         return self
 
     def strategy(self, name: str) -> Strategy:
-        safe = (
-            self.staged_seconds if self.stager and self.staged_seconds is not None else self.durable_seconds
-        )
-        near = self.restore_staged_seconds if self.stager else None
+        safe, near = self.durable_seconds, self.restore_seconds
+        if self.stager:
+            safe = self.durable_seconds if self.staged_seconds is None else self.staged_seconds
+            near = near if self.restore_staged_seconds is None else self.restore_staged_seconds
         return Strategy(
             name,
             stall_us=microseconds(self.stall_seconds),
             safe_us=microseconds(safe),
             durable_us=microseconds(self.durable_seconds),
-            restore_near_us=microseconds(self.restore_seconds if near is None else near),
+            restore_near_us=microseconds(near),
             restore_store_us=microseconds(self.restore_seconds),
             in_flight_max=self.in_flight_max,
             stager=self.stager,
@@ -94,7 +92,6 @@ class TrainingProfile(BaseModel):
         source: Where the figures come from; it stands beside every result.
         iteration_seconds: Time of one iteration on all machines, without a checkpoint.
         restart_seconds: From a loss until the processes run again, before they restore.
-        strategies: Name of a way to checkpoint → its figures.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

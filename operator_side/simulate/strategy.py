@@ -19,13 +19,13 @@ class Strategy:
     """One way to checkpoint, as the replay sees it.
 
     Attributes:
+        stall_us: How long a save holds the training thread.
         safe_us: From `save()` until it survives the loss of training machines: staged with a stager, else durable.
         durable_us: From `save()` until it is in the store; it counts as in flight until then.
         restore_near_us: How long a restore takes while the stager still has the checkpoint.
-        restore_store_us: How long a restore from the store takes.
-        stager: Whether a node of its own keeps staged checkpoints; it may be lost, too.
+        stager: A node of its own keeps staged checkpoints; it may be lost, too.
         lead_us: Time from a preemption notice, which leads to a checkpoint, to the loss; 0: notices are not used.
-        every_iteration: Whether it saves after each iteration, whatever the interval.
+        every_iteration: It saves after each iteration, whatever the interval.
     """
 
     name: str

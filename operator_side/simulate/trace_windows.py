@@ -18,18 +18,13 @@ _EVENTS_MAX = 1_000_000  # in a window; more is no training
 
 @dataclass(frozen=True)
 class Column:
-    """One window.
-
-    Attributes:
-        time_us, lost, count, stager_lost: For each event its time, the machines lost, the machines left, and whether
-            the stager's node was lost (0 or 1).
-    """
+    """One window; the arrays have a value for each event."""
 
     first_count: int
     time_us: Integers
-    lost: Integers
-    count: Integers
-    stager_lost: Integers
+    lost: Integers  # machines
+    count: Integers  # machines left
+    stager_lost: Integers  # 0 or 1
 
     def losing_the_stager(self, times_us: Integers) -> Column:
         """The same window with losses of the stager's node at `times_us`; at equal times these come last."""

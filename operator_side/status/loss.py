@@ -86,9 +86,12 @@ def _lost(known: LossInputs, safe: SavedPoint | None, earlier_seconds: float) ->
         )
         seconds += max(0.0, known.now_unix - begun)
     steps, is_estimate = _steps(known, safe)
-    price = known.dollars_per_hour
-    dollars = None if price is None else seconds * price / _HOUR_SECONDS
+    dollars = price(seconds, known.dollars_per_hour)
     return Lost(steps, is_estimate, seconds, dollars, None if safe is None else safe.step)
+
+
+def price(seconds: float, dollars_per_hour: float | None) -> float | None:
+    return None if dollars_per_hour is None else seconds * dollars_per_hour / _HOUR_SECONDS
 
 
 def _steps(known: LossInputs, safe: SavedPoint | None) -> tuple[int | None, bool]:

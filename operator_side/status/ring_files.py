@@ -39,10 +39,12 @@ class RingCheckpoint:
     """One checkpoint in the ring.
 
     Attributes:
+        state: `staged`: all of it is in the ring or the store.
         image_bytes: Size of the image; None: its layout cannot be read.
         ring_bytes: Its bytes in FULL chunks of the ring, which the store does not have yet.
         written_bytes: Its bytes in the store; None: there is no record of them.
         record: Times of ranks and stager, once it is staged; input from outside.
+        held: Why it waits for the store, as the flusher says; empty if it does not wait.
     """
 
     attempt: int
@@ -52,20 +54,17 @@ class RingCheckpoint:
     ring_bytes: int
     written_bytes: int | None
     record: dict[str, Any]
+    held: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RingLook:
-    """The state of a ring at one moment.
-
-    Attributes:
-        chunks: Name of a state → number of chunks.
-    """
+    """The state of a ring at one moment."""
 
     attempt: int
     chunk_bytes: int
     ring_chunks: int
-    chunks: dict[str, int]
+    chunks: dict[str, int]  # name of a state → number
     checkpoints: tuple[RingCheckpoint, ...]
     trouble: str = ""
 

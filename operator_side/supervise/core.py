@@ -71,10 +71,10 @@ class Core:
     Args:
         pause_seconds: Random pause before restart number n (1, 2, …) in a row without progress; number 1 follows an
             attempt that made progress, or the first one.
-        newest_step: Newest step in the store, -1 for none.
 
     Attributes:
-        newest_step: The newest step that was staged, durable or restored; one that is set aside does not count.
+        newest_step: The newest step that was staged, durable or restored, at first the newest in the store, -1 for
+            none; one that is set aside does not count.
     """
 
     def __init__(

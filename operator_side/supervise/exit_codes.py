@@ -38,12 +38,11 @@ class Seen:
     """All that a wrapper knows when its command has ended.
 
     Attributes:
-        command: Name of the command, for people.
         rank: This rank, as far as the launcher tells; else 0.
         status: Its exit code, or minus the number of the signal.
         told: Signals that this wrapper got, and passed on.
         tail: The end of what the command wrote to stderr.
-        out_of_memory: Whether the kernel has killed a process of this cgroup to free memory.
+        out_of_memory: The kernel has killed a process of this cgroup to free memory.
     """
 
     command: str
@@ -103,11 +102,8 @@ class _Job:
 
 
 def coded_end(seen: Seen, *, restarts_max: int) -> CodedEnd:
-    """Judge the end of the command.
-
-    Args:
-        seen: The facts about it.
-        restarts_max: The largest number of attempts in a row without a newer checkpoint that ends with 75.
+    """Judge the end of the command. `restarts_max`: the largest number of attempts in a row without a newer checkpoint
+    that ends with 75.
     """
     job = _job(seen.reports)
     noticed = signal.SIGTERM in seen.told or any(rank.noticed for rank in job.ranks.values())
@@ -186,11 +182,9 @@ def _death(failure: _Failure, job: _Job, seen: Seen) -> Death:
     exception, text = (known.exception, known.text) if known is not None else ("", "")
     if not exception and failure.status > 0 and failure.pid == seen.pid:
         exception, text = exception_of(seen.tail.splitlines()), seen.tail
-    if (
-        failure.status == -signal.SIGABRT and job.size > 1
-    ):  # so NCCL's watchdog ends a rank whose peer is gone
-        text = seen.tail
-        lost_peer = says_lost_connection(text)
+    # NCCL's watchdog ends a rank whose peer is gone with SIGABRT.
+    if failure.status == -signal.SIGABRT and job.size > 1:
+        lost_peer = says_lost_connection(seen.tail)
     else:
         lost_peer = says_lost_peer(exception.rpartition(".")[2], text)
     lost_peer |= failure.status == AGAIN

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from holdfast.ring.directory import make_private_directory
 from holdfast.ring.ring_keeper import RingKeeper
+from operator_side.supervise.attempt import stat_fields
 
 _LOOK_SECONDS = 0.05
-_STATE_FIELD, _STARTED_FIELD = 0, 19  # of /proc/PID/stat, counted from behind the command's name
+_STARTED_FIELD = 19  # of `stat_fields`
 
 
 class KeptFlusher:
@@ -57,11 +58,8 @@ class KeptFlusher:
 
 def _started(pid: int) -> str:
     """Start time of a process, which tells apart two processes with the same id; empty if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[_STATE_FIELD] in "ZX" else fields[_STARTED_FIELD]
-    except (OSError, IndexError):
-        return ""
+    fields = stat_fields(pid)
+    return fields[_STARTED_FIELD] if fields else ""
 
 
 _VARIABLE = "OMPI_MCA_btl_sm_backing_directory"

@@ -32,11 +32,7 @@ _SLURM_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 class Host(NamedTuple):
-    """A host for training ranks.
-
-    Attributes:
-        noticed: Whether the cloud has announced that the host will be taken away.
-    """
+    """A host for training ranks. `noticed`: the cloud has announced that it will be taken away."""
 
     name: str
     slots: int
@@ -56,11 +52,9 @@ class Fleet(Protocol):
         """
 
     def replace(self, wanted: int) -> None:
-        """Ask the source for hosts for this many more ranks. Called in the thread of `look`.
-
-        By default this does nothing: a person changes the hostfile, and an allocation of Slurm does not grow.
-        """
-        return
+        """Ask the source for hosts for this many more ranks. Called in the thread of `look`."""
+        # A person changes the hostfile, and an allocation of Slurm does not grow.
+        del wanted
 
 
 class Here(Fleet):
@@ -73,12 +67,7 @@ class Here(Fleet):
 
 
 class HostFile(Fleet):
-    """The hosts of an mpirun hostfile, `name slots=8` on each line. The file is read again at each look.
-
-    Args:
-        path: The file; to replace a host, change it there.
-        agent: Command that starts another command on a host, as ssh does: `AGENT HOST COMMAND`.
-    """
+    """The hosts of an mpirun hostfile, `name slots=8` on each line. The file is read again at each look."""
 
     def __init__(self, path: Path, *, agent: Sequence[str] | None = None) -> None:
         self._path, self._agent = path, agent or SSH
@@ -86,11 +75,7 @@ class HostFile(Fleet):
         self.read()
 
     def read(self) -> tuple[Host, ...]:
-        """The hosts in the file.
-
-        Raises:
-            ConfigError: The file cannot be read, or a line of it is not a host.
-        """
+        """The hosts in the file. Raises `ConfigError`: it cannot be read, or a line of it is not a host."""
         try:
             text = self._path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

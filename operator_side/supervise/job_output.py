@@ -113,7 +113,7 @@ class Output:
     """The log files of one attempt.
 
     Args:
-        directory: Directory for the files; made if needed.
+        directory: Made if needed.
         ranks: Number of trainers; the process after them is the stager.
         relay: Called with (stream, text) for each line, to show it.
     """

@@ -6,6 +6,7 @@ launch ─► mpirun ── output ─► a log file for each process, reports f
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +40,6 @@ class JobProcesses:
     """Starts an attempt, hears it, ends it. Main thread: the kernel ties processes to the thread that starts them.
 
     Args:
-        files: Where the log files go, and where the ring is.
         relay: Called with (stream, text) for each line of the job.
     """
 
@@ -92,13 +92,13 @@ class JobProcesses:
 
     def terminate(self, *, gently: bool) -> None:
         """Ask the trainers to end, or else mpirun."""
-        if self._attempt is not None:
-            self._attempt.ask() if gently else self._attempt.terminate()
+        # rank.py turns SIGURG into SIGTERM for the trainer.
+        self.pass_on(signal.SIGURG if gently else signal.SIGTERM)
 
     def pass_on(self, number: int) -> None:
-        """Send SIGUSR1 to every rank, by mpirun. Ranks that do not watch it ignore it."""
+        """Send a signal to mpirun, and so SIGUSR1 to every rank. Ranks that do not watch it ignore it."""
         if self._attempt is not None:
-            self._attempt.pass_on(number)
+            self._attempt.send(number)
 
     def kill(self) -> None:
         if self._attempt is not None:
@@ -107,7 +107,6 @@ class JobProcesses:
     def close(self) -> None:
         """Kill what still runs, and remove the folder for shared memory."""
         if self._attempt is not None:
-            self._attempt.kill()
             self._attempt.sweep()
             self._attempt.close()
         self._segments.remove()

@@ -34,8 +34,6 @@ class KeptStager:
 
     Args:
         arguments: Arguments of `holdfast stager`, without its address.
-        environment: Environment of the stager.
-        ring: Runtime directory of the run.
         pause_seconds: Pause before restart number n (1, 2, …) in a row.
 
     Attributes:

@@ -50,12 +50,10 @@ class Patience:
         self._mark = ""
 
     def last_word(self, verdict: Verdict, *, progressed: bool, may_go_back: bool = False) -> Verdict | None:
-        """Count an attempt. Returns the verdict to end the run with, or None if the job is to be restarted.
+        """Count an attempt, which `progressed` if it has staged a newer step.
 
-        Args:
-            verdict: Why the attempt has ended.
-            progressed: Whether it has staged a newer step.
-            may_go_back: Whether the checkpoint may be to blame, so that an equal crash is not the end yet.
+        Where the checkpoint may be to blame (`may_go_back`), an equal crash is not the end yet. Returns the verdict to
+        end the run with, or None if the job is to be restarted.
         """
         if progressed:
             self.restarts = self._same = 0

@@ -19,8 +19,8 @@ class RunRecord:
 
     Attributes:
         ranks: Number of trainers; the stager has this number as its rank.
-        hosts: Hosts of the attempt; None: everything runs on this machine.
-        met: Whether all ranks and the stager have joined.
+        hosts: None: everything runs on this machine.
+        met: All ranks and the stager have joined.
         restored_from: The checkpoint that every rank has restored; None before that, and in a new run.
         before: The checkpoint that they would restore if that one were set aside, if any.
         staged_step: The highest step that this attempt has staged; -1: none.
@@ -29,7 +29,7 @@ class RunRecord:
         gone: Hosts that two looks in a row missed.
         given_up: Why the supervisor ends the attempt; empty while it does not.
         first_death_at: When the first process was lost, or the stager ended.
-        progressed: Whether the attempt has staged a step newer than any before.
+        progressed: The attempt has staged a step newer than any before.
     """
 
     number: int

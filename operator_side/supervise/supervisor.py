@@ -51,17 +51,13 @@ _DRAIN_SECONDS_MAX = 600.0  # at the end, until the flusher has made everything 
 
 
 class FleetWatch(threading.Thread):
-    """Asks the fleet for its hosts, in a thread of its own: at intervals, and at once when told to.
-
-    Attributes:
-        replace: Number of further slots to ask for at each look.
-    """
+    """Asks the fleet for its hosts, in a thread of its own: at intervals, and at once when told to."""
 
     def __init__(self, fleet: Fleet, poll_seconds: float) -> None:
         super().__init__(name="fleet", daemon=True)
         self._fleet, self._poll_seconds = fleet, poll_seconds
         self._wake, self._over = threading.Event(), False
-        self.replace = 0
+        self.replace = 0  # number of further slots to ask for at each look
         self._seen: queue.SimpleQueue[tuple[Host, ...] | None] = queue.SimpleQueue()
         self._answers = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 

@@ -56,12 +56,12 @@ class Death:
     """How one process of the job ended.
 
     Attributes:
-        rank: Its rank in the whole job; the stager's is the number of trainers.
+        rank: The stager's is the number of trainers.
         status: Exit code, or minus the number of the signal.
-        exception: The exception at the end of its log, such as `ValueError`, or an empty text.
-        by_us: Whether the supervisor had already begun to end the attempt.
-        lost_peer: Whether the loss of another process ended it, by its own words.
-        out_of_memory: Whether the kernel has killed a process of its control group to free memory while it ran.
+        exception: At the end of its log, such as `ValueError`, or an empty text.
+        by_us: The supervisor had already begun to end the attempt.
+        lost_peer: The loss of another process ended it, by its own words.
+        out_of_memory: The kernel has killed a process of its control group to free memory while it ran.
     """
 
     rank: int
@@ -94,7 +94,6 @@ class Evidence:
         mpirun_status: Exit code of the launcher, or minus the number of the signal.
         deaths: Processes that reported how they ended, in this order.
         lost_first: Ranks that the stager lost before any process reported a failure of its own.
-        noticed: Hosts of this attempt with a preemption notice.
         given_up: Why the supervisor ended the attempt; empty if it did not.
     """
 
@@ -136,12 +135,8 @@ def judge(evidence: Evidence) -> Verdict:
     if all(rank in ended and ended[rank].status == 0 for rank in range(evidence.ranks)):
         return Verdict(Cause.DONE, "every rank has ended with exit code 0", "done", exit_code=0)
     if evidence.stopping:
-        return Verdict(
-            Cause.STOPPED,
-            "the job was ended because this command was told to end",
-            "stopped",
-            exit_code=INTERRUPTED,
-        )
+        how = "the job was ended because this command was told to end"
+        return Verdict(Cause.STOPPED, how, "stopped", exit_code=INTERRUPTED)
     for reason, hosts in (
         ("is gone", evidence.gone),
         ("had a notice that it will be taken away", evidence.noticed),
@@ -192,10 +187,8 @@ def _killed(evidence: Evidence) -> Verdict | None:
 def _given_up(evidence: Evidence) -> Verdict | None:
     if not evidence.given_up:
         return None
-    crash = _crashed(evidence)
-    if crash is not None:  # it had crashed before the supervisor ended the other processes
-        return crash
-    return Verdict(Cause.LOST, evidence.given_up, f"lost {evidence.given_up.split(':')[0]}", None, 9)
+    lost = Verdict(Cause.LOST, evidence.given_up, f"lost {evidence.given_up.split(':')[0]}", None, 9)
+    return _crashed(evidence) or lost  # it may have crashed before the supervisor ended the other processes
 
 
 def _crashed(evidence: Evidence) -> Verdict | None:

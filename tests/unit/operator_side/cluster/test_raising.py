@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import BusyError, ConfigError, FencedError, PeerLost
-from operator_side.cluster.ec2 import Price
 from operator_side.cluster.file import ClusterFile
 from operator_side.cluster.ladder import FleetWish
 from operator_side.cluster.raising import STAGE, TRAIN, Budget, Cluster
