@@ -21,15 +21,11 @@ _GROUP = "holdfast.converters"
 
 
 class Exported(NamedTuple):
-    """An export that was written.
-
-    Attributes:
-        tied: Tied tensors: name to the name of the tensor that it shares memory with.
-    """
+    """An export that was written."""
 
     nbytes: int
     tensors: int
-    tied: Mapping[str, str]
+    tied: Mapping[str, str]  # name → name of the tensor that it shares memory with
 
 
 class ImportSource(Protocol):
@@ -57,12 +53,7 @@ class ImportSource(Protocol):
 
 
 class ComparedFile(NamedTuple):
-    """One side of a comparison.
-
-    Attributes:
-        path: A file of torch.save or safetensors; None for a checkpoint of a run.
-        store: The run. `manifest`: the checkpoint in it. None for a file.
-    """
+    """One side of a comparison: a file of torch.save or safetensors, or a checkpoint in the store of a run."""
 
     path: Path | None = None
     store: Store | None = None
@@ -118,10 +109,8 @@ class StateComparison(NamedTuple):
 
 
 def converter(name: str) -> Any:
-    """Load the exporter or importer that is registered under this name.
-
-    Raises:
-        ConfigError: It cannot be loaded here; the message says what to install.
+    """Load the exporter or importer that is registered under this name. Raises `ConfigError`: it cannot be loaded here;
+    the message says what to install.
     """
     point = next(iter(entry_points(group=_GROUP, name=name)), None)
     if point is None:

@@ -21,26 +21,20 @@ _REFUSALS = CAPACITY | SPOT_QUOTA | VCPU_QUOTA | PRICE
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster.
-
-    Attributes:
-        state: State in EC2: `pending`, `running`, `shutting-down`, `terminated`, …
-        is_spot: Whether it is a spot instance; otherwise it is on demand.
-        reason: State reason in EC2, such as `Server.SpotInstanceTermination`.
-    """
+    """A machine of the cluster."""
 
     id: str
     role: str
-    state: str
+    state: str  # in EC2: `pending`, `running`, `shutting-down`, `terminated`, …
     type: str
     address: str
     zone: str
     subnet: str
-    is_spot: bool
+    is_spot: bool  # otherwise it is on demand
     launched: datetime
     generation: str
     tags: Mapping[str, str]
-    reason: str = ""
+    reason: str = ""  # of the state, in EC2, such as `Server.SpotInstanceTermination`
 
     @property
     def is_live(self) -> bool:
@@ -57,21 +51,8 @@ class FleetAnswer:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
-    """The newest spot price of an instance type in a zone, in US dollars per hour."""
-
-    type: str
-    zone: str
-    per_hour: float
-
-
 class Ec2:
-    """EC2.
-
-    Args:
-        client: A boto3 EC2 client; None makes one from the environment.
-    """
+    """EC2. `client`: a boto3 EC2 client; None makes one from the environment."""
 
     def __init__(self, file: ClusterFile, client: Any = None) -> None:
         self._file = file
@@ -95,19 +76,14 @@ class Ec2:
                 LaunchTemplateId=template.id,
                 Versions=[template.version],
             )
-            data = (
-                found["LaunchTemplateVersions"][0]["LaunchTemplateData"]
-                if found["LaunchTemplateVersions"]
-                else {}
-            )
-            image = data.get("ImageId", "")
+            versions = found["LaunchTemplateVersions"]
+            image = versions[0]["LaunchTemplateData"].get("ImageId", "") if versions else ""
             if image.startswith("ami-"):  # EC2 itself resolves resolve:ssm:…
                 images = self._call("describe_images", f"image {image} of {template.id}", ImageIds=[image])
                 if not images["Images"]:
                     raise ConfigError(
                         f"image {image} of the {name}'s launch template {template.id}: not found in "
-                        f"{self._file.region}; "
-                        "run `terraform apply` with an image that exists there"
+                        f"{self._file.region}; run `terraform apply` with an image that exists there"
                     )
 
     def create_trainers(
@@ -198,8 +174,8 @@ class Ec2:
             *(r["SpotInstanceRequestId"] for r in requests if r.get("State") in {"open", "active"}),
         )
 
-    def spot_prices(self, types: Sequence[str]) -> tuple[Price, ...]:
-        """Newest spot prices in every zone of the region."""
+    def spot_prices(self, types: Sequence[str]) -> dict[tuple[str, str], float]:
+        """Newest spot prices by type and zone, in US dollars per hour."""
         found: dict[tuple[str, str], tuple[datetime, float]] = {}
         history = self._pages(
             "describe_spot_price_history",
@@ -212,7 +188,7 @@ class Ec2:
             key = (item["InstanceType"], item["AvailabilityZone"])
             if key not in found or item["Timestamp"] > found[key][0]:
                 found[key] = (item["Timestamp"], float(item["SpotPrice"]))
-        return tuple(Price(kind, zone, price) for (kind, zone), (_, price) in sorted(found.items()))
+        return {place: price for place, (_, price) in sorted(found.items())}
 
     # -- calls -----------------------------------------------------------------------------------------------------
 

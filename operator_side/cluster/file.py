@@ -48,10 +48,8 @@ class ClusterFile(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> ClusterFile:
-        """Read `terraform output -json`, or the plain values.
-
-        Raises:
-            ConfigError: The file cannot be read, or values in it are missing or wrong; the message names each.
+        """Read `terraform output -json`, or the plain values. Raises `ConfigError`: the file cannot be read, or values
+        in it are missing or wrong; the message names each.
         """
         try:
             document = json.loads(path.read_text(encoding="utf-8"))

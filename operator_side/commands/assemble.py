@@ -111,10 +111,8 @@ def _run(ours: LeasedRun, target: Target, *, keep_slices: bool, quiet: bool) -> 
 
 
 def _chosen(catalog: Catalog, step: int | None) -> Sequence[SliceSet] | None:
-    """The sets to try, in order. None: all of them are older than a good checkpoint of the run.
-
-    Raises:
-        StoreMissing: There is no complete set, or none of this step.
+    """The sets to try, in order. None: all of them are older than a good checkpoint of the run. Raises `StoreMissing`:
+    there is no complete set, or none of this step.
     """
     store = catalog.store
     sets = find_sets(store.list())

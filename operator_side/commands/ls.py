@@ -201,12 +201,9 @@ def _cells(item: CatalogItem) -> tuple[str, ...]:
 
 def _slice_row(found: SliceSet, doubts: Mapping[CheckpointId, str]) -> _ListedRow:
     doubt = doubts.get(found.order, "")
-    return _ListedRow(_slice_cells(found), "yellow", ((f"slices of {doubt}", "yellow"),) if doubt else ())
-
-
-def _slice_cells(found: SliceSet) -> tuple[str, ...]:
     where = f"{len(found.seals)} of {found.ranks} slices, attempt {found.attempt}"
-    return (str(found.step), size(found.nbytes), _state(found), "-", str(found.ranks), "-", where, "")
+    cells = (str(found.step), size(found.nbytes), _state(found), "-", str(found.ranks), "-", where, "")
+    return _ListedRow(cells, "yellow", ((f"slices of {doubt}", "yellow"),) if doubt else ())
 
 
 def _state(found: SliceSet) -> str:

@@ -94,10 +94,8 @@ def pull(
 
 
 def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> int:
-    """Copy the file of `manifest` to `path` and check it. Bytes that an earlier call fetched are not fetched again.
-
-    Returns:
-        The number of bytes that an earlier call had fetched.
+    """Copy the file of `manifest` to `path` and check it. Bytes that an earlier call fetched are not fetched again;
+    returns their number.
 
     Raises:
         BusyError: Another process is fetching the same file.

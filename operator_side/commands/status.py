@@ -89,9 +89,9 @@ def status(
     watches = RunWatches(run, runtime_dir, dollars_per_hour)
     found = watches.look()
     if web:
-        from operator_side.commands.status_web import serve_web
+        from operator_side.commands.status_web import StatusWeb, serve_web
 
-        serve_web(watches, port, interval_seconds, events, dollars_per_hour)
+        serve_web(StatusWeb(watches, interval_seconds, events, dollars_per_hour), port)
         return
     if as_json:
         print_json({"runs": [one.document() for one in found]})

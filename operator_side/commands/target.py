@@ -50,10 +50,8 @@ class Target(NamedTuple):
 
 
 def _see_that_it_answers(store: Store) -> None:
-    """Say a wrong endpoint or a store that hangs in seconds: later calls wait and are tried again for minutes.
-
-    Raises:
-        StoreError: The store refuses, cannot be reached, or has not answered after `_ANSWER_SECONDS_MAX`.
+    """Say a wrong endpoint or a store that hangs in seconds: later calls wait and are tried again for minutes. Raises
+    `StoreError`: the store refuses, cannot be reached, or has not answered after `_ANSWER_SECONDS_MAX`.
     """
     answer: futures.Future[None] = futures.Future()
 

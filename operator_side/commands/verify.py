@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -118,15 +119,5 @@ def _document(
         "fault": "" if report else fault,
         "drift": manifest.drift if manifest else "",
         "doubt": manifest.doubt if manifest else "",
-        "damage": [
-            {
-                "what": damage.what,
-                "offset": damage.offset,
-                "nbytes": damage.nbytes,
-                "expected": damage.expected,
-                "got": damage.got,
-                "tensors": list(damage.tensors),
-            }
-            for damage in (report.damage if report else ())
-        ],
+        "damage": [asdict(damage) for damage in (report.damage if report else ())],
     }

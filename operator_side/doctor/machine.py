@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import resource
@@ -137,8 +138,6 @@ def _stale_rings(base: Path) -> Iterator[Finding]:
 
 
 def _is_served(directory: Path) -> bool:
-    import fcntl
-
     try:
         with (directory / "flusher.pid").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -11,7 +11,6 @@ from holdfast.telemetry.event_text import cut
 from holdfast.wire.step_proof import ProofVerdict
 from operator_side.page.words import brief, dollars, moment, plural, share
 from operator_side.report.facts import RunFacts
-from operator_side.report.goodput import Interruption
 
 _NAMED_MAX = 3
 _REASON_CHARACTERS_MAX = 160
@@ -79,14 +78,13 @@ def _interruptions(facts: RunFacts) -> Iterator[str]:
     if not facts.attempts:
         return
     if not found:
-        told = facts.attempts[0].is_told
-        yield (
-            "It was not interrupted."
-            if told
-            else "The logs show no interruption, and do not say why attempts ended."
-        )
+        unsaid = "The logs show no interruption, and do not say why attempts ended."
+        yield "It was not interrupted." if facts.attempts[0].is_told else unsaid
         return
-    names = [_one(one) for one in found[:_NAMED_MAX]]
+    names = [
+        f"at {moment(one.stopped_at_unix)} ({one.cause}: {cut(one.message, _REASON_CHARACTERS_MAX)})"
+        for one in (interruption.attempt for interruption in found[:_NAMED_MAX])
+    ]
     more = f"; and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
     yield f"It was interrupted {_times(len(found))}: {'; '.join(names)}{more}."
     back = [one.down_seconds for one in found if one.back is not None]
@@ -119,12 +117,6 @@ def _resumes(facts: RunFacts) -> Iterator[str]:
 
 def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
-
-
-def _one(one: Interruption) -> str:
-    attempt = one.attempt
-    why = cut(attempt.message, _REASON_CHARACTERS_MAX)
-    return f"at {moment(attempt.stopped_at_unix)} ({attempt.cause}: {why})"
 
 
 def _checkpoints(facts: RunFacts) -> Iterator[str]:
@@ -242,9 +234,8 @@ def _losses(facts: RunFacts) -> Iterator[Hint]:
     text = f"The loss of attempt {worst.attempt.number} cost the most: {brief(worst.cost_seconds)}{cost}"
     if worst.back is not None and worst.back.phases:
         phase, value = max(worst.back.phases.items(), key=lambda one: one[1])
-        text += (
-            f"; the longest phase until training went on was {brief(value)} {_PHASE_NAMES.get(phase, phase)}"
-        )
+        longest = f"{brief(value)} {_PHASE_NAMES.get(phase, phase)}"
+        text += f"; the longest phase until training went on was {longest}"
     yield Hint(text + ".", "interruptions")
     crashed = [one for one in facts.interruptions if one.attempt.cause == "crashed"]
     if crashed:

@@ -111,10 +111,8 @@ class TrainingProfile(BaseModel):
 
 
 def load_profile(path: Path) -> TrainingProfile:
-    """Read a profile from its own file, or from a document of `holdfast simulate --json`.
-
-    Raises:
-        ConfigError: The file cannot be read, or values are missing or wrong; the message names each.
+    """Read a profile from its own file, or from a document of `holdfast simulate --json`. Raises `ConfigError`: the
+    file cannot be read, or values are missing or wrong; the message names each.
     """
     document = _json(path)
     if isinstance(document, dict) and isinstance(document.get("profile"), dict):
@@ -134,10 +132,8 @@ def measured_profile(folder: Path = MEASURED) -> TrainingProfile:
     """The medians of what `make bench` measured and `make figures` left in the tree.
 
     Restores were measured for holdfast and for `torch.load`, which stands for every other way. None was measured from
-    the stager's node, so that one counts as long as from the store.
-
-    Raises:
-        ConfigError: The figures are missing or incomplete; the message asks for `--profile`.
+    the stager's node, so that one counts as long as from the store. Raises `ConfigError`: the figures are missing or
+    incomplete; the message asks for `--profile`.
     """
     try:
         table, restore, makespan = (

@@ -74,10 +74,8 @@ def best_ring(shape: Shape, *, in_rate: float, out_rate: float, memory_bytes: in
     """Choose the ring for a stager with `memory_bytes` of memory.
 
     Twice the image where there is room: then the next checkpoint comes in while a slow store still takes the last one,
-    and a restart finds one whole. Else the image once. Else all the room there is, and the rest streams through.
-
-    Raises:
-        ConfigError: A rate is not more than 0, or the smallest ring does not fit; the message says what is needed.
+    and a restart finds one whole. Else the image once. Else all the room there is, and the rest streams through. Raises
+    `ConfigError`: a rate is not more than 0, or the smallest ring does not fit; the message says what is needed.
     """
     for name, rate in (("into the stager", in_rate), ("into the store", out_rate)):
         if not 0 < rate < math.inf:

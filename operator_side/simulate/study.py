@@ -77,7 +77,7 @@ def goodput(
     prices: Prices | None = None,
 ) -> tuple[list[StrategyGoodput], ReplayOutcome]:
     """Replay every strategy at every interval, and the ideal once. Returns the rows and the replay itself."""
-    lanes = _lanes(strategies, intervals)
+    lanes = lanes_of(strategies, intervals)
     outcome = replay(job, lanes, windows)
     ideal = np.maximum(outcome.useful[-1], 1)
     node_hours = windows.node_microseconds(job.nodes) / HOUR_US
@@ -104,7 +104,7 @@ def goodput(
     return rows, outcome
 
 
-def _lanes(strategies: Sequence[Strategy], intervals: Sequence[int]) -> list[StrategyLane]:
+def lanes_of(strategies: Sequence[Strategy], intervals: Sequence[int]) -> list[StrategyLane]:
     """Every strategy at every interval; at last the ideal, once."""
     some = [strategy for strategy in strategies if strategy != IDEAL]
     return [StrategyLane(one, every) for one in some for every in intervals] + [StrategyLane(IDEAL, 1)]
@@ -129,8 +129,7 @@ class Total:
 
 def total_times(
     job: TrainingJob,
-    strategies: Sequence[Strategy],
-    intervals: Sequence[int],
+    lanes: Sequence[StrategyLane],
     *,
     mtbf_hours: float,
     samples: int,
@@ -138,12 +137,11 @@ def total_times(
     provision_us: int = 0,
     stager_mtbf_us: int | None = None,
 ) -> list[Total]:
-    """Time until `job.target` is reached under random losses, for every strategy at every interval."""
+    """Time until `job.target` is reached under random losses, for every lane."""
     if job.target is None:
         raise ConfigError("total training time: expected a number of iterations; give --iterations")
     if not 0 < mtbf_hours < math.inf:
         raise ConfigError(f"mean time between losses: expected more than 0 hours, got {mtbf_hours:g}")
-    lanes = _lanes(strategies, intervals)
     alone_us = job.restart_us + job.target * job.iteration_us
     times = _HORIZON_FIRST
     while True:

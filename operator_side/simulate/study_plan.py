@@ -18,6 +18,7 @@ from operator_side.simulate.study import (
     StrategyGoodput,
     Total,
     goodput,
+    lanes_of,
     on_demand_dollars,
     total_times,
 )
@@ -98,10 +99,8 @@ class StudyPlan:
         )
 
     def totals(self) -> list[Total]:
-        """The best interval of each strategy at each MTBF; nothing without an MTBF.
-
-        Raises:
-            ConfigError: The job's size is not known, or there are more losses than can be replayed.
+        """The best interval of each strategy at each MTBF; nothing without an MTBF. Raises `ConfigError`: the job's
+        size is not known, or there are more losses than can be replayed.
         """
         found: list[Total] = []
         for mtbf in self.mtbf_hours:
@@ -111,8 +110,7 @@ class StudyPlan:
                 )
             rows = total_times(
                 self._job(self.nodes, self.iterations),
-                self.strategies,
-                self.intervals,
+                lanes_of(self.strategies, self.intervals),
                 mtbf_hours=mtbf,
                 samples=self.offsets,
                 seed=self.seed,

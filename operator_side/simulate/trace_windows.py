@@ -90,11 +90,7 @@ def stack(columns: list[Column], length_us: int) -> TraceWindows:
 def cut(
     trace: Trace, *, length_us: int, offsets: int, rng: np.random.Generator, stager_mtbf_us: int | None = None
 ) -> TraceWindows:
-    """Cut windows out of a trace, at random places.
-
-    Raises:
-        ConfigError: The trace is shorter than a window.
-    """
+    """Cut windows out of a trace, at random places. Raises `ConfigError`: the trace is shorter than a window."""
     if not 0 < length_us <= trace.end_us:
         raise ConfigError(
             f"{trace.name}: expected a window of at most {trace.end_us / 3.6e9:.2f} h, which the trace has, "

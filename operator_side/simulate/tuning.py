@@ -8,6 +8,7 @@ image, rates, the stager's memory ─► ring, machine                     trace
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,11 +102,8 @@ class Tuned:
 
 
 def tune(question: Question) -> Tuned:
-    """Choose the settings.
-
-    Raises:
-        ConfigError: The strategy was not measured, it is not known how often machines are lost, or the bound cannot be
-            kept; the message says which bound can.
+    """Choose the settings. Raises `ConfigError`: the strategy was not measured, it is not known how often machines are
+    lost, or the bound cannot be kept; the message says which bound can.
     """
     name, measured, why_places = _chosen(question)
     hazard, nodes = _hazard(question)
@@ -305,13 +303,14 @@ def _size(nbytes: int) -> str:
 def _comment(text: str) -> list[str]:
     """Lines of a comment. No text can become a setting."""
     words = "".join(c if c.isprintable() else " " for c in text).split()
-    lines, line = [], "#"
-    for word in words:
-        if len(line) + 1 + len(word) > _LINE_CHARACTERS_MAX and line != "#":
-            lines.append(line)
-            line = "#"
-        line += f" {word}"
-    return [*lines, line]
+    return textwrap.wrap(
+        " ".join(words),
+        _LINE_CHARACTERS_MAX,
+        initial_indent="# ",
+        subsequent_indent="# ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _toml(value: Any) -> str:

@@ -53,11 +53,8 @@ def _is_run(directory: Path) -> bool:
 
 
 class RunWatch:
-    """Looks at one run repeatedly.
-
-    Args:
-        directory: Its runtime directory on this machine; it need not exist.
-        url: URL of the run; None: the one that stager and flusher name.
+    """Looks at one run repeatedly. Its runtime directory need not exist. Without `url` it is the one that stager and
+    flusher name.
     """
 
     def __init__(
@@ -198,10 +195,8 @@ class RunWatch:
 
 
 class RunWatches:
-    """Looks repeatedly at the named run, or at all runs of this machine. A run that has ended stays.
-
-    Attributes:
-        keys: Name of a run, as its status has it → its run key.
+    """Looks repeatedly at the named run, or at all runs of this machine. A run that has ended stays. `keys`: name of a
+    run, as its status has it → its run key.
     """
 
     def __init__(self, run: str | None, runtime_dir: Path | None, dollars_per_hour: float | None) -> None:

@@ -2,12 +2,12 @@
 
     how the command ended, reports of the ranks, the end of its stderr, signals ─► Seen ─► Evidence ─► judge ─► code
 
-One wrapper does not see other hosts. The survivors report the loss of a peer: a rank with a
-bug ends with a code of its own, in its own wrapper, and that code is not 75.
+One wrapper does not see other hosts. The survivors report the loss of a peer: a rank with a bug ends with a code of its
+own, in its own wrapper, and that code is not 75.
 
-Failed starts of a run are not counted here, because this machine may be gone the next time. Each job that
-joins has an attempt of its own, one more than the one before, recorded in the store; and the checkpoint that it has
-restored names the attempt that saved it. The difference is the number of attempts without a newer checkpoint.
+Failed starts of a run are not counted here, because this machine may be gone the next time. Each job that joins has an
+attempt number one above the one before, and the checkpoint that it has restored names the attempt that saved it. The
+difference is the number of attempts without a newer checkpoint.
 """
 
 from __future__ import annotations

@@ -45,10 +45,8 @@ class Fleet(Protocol):
     name: str
 
     def look(self) -> tuple[Host, ...] | None:
-        """The hosts that can be used now; None: this machine alone, with as many ranks as are wanted.
-
-        Raises:
-            HoldfastError: The source cannot tell now; the hosts of the last look still count.
+        """The hosts that can be used now; None: this machine alone, with as many ranks as are wanted. Raises
+        `HoldfastError`: the source cannot tell now; the hosts of the last look still count.
         """
 
     def replace(self, wanted: int) -> None:
@@ -115,10 +113,8 @@ class HostFile(Fleet):
 
 
 class Slurm(Fleet):
-    """The hosts that this Slurm job has, and that Slurm has not marked as down.
-
-    Raises:
-        ConfigError: This is not a Slurm job, or its description cannot be read.
+    """The hosts that this Slurm job has, and that Slurm has not marked as down. Raises `ConfigError`: this is not a
+    Slurm job, or its description cannot be read.
     """
 
     name = "the Slurm allocation"

@@ -38,9 +38,7 @@ class RunFiles(NamedTuple):
 
 class JobProcesses:
     """Starts an attempt, hears it, ends it. Main thread: the kernel ties processes to the thread that starts them.
-
-    Args:
-        relay: Called with (stream, text) for each line of the job.
+    `relay`: called with (stream, text) for each line of the job.
     """
 
     def __init__(

@@ -38,10 +38,8 @@ class Limits:
 
 
 class Patience:
-    """Counts attempts without progress.
-
-    Attributes:
-        restarts: Attempts in a row that ended without progress, and the one before them that made progress.
+    """Counts attempts without progress. `restarts`: attempts in a row that ended without progress, and the one before
+    them that made progress.
     """
 
     def __init__(self, limits: Limits) -> None:

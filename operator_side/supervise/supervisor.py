@@ -129,10 +129,8 @@ class Supervisor:
         self._verdict: Verdict | None = None
 
     def run(self) -> Verdict:
-        """Supervise until the end. Returns the verdict on the last attempt; no process of the job is left then.
-
-        Raises:
-            ConfigError: The runtime directory belongs to another user, or others may write to it.
+        """Supervise until the end. Returns the verdict on the last attempt; no process of the job is left then. Raises
+        `ConfigError`: the runtime directory belongs to another user, or others may write to it.
         """
         flusher = KeptFlusher(self._ring)
         before = {

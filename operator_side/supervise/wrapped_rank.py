@@ -58,10 +58,8 @@ class WrappedRank:
         self._own_group = not os.isatty(_STDIN)
 
     def run(self) -> Seen:
-        """Run the command to its end. The signals that were passed on are ignored from then on.
-
-        Raises:
-            ConfigError: The command cannot be started, or there is no place for the reports of the ranks.
+        """Run the command to its end. The signals that were passed on are ignored from then on. Raises `ConfigError`:
+        the command cannot be started, or there is no place for the reports of the ranks.
         """
         if "TORCHELASTIC_RUN_ID" in os.environ:
             tie()  # the rank below asks for the same, and its parent is this process
