@@ -90,8 +90,8 @@ _FRAMEWORKS = (
 
 
 def script_lines(source: str, *, every: int) -> tuple[str, str]:
-    """The lines to add, each below a comment with its place, and a note on where more is said. Of the script's `source`
-    only the framework that it imports counts.
+    """The lines to add, each below a comment with its place, and a note on where more is said. They are those of the
+    framework that the script's `source` imports.
     """
     lines, note = _OWN_LOOP, _DATA
     for pattern, of_framework, name in _FRAMEWORKS:

@@ -34,12 +34,10 @@ class ImportSource(Protocol):
     @property
     def kind(self) -> str:
         """`torch`, `safetensors` or `dcp`."""
-        ...
 
     @property
     def names(self) -> Sequence[str]:
         """The top-level names of the state."""
-        ...
 
     @property
     def tensors(self) -> int: ...
@@ -47,7 +45,6 @@ class ImportSource(Protocol):
     @property
     def image_bytes(self) -> int:
         """Size of the checkpoint file."""
-        ...
 
     def image(self, key: CheckpointId) -> Image: ...
 

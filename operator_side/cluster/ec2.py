@@ -7,6 +7,7 @@ that says what to fix.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +18,20 @@ from operator_side.cluster.file import ClusterFile, Template
 from operator_side.cluster.ladder import CAPACITY, PRICE, SPOT_QUOTA, VCPU_QUOTA, Order
 
 _REFUSALS = CAPACITY | SPOT_QUOTA | VCPU_QUOTA | PRICE
+# Pattern of an error code -> what a person must do.
+_ADVICE = {
+    "AuthFailure|InvalidClientTokenId|SignatureDoesNotMatch|ExpiredToken|RequestExpired": (
+        "the credentials are wrong or expired, or this machine's clock is wrong"
+    ),
+    "UnauthorizedOperation|AccessDenied|AccessDeniedException": (
+        "use the operator's role of infra/modules, which has the needed permissions"
+    ),
+    "OptInRequired": "this region is not enabled for the account; enable it, or use another region",
+    ".*LaunchTemplate.*|Invalid(AMIID|SubnetID|Group|PlacementGroup).*": (
+        "run `terraform apply`, then `terraform output -json` again"
+    ),
+    "IdempotentParameterMismatch": "run `holdfast cluster down`, then `holdfast cluster up` again",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,28 +257,9 @@ def _explained(error: Any, what: str, region: str) -> ConfigError | PeerLost:
     said = error.response.get("Error", {})
     code, message = str(said.get("Code", "unknown")), str(said.get("Message", ""))
     where = f"EC2 in {region}, {what}: {code}: {message}"
-    if code in {
-        "AuthFailure",
-        "InvalidClientTokenId",
-        "SignatureDoesNotMatch",
-        "ExpiredToken",
-        "RequestExpired",
-    }:
-        return ConfigError(f"{where}; the credentials are wrong or expired, or this machine's clock is wrong")
-    if code in {"UnauthorizedOperation", "AccessDenied", "AccessDeniedException"}:
-        return ConfigError(
-            f"{where}; use the operator's role of infra/modules, which has the needed permissions"
-        )
-    if code == "OptInRequired":
-        return ConfigError(
-            f"{where}; this region is not enabled for the account; enable it, or use another region"
-        )
-    if "LaunchTemplate" in code or code.startswith(
-        ("InvalidAMIID", "InvalidSubnetID", "InvalidGroup", "InvalidPlacementGroup")
-    ):
-        return ConfigError(f"{where}; run `terraform apply`, then `terraform output -json` again")
-    if code == "IdempotentParameterMismatch":
-        return ConfigError(f"{where}; run `holdfast cluster down`, then `holdfast cluster up` again")
+    for codes, advice in _ADVICE.items():
+        if re.fullmatch(codes, code):
+            return ConfigError(f"{where}; {advice}")
     if (
         error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400) >= 500
         or "LimitExceeded" in code

@@ -23,20 +23,13 @@ class Template(BaseModel):
 
 
 class ClusterFile(BaseModel):
-    """The place of a cluster, its launch templates, and the tags of its machines.
-
-    Attributes:
-        region, availability_zone, subnet_id: Place for which the launch templates were made.
-        security_group_ids, placement_group: Part of the launch templates; here for people.
-    """
+    """The place of a cluster, for which its launch templates were made, and the tags of its machines."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     region: Annotated[str, Field(pattern=r"[a-z]{2}(-[a-z]+)+-\d")]
     availability_zone: _Text
     subnet_id: Annotated[str, Field(pattern=r"subnet-[0-9a-f]+")]
-    security_group_ids: tuple[str, ...] = ()
-    placement_group: str | None = None
     trainer_launch_template: Template
     stager_launch_template: Template
     bucket: str = ""

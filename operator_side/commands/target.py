@@ -91,8 +91,6 @@ else:
 
 
 class _TargetType(_ParamType):
-    name = "URL[@STEP]"
-
     def __init__(self, *, with_step: bool) -> None:
         self._with_step = with_step
         self.name = "URL[@STEP]" if with_step else "URL"

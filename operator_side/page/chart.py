@@ -13,10 +13,6 @@ Unit = Literal["time", "seconds", "step", "number"]
 Colour = Literal[
     "training", "starting", "staged", "durable", "verified", "lost", "back", "stall", "declined", "idle"
 ]
-COLOURS: tuple[Colour, ...] = (
-    *("training", "starting", "staged", "durable", "verified"),
-    *("lost", "back", "stall", "declined", "idle"),
-)
 
 
 @dataclass(frozen=True, slots=True)

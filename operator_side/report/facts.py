@@ -174,54 +174,39 @@ def _happened(events: Iterable[LoggedEvent]) -> list[Happened]:
 
 
 def _unknown(facts: RunFacts, *, has_stored: bool, has_price: bool) -> list[str]:
-    found = []
-    log = facts.log
-    if not log.events:
-        found.append(
-            "No event log was given (--events). Attempts, interruptions, goodput, and declined or pruned steps are not "
-            "known; checkpoints are shown from their manifests."
-        )
-    elif not any(one.is_told for one in facts.attempts):
-        found.append(
-            "The log of `holdfast run` (status.jsonl) was not given. How attempts ended, and how training went "
-            "on, comes from the logs of stager and ranks, or is not known."
-        )
-    if log.events and not any(event.role == "trainer" for event in log.events):
-        found.append(
-            "No event log of a rank was given (setting `events` on the ranks' machines). Declined steps are those in "
-            "the log of the stager, and times of ranks come from manifests and the flusher."
-        )
-    if not has_stored:
-        found.append(
-            "No manifest was read: checkpoints are shown from the logs, and what the store has now is not known."
-        )
-    if log.unreadable:
-        found.append(
-            f"{log.unreadable} lines of the logs are not events (a full disk may have cut them) and are left out."
-        )
-    found += [
-        f"The last line of {name} is incomplete: its writer was killed, or is still writing."
-        for name in log.running
-    ]
-    if facts.rows:
-        found.append(
-            "The logs do not have the fill level or the size of the ring. The report shows the most bytes of "
-            "checkpoints between save() and durable at a time; the ring cannot have held more."
-        )
-        found.append(
-            "Rates are means over the whole way of one checkpoint, including waits; they do not show the highest speed "
-            "of link or store."
-        )
-    if not has_price:
-        found.append("No price was given (--dollars-per-hour), so costs are not shown.")
-    if any(one.lost is None and one.back is not None for one in facts.interruptions):
-        found.append(
-            "For some interruptions the lost work is not known: the checkpoint from which training resumed is in no "
-            "log and no longer in the store. Goodput is then an upper bound."
-        )
-    if len({event.role for event in log.events}) > 1:
-        found.append("Times are by the clock of the machine that wrote them; the clocks may differ.")
-    return found
+    log, has_rows = facts.log, bool(facts.rows)
+    roles = {event.role for event in log.events}
+    is_told = any(one.is_told for one in facts.attempts)
+    unknown_loss = any(one.lost is None and one.back is not None for one in facts.interruptions)
+    sentences = {
+        "No event log was given (--events). Attempts, interruptions, goodput, and declined or pruned steps are not "
+        "known; checkpoints are shown from their manifests.": not log.events,
+        "The log of `holdfast run` (status.jsonl) was not given. How attempts ended, and how training went on, comes "
+        "from the logs of stager and ranks, or is not known.": log.events and not is_told,
+        "No event log of a rank was given (setting `events` on the ranks' machines). Declined steps are those in the "
+        "log of the stager, and times of ranks come from manifests and the flusher.": (
+            log.events and "trainer" not in roles
+        ),
+        "No manifest was read: checkpoints are shown from the logs, and what the store has now is not known.": (
+            not has_stored
+        ),
+        f"{log.unreadable} lines of the logs are not events (a full disk may have cut them) and are left out.": (
+            log.unreadable
+        ),
+        **{
+            f"The last line of {name} is incomplete: its writer was killed, or is still writing.": True
+            for name in log.running
+        },
+        "The logs do not have the fill level or the size of the ring. The report shows the most bytes of checkpoints "
+        "between save() and durable at a time; the ring cannot have held more.": has_rows,
+        "Rates are means over the whole way of one checkpoint, including waits; they do not show the highest speed of "
+        "link or store.": has_rows,
+        "No price was given (--dollars-per-hour), so costs are not shown.": not has_price,
+        "For some interruptions the lost work is not known: the checkpoint from which training resumed is in no log "
+        "and no longer in the store. Goodput is then an upper bound.": unknown_loss,
+        "Times are by the clock of the machine that wrote them; the clocks may differ.": len(roles) > 1,
+    }
+    return [sentence for sentence, is_so in sentences.items() if is_so]
 
 
 def spread_of(values: Iterable[float]) -> SecondsSpread | None:

@@ -174,8 +174,6 @@ def _chosen(question: Question) -> tuple[str, Measured, str]:
 
 def _hazard(question: Question) -> tuple[Hazard, int]:
     trace = question.trace
-    if (trace is None) == (question.mtbf_hours is None):
-        raise ConfigError("expected either a trace or mtbf_hours, to know how often machines are lost")
     nodes = question.nodes or (trace.count_max if trace is not None else 1)
     price = None
     if question.spot_dollars is not None:

@@ -32,11 +32,10 @@ _SLURM_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 class Host(NamedTuple):
-    """A host for training ranks. `noticed`: the cloud has announced that it will be taken away."""
+    """A host for training ranks."""
 
     name: str
     slots: int
-    noticed: bool = False
 
 
 class Fleet(Protocol):
@@ -202,12 +201,11 @@ def is_here(name: str) -> bool:
 
 
 def place(hosts: Sequence[Host], wanted: int) -> tuple[Host, ...]:
-    """Place `wanted` ranks, or as many as fit, on the hosts in their order. Hosts with a notice come last.
-
-    The slots of each returned host are the number of ranks to run on it.
+    """Place `wanted` ranks, or as many as fit, on the hosts in their order. The slots of each returned host are the
+    number of ranks to run on it.
     """
     left, placed = wanted, []
-    for host in sorted(hosts, key=lambda host: host.noticed):  # a stable sort, which keeps the given order
+    for host in hosts:
         taken = min(left, host.slots)
         if taken:
             placed.append(host._replace(slots=taken))

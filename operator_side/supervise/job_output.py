@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
@@ -22,20 +22,19 @@ from holdfast.telemetry.event_files import is_same, numbered
 from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise.supervisor_messages import (
     Ended,
-    Event,
     Joined,
     Noticed,
     ProcessBegan,
     RankDead,
     RankRestored,
     RankSilence,
+    Report,
     ResumeCompared,
     StepDurable,
     Stepped,
     StepStaged,
+    Told,
 )
-
-Report = ProcessBegan | Ended | RankRestored | Stepped | ResumeCompared
 
 _TAG = re.compile(r"\[\d+,(\d+)\]<(stdout|stderr)>: ?")
 _LINE_BYTES_MAX = 1 << 20  # a progress bar that never ends its line
@@ -87,6 +86,15 @@ def parse_report(text: str) -> Report | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return None
+
+
+def json_objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The JSON objects among the lines; others are passed over."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            said = json.loads(line)
+            if isinstance(said, dict):
+                yield said
 
 
 def exception_of(lines: list[str]) -> str:
@@ -198,13 +206,7 @@ class Follower:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LINE_BYTES_MAX:
             self._rest = b""
-        for line in lines:
-            try:
-                said = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(said, dict):
-                yield said
+        yield from json_objects(lines)
 
     def close(self) -> None:
         """Read no more."""
@@ -270,7 +272,7 @@ class Follower:
         return newest
 
 
-def meaning(said: dict[str, Any]) -> Event | None:
+def meaning(said: dict[str, Any]) -> Told | None:
     """The event for the core in one line of an event log; None if it does not matter."""
     step, role = said.get("step"), said.get("role")
     if type(step) is int:

@@ -15,8 +15,8 @@ from holdfast.process import wait_readable
 from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
 from operator_side.supervise.attempt import Attempt
 from operator_side.supervise.flusher import Segments
-from operator_side.supervise.job_output import Output, Report
-from operator_side.supervise.supervisor_messages import Launch
+from operator_side.supervise.job_output import Output
+from operator_side.supervise.supervisor_messages import Launch, Report
 from operator_side.supervise.verdict import Verdict
 
 _log = logging.getLogger("holdfast.run")

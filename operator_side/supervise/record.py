@@ -71,7 +71,6 @@ class RunRecord:
             return False
         ours = {host.name for host in self.hosts}
         missed = ours - {host.name for host in hosts}
-        self.noticed |= ours & {host.name for host in hosts if host.noticed}
         self.gone |= missed & self.missed
         self.missed = missed
         return not missed <= self.gone

@@ -252,7 +252,7 @@ def next_attempt(logs: Path) -> int:
     return max(numbers, default=0) + 1
 
 
-def environment_of_job(more: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment_of_job() -> dict[str, str]:
     """This process's environment without the variables of another MPI launcher, such as Slurm's PMI."""
     prefixes = ("OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_", "PMI_", "PRTE_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)} | dict(more or {})
+    return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}

@@ -59,6 +59,9 @@ class Ended(NamedTuple):
     out_of_memory: bool = False  # see `Death`
 
 
+Report = ProcessBegan | Ended | RankRestored | Stepped | ResumeCompared  # of a process of the job, on itself
+
+
 class Exited(NamedTuple):
     """mpirun has ended, and no process of the attempt is left here."""
 
@@ -93,23 +96,10 @@ class Stop(NamedTuple):
     reason: str
 
 
-Event = (
-    ClockTick
-    | HostsSeen
-    | ProcessBegan
-    | Joined
-    | RankRestored
-    | Stepped
-    | ResumeCompared
-    | Ended
-    | Exited
-    | StepStaged
-    | StepDurable
-    | RankSilence
-    | RankDead
-    | Noticed
-    | Stop
-)
+Told = (
+    Joined | StepStaged | StepDurable | RankSilence | RankDead | Noticed
+)  # by stager and flusher, in the event log
+Event = ClockTick | HostsSeen | Exited | Stop | Report | Told
 
 
 class LookAtFleet(NamedTuple):

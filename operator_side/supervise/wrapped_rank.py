@@ -16,7 +16,6 @@ them, else to the ranks that have reported and handle them, and until there is o
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -32,6 +31,7 @@ from holdfast.process import ENDING_SIGNALS, memory_kills, tie, wait_readable
 from holdfast.supervised import REPORTS_VARIABLE, own_rank
 from operator_side.supervise.attempt import stat_fields
 from operator_side.supervise.exit_codes import Seen
+from operator_side.supervise.job_output import json_objects
 
 _PASSED_ON = (*ENDING_SIGNALS, signal.SIGQUIT)
 _KEPT = (signal.SIGUSR1, signal.SIGUSR2)
@@ -222,8 +222,4 @@ def _reports_file() -> Iterator[Path]:
 
 def _read_reports(path: Path) -> Iterator[dict[str, Any]]:
     with contextlib.suppress(OSError), path.open("rb") as file:
-        for line in file.read(_REPORTS_BYTES_MAX).splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                said = json.loads(line)
-                if isinstance(said, dict):
-                    yield said
+        yield from json_objects(file.read(_REPORTS_BYTES_MAX).splitlines())

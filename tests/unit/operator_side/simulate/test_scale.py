@@ -68,7 +68,9 @@ def test_messages_and_journal_are_those_of_a_real_session() -> None:
 
 def test_parts_are_at_least_what_s3_asks_for() -> None:
     for image_bytes in (1, 10**9, 10**12, 4 * 10**12):
-        assert MessageLoad.of(Shape(1024, image_bytes)).part_bytes_min <= part_bytes_for(image_bytes, 16 << 20)
+        assert MessageLoad.of(Shape(1024, image_bytes)).part_bytes_min <= part_bytes_for(
+            image_bytes, 16 << 20
+        )
     assert MessageLoad.of(Shape(1024, 10**12)).part_bytes_min == part_bytes_for(10**12, 16 << 20)
 
 
