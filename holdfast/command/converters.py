@@ -83,21 +83,14 @@ class TensorDifference(NamedTuple):
 
 
 class StateComparison(NamedTuple):
-    """The differences between two states.
+    """The differences between two states."""
 
-    Attributes:
-        only_a: Paths that only the first has, of tensors and of other values. `only_b`: only the second.
-        tensors: The tensors that differ: other dtypes and shapes first, then by the relative difference.
-        values: Path, and the value of each side, of values that are no tensors.
-        equal_tensors: Number of tensors with equal bits. `unread`: of them, by their CRC-32 alone.
-    """
-
-    only_a: Sequence[str]
+    only_a: Sequence[str]  # paths that only the first has, of tensors and of other values
     only_b: Sequence[str]
-    tensors: Sequence[TensorDifference]
-    values: Sequence[tuple[str, str, str]]
-    equal_tensors: int
-    unread: int
+    tensors: Sequence[TensorDifference]  # other dtypes and shapes first, then by the relative difference
+    values: Sequence[tuple[str, str, str]]  # path, and the value of each side, of values that are no tensors
+    equal_tensors: int  # number of tensors with equal bits
+    unread: int  # of them, by their CRC-32 alone
     equal_values: int
 
     @property

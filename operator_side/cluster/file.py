@@ -66,6 +66,19 @@ class ClusterFile(BaseModel):
             raise ConfigError("\n".join(lines)) from None
 
     @property
+    def state_path(self) -> Path:
+        """The file in which `up` records its generation."""
+        import platformdirs
+
+        name = "".join(c if c.isalnum() or c in "._-" else "_" for c in f"{self.project}-{self.run_id}")
+        return Path(platformdirs.user_state_dir("holdfast", appauthor=False)) / "clusters" / f"{name}.json"
+
+    @property
+    def settings_path(self) -> Path:
+        """The file in which `up` records its arguments, so that `holdfast run --cluster` can replace lost trainers."""
+        return self.state_path.with_suffix(".wish.json")
+
+    @property
     def marks(self) -> dict[str, str]:
         """The tags by which machines of this run are found again."""
         return {"Project": self.project, "RunId": self.run_id}

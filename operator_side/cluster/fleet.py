@@ -44,26 +44,13 @@ class Ec2Fleet(Fleet):
             _log.warning("started %d trainers in place of lost ones: %s", len(made), ", ".join(made))
 
 
-def state_path(file: ClusterFile) -> Path:
-    """The file in which `up` records its generation."""
-    import platformdirs
-
-    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in f"{file.project}-{file.run_id}")
-    return Path(platformdirs.user_state_dir("holdfast", appauthor=False)) / "clusters" / f"{name}.json"
-
-
-def settings_path(file: ClusterFile) -> Path:
-    """The file in which `up` records its arguments, so that `holdfast run --cluster` can replace lost trainers."""
-    return state_path(file).with_suffix(".wish.json")
-
-
 def fleet_of(path: Path) -> Ec2Fleet:
     """The fleet of `holdfast run --cluster FILE`. Raises `ConfigError`: the file is not an output of Terraform."""
     file = ClusterFile.load(path)
-    cluster = Cluster(file, Ec2(file), state_path(file))
+    cluster = Cluster(file, Ec2(file), file.state_path)
     wish, budget, slots = None, Budget(), 1
     try:
-        said = json.loads(settings_path(file).read_text())
+        said = json.loads(file.settings_path.read_text())
         slots, budget = int(said.pop("slots")), Budget(**said.pop("budget"))
         wish = TypeAdapter(FleetWish).validate_python(said)
     except FileNotFoundError:
@@ -72,6 +59,6 @@ def fleet_of(path: Path) -> Ec2Fleet:
         )
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{settings_path(file)}: {error!r}; remove it and run `holdfast cluster up` again"
+            f"{file.settings_path}: {error!r}; remove it and run `holdfast cluster up` again"
         ) from error
     return Ec2Fleet(f"EC2 in {file.region}", cluster, slots=slots, wish=wish, budget=budget)

@@ -109,7 +109,6 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     JSON: {"generation", "made", "hostfile", "mpirun", "run", "nodes": [{"id", "role", "state", "type", "address",
     "zone", "spot", "launched"}]}.
     """
-    from operator_side.cluster.fleet import settings_path
     from operator_side.cluster.ladder import FleetWish
 
     file, raised_by = _cluster(path)
@@ -125,10 +124,9 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
         options["on_demand_max"],
     )
     budget = _budget(options)
-    settings = settings_path(file)
-    settings.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file.settings_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     said = {**dataclasses.asdict(wish), "budget": dataclasses.asdict(budget), "slots": options["slots"]}
-    settings.write_text(json.dumps(said))
+    file.settings_path.write_text(json.dumps(said))
     raised = raised_by.up(wish, budget, seconds_max=options["wait_seconds_max"])
     lines = _hostfile(raised.trainers, options)
     ranks = len(raised.trainers) * options["slots"]
@@ -225,11 +223,10 @@ def down(as_json: bool, path: Path, wait_seconds_max: float) -> None:
 def _cluster(path: Path) -> tuple[ClusterFile, Cluster]:
     from operator_side.cluster.ec2 import Ec2
     from operator_side.cluster.file import ClusterFile
-    from operator_side.cluster.fleet import state_path
     from operator_side.cluster.raising import Cluster
 
     file = ClusterFile.load(path)
-    return file, Cluster(file, Ec2(file), state_path(file))
+    return file, Cluster(file, Ec2(file), file.state_path)
 
 
 def _budget(options: dict[str, Any]) -> Budget:

@@ -25,7 +25,6 @@ from holdfast.command.output import (
     size,
     table,
 )
-from holdfast.errors import StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.commands.target import URL, Target
 
@@ -68,9 +67,7 @@ def ls(as_json: bool, target: Target) -> None:
     is_best is true for the best good one by the run's best_metric. branch is the number of the branch that wrote it,
     from 1; current tells whether restore may take it: it does not after `holdfast rewind` has left it.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
-    look = target.catalog().look()
-    if look.is_empty:
-        raise StoreMissing(f"{look.url}: there is nothing at this URL; check the URL")
+    look = target.look()
     sets = [found for found in look.slices() if not _is_published(look, found)]
     doubts = look.doubted_slices() if sets else {}
     # Where the rows themselves go to a terminal, they show how far it is.

@@ -96,13 +96,9 @@ def _stored(target: Target, notes: list[str], *, may_fail: bool) -> list[StoredC
     from holdfast.telemetry.rows import StoredCheckpoint
 
     try:
-        catalog = target.catalog()
-        look = catalog.look()
-        if look.is_empty:
-            raise StoreMissing(f"{catalog.store.url}: there is nothing at this URL; check the URL")
         found: list[StoredCheckpoint] = []
         faults: list[str] = []
-        for item in look.items():
+        for item in target.look().items():
             stored = None if item.manifest is None else StoredCheckpoint.of(item.manifest)
             if stored is not None:
                 found.append(stored)

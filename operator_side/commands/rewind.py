@@ -98,10 +98,8 @@ def rewind(
     the step that it went on from; null for the first one.
     """
     identify("tool")
-    look = target.catalog().look()
+    look = target.look()
     store = target.catalog().store
-    if look.is_empty:
-        raise StoreMissing(f"{look.url}: there is nothing at this URL; check the URL")
     if only_list:
         if to is not None or skips or dry_run:
             raise ConfigError("--list changes nothing; leave out the other options")

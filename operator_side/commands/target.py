@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
-from holdfast.checkpoints.catalog import Catalog
-from holdfast.errors import ConfigError, StoreError
+from holdfast.checkpoints.catalog import Catalog, CatalogLook
+from holdfast.errors import ConfigError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest, State
 from holdfast.store.base import Store
 
@@ -32,6 +32,13 @@ class Target(NamedTuple):
         store = open_store(self.url)
         _see_that_it_answers(store)
         return Catalog(store)
+
+    def look(self) -> CatalogLook:
+        """A listing of the run. Raises `StoreMissing`: there is nothing at its URL."""
+        look = self.catalog().look()
+        if look.is_empty:
+            raise StoreMissing(f"{look.url}: there is nothing at this URL; check the URL")
+        return look
 
     def find(self) -> tuple[Catalog, Manifest]:
         """The catalog, and the manifest of the step. Raises `StoreMissing`, which names the nearest steps."""

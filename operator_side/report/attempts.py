@@ -28,14 +28,14 @@ class ReportedAttempt:
     Attributes:
         is_told: A supervisor tells of it; else it is put together from the events of stager and ranks.
         began_at_unix: When it was launched; without a supervisor, when its stager was ready.
-        training_at_unix: When every rank had taken its first step; without a supervisor, the last rank's restore or the
-            first `save()`.
+        training_at_unix: Every rank's first step; without a supervisor the restore or first `save()`.
         restored_step: The step that it resumed from; -1: the beginning; None: not known.
-        lost_at_unix: The first sign of its bad end. `ended_at_unix` is the time of the verdict.
+        lost_at_unix: The first sign of its bad end.
+        ended_at_unix: Time of the verdict.
         heard_at_unix: The last sign of life.
         proof: How its first step compares with that of the attempt before; None: nobody has said it.
         cause: As the supervisor calls it; `left`: the trainers left the stager; empty while it runs.
-        phases: Seconds of each phase from the launch to training, by the name of the phase's end.
+        phases: Seconds from the launch to training, by a phase's end.
     """
 
     number: int

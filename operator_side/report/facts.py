@@ -42,14 +42,7 @@ class SecondsSpread:
 
 @dataclass
 class RunFacts:
-    """See the module.
-
-    Attributes:
-        begin_unix: The first time that is known, as `end_unix` is the last; both None if nothing is known of the run.
-        losses: Steps with the training loss that a rank logged for them, in order of the steps.
-        over: The supervisor's last message, if it ended.
-        unknown: Sentences on what cannot be told of the run, and why.
-    """
+    """See the module."""
 
     run: str
     log: Log
@@ -58,11 +51,11 @@ class RunFacts:
     interruptions: list[Interruption]
     goodput: Goodput | None
     happened: list[Happened]
-    begin_unix: float | None
+    begin_unix: float | None  # the first time that is known; None if nothing is known of the run
     end_unix: float | None
-    losses: list[tuple[int, float]] = field(default_factory=list)
-    over: str = ""
-    unknown: list[str] = field(default_factory=list)
+    losses: list[tuple[int, float]] = field(default_factory=list)  # steps and training losses, in order
+    over: str = ""  # the supervisor's last message, if it ended
+    unknown: list[str] = field(default_factory=list)  # sentences on what cannot be told of the run, and why
 
     @property
     def rows(self) -> list[CheckpointRow]:

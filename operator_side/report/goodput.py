@@ -33,18 +33,12 @@ _OVERHEAD = ("work done twice", "stalls for checkpoints", "getting back after lo
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """An attempt that ended badly, and what followed.
-
-    Attributes:
-        back: The attempt that trained again; None: none is known.
-        down_seconds: From the first sign of the loss until training went on, or to the last known time.
-        lost: Work that had to be repeated; None: not known.
-    """
+    """An attempt that ended badly, and what followed."""
 
     attempt: ReportedAttempt
-    back: ReportedAttempt | None
-    down_seconds: float
-    lost: Lost | None
+    back: ReportedAttempt | None  # the attempt that trained again; None: none is known
+    down_seconds: float  # from the first sign of the loss until training went on, or to the last known time
+    lost: Lost | None  # work that had to be repeated; None: not known
     dollars_per_hour: float | None
 
     @property
@@ -59,16 +53,11 @@ class Interruption:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The run's time, in parts.
-
-    Attributes:
-        parts: Seconds by the names of `PARTS`; they add up to `total_seconds`.
-        is_estimate: Whether no supervisor told when training went on, or repeated work is not known.
-    """
+    """The run's time, in parts."""
 
     total_seconds: float
-    parts: Mapping[str, float]
-    is_estimate: bool
+    parts: Mapping[str, float]  # seconds by the names of `PARTS`; they add up to `total_seconds`
+    is_estimate: bool  # no supervisor told when training went on, or repeated work is not known
     dollars_per_hour: float | None
 
     @property

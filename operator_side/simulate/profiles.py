@@ -38,27 +38,20 @@ _WAYS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Measured(BaseModel):
-    """One way to checkpoint.
-
-    Attributes:
-        staged_seconds: From `save()` until the stager's node has all of it; None without a stager.
-        durable_seconds: From `save()` until it is in the store.
-        restore_seconds: How long a restore from the store takes.
-        restore_staged_seconds: How long a restore from the stager's node takes; None: as long as from the store.
-        stager: Whether a node outside the training's machines keeps what is staged.
-        notice: Whether a preemption notice leads to a checkpoint.
-    """
+    """One way to checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     stall_seconds: _Seconds
-    staged_seconds: _Seconds | None = None
-    durable_seconds: _Seconds
-    restore_seconds: _Seconds
-    restore_staged_seconds: _Seconds | None = None
+    staged_seconds: _Seconds | None = (
+        None  # from `save()` until the stager's node has all of it; None without a stager
+    )
+    durable_seconds: _Seconds  # from `save()` until it is in the store
+    restore_seconds: _Seconds  # from the store
+    restore_staged_seconds: _Seconds | None = None  # from the stager's node; None: as long as from the store
     in_flight_max: Annotated[int, Field(ge=1, le=64)] = 1
-    stager: bool = False
-    notice: bool = False
+    stager: bool = False  # a node outside the training's machines keeps what is staged
+    notice: bool = False  # a preemption notice leads to a checkpoint
 
     @model_validator(mode="after")
     def _levels(self) -> Measured:
@@ -86,19 +79,15 @@ class Measured(BaseModel):
 
 
 class TrainingProfile(BaseModel):
-    """A training job, and the ways to checkpoint it.
-
-    Attributes:
-        source: Where the figures come from; it stands beside every result.
-        iteration_seconds: Time of one iteration on all machines, without a checkpoint.
-        restart_seconds: From a loss until the processes run again, before they restore.
-    """
+    """A training job, and the ways to checkpoint it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    source: Annotated[str, Field(min_length=1, max_length=4096)]
-    iteration_seconds: _Positive
-    restart_seconds: _Seconds
+    source: Annotated[
+        str, Field(min_length=1, max_length=4096)
+    ]  # of the figures; it stands beside every result
+    iteration_seconds: _Positive  # time of one iteration on all machines, without a checkpoint
+    restart_seconds: _Seconds  # from a loss until the processes run again, before they restore
     strategies: Annotated[dict[str, Measured], Field(min_length=1, max_length=64)]
 
     def lanes(self, leads_seconds: Sequence[float]) -> list[Strategy]:

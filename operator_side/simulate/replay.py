@@ -42,20 +42,15 @@ Booleans = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """The training.
+    """The training."""
 
-    Attributes:
-        nodes: Number of machines that it uses when it can have them.
-        iteration_us: Time of one iteration on `nodes` machines; at least 1.
-        restart_us: From a loss until the processes run again, before they restore; at least 0.
-        target: Number of iterations after which the job ends; None: it runs to the window's end.
-    """
-
-    nodes: int
+    nodes: int  # number of machines that it uses when it can have them
     nodes_min: int
-    iteration_us: int
-    restart_us: int
-    target: int | None = None
+    iteration_us: int  # time of one iteration on `nodes` machines; at least 1
+    restart_us: int  # from a loss until the processes run again, before they restore; at least 0
+    target: int | None = (
+        None  # number of iterations after which the job ends; None: it runs to the window's end
+    )
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes_min <= self.nodes:
@@ -69,20 +64,14 @@ class StrategyLane(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplayOutcome:
-    """The results of a replay; arrays are (lane, window).
-
-    Attributes:
-        redone: Iterations that were lost and have to be repeated.
-        finished_us: When the target was reached; -1: not within the window, or no target.
-        event_steps: Number of rounds of the replay's loop; it does not depend on the number of lanes.
-    """
+    """The results of a replay; arrays are (lane, window)."""
 
     useful: Integers
-    redone: Integers
+    redone: Integers  # iterations that were lost and have to be repeated
     interruptions: Integers
     training_us: Integers
-    finished_us: Integers
-    event_steps: int
+    finished_us: Integers  # when the target was reached; -1: not within the window, or no target
+    event_steps: int  # number of rounds of the replay's loop; it does not depend on the number of lanes
 
 
 def replay(job: TrainingJob, lanes: Sequence[StrategyLane], windows: TraceWindows) -> ReplayOutcome:

@@ -50,19 +50,12 @@ def part_bytes_min(shape: Shape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RingSize:
-    """The size of a ring.
+    """The size of a ring."""
 
-    Attributes:
-        ring_bytes: In whole chunks.
-        staged_seconds: From the first byte until a checkpoint is staged.
-        images: How many whole images it holds: 2, 1 or 0.
-        journal_bytes: Size of its journal, in the same shared memory.
-    """
-
-    ring_bytes: int
-    staged_seconds: float
-    images: int
-    journal_bytes: int
+    ring_bytes: int  # in whole chunks
+    staged_seconds: float  # from the first byte until a checkpoint is staged
+    images: int  # how many whole images it holds: 2, 1 or 0
+    journal_bytes: int  # size of its journal, in the same shared memory
 
 
 def staged_seconds(image_bytes: int, ring_bytes: int, in_rate: float, out_rate: float) -> float:

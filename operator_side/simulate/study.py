@@ -52,12 +52,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class StrategyGoodput:
-    """One strategy at one interval over all windows.
-
-    Attributes:
-        training: Share of the wall time in which training ran; the rest are restarts, restores and waits for machines.
-        dollars: Price of a useful iteration on spot machines; None without prices or without a useful iteration.
-    """
+    """One strategy at one interval over all windows."""
 
     strategy: Strategy
     every: int
@@ -65,8 +60,8 @@ class StrategyGoodput:
     useful_per_hour: Spread
     redone: Spread
     interruptions: Spread
-    training: Spread
-    dollars: Spread | None
+    training: Spread  # share of the wall time; the rest are restarts, restores and waits for machines
+    dollars: Spread | None  # for a useful iteration on spot machines; None without prices, or without one
 
 
 def goodput(

@@ -28,21 +28,17 @@ from operator_side.simulate.traces import Trace
 
 @dataclass(frozen=True)
 class Replayed:
-    """The results of one trace.
-
-    Attributes:
-        event_steps: See `ReplayOutcome`.
-        on_demand_dollars: Price of an iteration on demand; None without prices.
-        advice: Strategy → the advice, or the reason why its bound cannot be kept.
-    """
+    """The results of one trace."""
 
     trace: Trace
     job: TrainingJob
     window_hours: float
     rows: list[StrategyGoodput]
-    event_steps: int
-    on_demand_dollars: float | None
-    advice: list[tuple[str, Advice | ConfigError]]
+    event_steps: int  # see `ReplayOutcome`
+    on_demand_dollars: float | None  # price of an iteration on demand; None without prices
+    advice: list[
+        tuple[str, Advice | ConfigError]
+    ]  # strategy → the advice, or the reason why its bound cannot be kept
 
     def best(self) -> list[StrategyGoodput]:
         """The best interval of each strategy; the longest where several are equal, since it costs least."""

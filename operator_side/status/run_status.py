@@ -33,17 +33,12 @@ _HISTORY = 32  # values of each timing
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Stager or flusher.
+    """Stager or flusher."""
 
-    Attributes:
-        state: `here`: it answers; `silent`: it has a socket, and does not answer; `gone`: it is not running.
-        note: A sentence about it, for people.
-    """
-
-    state: Literal["here", "silent", "gone"]
+    state: Literal["here", "silent", "gone"]  # `silent`: it has a socket, and does not answer
     pid: int | None = None
     since_unix: float | None = None
-    note: str = ""
+    note: str = ""  # a sentence about it, for people
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,25 +35,17 @@ _ROOT_CAUSE = "Root Cause (first observed failure):"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """All that a wrapper knows when its command has ended.
-
-    Attributes:
-        rank: This rank, as far as the launcher tells; else 0.
-        status: Its exit code, or minus the number of the signal.
-        told: Signals that this wrapper got, and passed on.
-        tail: The end of what the command wrote to stderr.
-        out_of_memory: The kernel has killed a process of this cgroup to free memory.
-    """
+    """All that a wrapper knows when its command has ended."""
 
     command: str
     host: str
-    rank: int
+    rank: int  # this rank, as far as the launcher tells; else 0
     pid: int
-    status: int
-    told: frozenset[int] = frozenset()
+    status: int  # its exit code, or minus the number of the signal
+    told: frozenset[int] = frozenset()  # signals that this wrapper got, and passed on
     reports: Sequence[dict[str, Any]] = ()
-    tail: str = ""
-    out_of_memory: bool = False
+    tail: str = ""  # the end of what the command wrote to stderr
+    out_of_memory: bool = False  # the kernel has killed a process of this cgroup to free memory
 
 
 class CodedEnd(NamedTuple):

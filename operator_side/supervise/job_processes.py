@@ -23,17 +23,11 @@ _log = logging.getLogger("holdfast.run")
 
 
 class RunFiles(NamedTuple):
-    """Where a supervised run keeps its files, all on this machine, which is not taken away.
+    """Where a supervised run keeps its files, all on this machine, which is not taken away."""
 
-    Attributes:
-        ring: Runtime directory of the run, which the supervisor keeps for the next attempt.
-        logs: `status.jsonl`, with a line for each decision, and a folder for each attempt.
-        events: The event log that stager and flusher write.
-    """
-
-    ring: Path
-    logs: Path
-    events: Path
+    ring: Path  # runtime directory of the run, which the supervisor keeps for the next attempt
+    logs: Path  # `status.jsonl`, with a line for each decision, and a folder for each attempt
+    events: Path  # the event log that stager and flusher write
 
 
 class JobProcesses:

@@ -9,32 +9,30 @@ from operator_side.supervise.verdict import Cause, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Settings of a supervised run, units in the names.
-
-    Attributes:
-        crashes_max: The run ends after this many equal crashes in a row without progress.
-        set_aside_max: Largest number of checkpoints in a row to set aside first, if crashes came after their restore.
-        restarts_max: The run ends after this many restarts in a row without progress, whatever the cause.
-        silent_seconds_max: Time without a sign of life, beyond the stager's own deadline, after which a rank is lost.
-        lost_seconds_max: Time that the others may go on after a process of the job has died; none if it was killed
-            before all had joined.
-        stall_seconds_max: Time without a newly staged step after which the attempt is ended; None: no limit.
-        grace_seconds: Time from asking the ranks to end until mpirun is asked to end them.
-        look_seconds_max: Time to wait for the fleet's answer before a verdict.
-    """
+    """Settings of a supervised run, units in the names."""
 
     ranks: int
     ranks_min: int
-    crashes_max: int = 2
-    set_aside_max: int = 2
-    restarts_max: int = 8
-    silent_seconds_max: float = 30.0
-    lost_seconds_max: float = 30.0
-    stall_seconds_max: float | None = None
-    grace_seconds: float = 30.0
+    crashes_max: int = 2  # the run ends after this many equal crashes in a row without progress
+    set_aside_max: int = (
+        2  # most checkpoints in a row to set aside first, if crashes came after their restore
+    )
+    restarts_max: int = (
+        8  # the run ends after this many restarts in a row without progress, whatever the cause
+    )
+    silent_seconds_max: float = (
+        30.0  # without a sign of life, beyond the stager's own deadline, until a rank is lost
+    )
+    lost_seconds_max: float = (
+        30.0  # that the others may go on after a death; 0 if it was a kill before all had joined
+    )
+    stall_seconds_max: float | None = (
+        None  # without a newly staged step until the attempt is ended; None: no limit
+    )
+    grace_seconds: float = 30.0  # from asking the ranks to end until mpirun is asked to end them
     kill_seconds: float = 5.0
     hosts_seconds_max: float = 1800.0
-    look_seconds_max: float = 30.0
+    look_seconds_max: float = 30.0  # to wait for the fleet's answer before a verdict
 
 
 class Patience:

@@ -53,23 +53,16 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How one process of the job ended.
+    """How one process of the job ended."""
 
-    Attributes:
-        rank: The stager's is the number of trainers.
-        status: Exit code, or minus the number of the signal.
-        exception: At the end of its log, such as `ValueError`, or an empty text.
-        by_us: The supervisor had already begun to end the attempt.
-        lost_peer: The loss of another process ended it, by its own words.
-        out_of_memory: The kernel has killed a process of its control group to free memory while it ran.
-    """
-
-    rank: int
-    status: int
-    exception: str = ""
-    by_us: bool = False
-    lost_peer: bool = False
-    out_of_memory: bool = False
+    rank: int  # the stager's is the number of trainers
+    status: int  # exit code, or minus the number of the signal
+    exception: str = ""  # at the end of its log, such as `ValueError`, or an empty text
+    by_us: bool = False  # the supervisor had already begun to end the attempt
+    lost_peer: bool = False  # the loss of another process ended it, by its own words
+    out_of_memory: bool = (
+        False  # the kernel has killed a process of its control group to free memory while it ran
+    )
 
     @property
     def starved(self) -> bool:
@@ -88,46 +81,33 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that is known when the launcher has ended.
-
-    Attributes:
-        mpirun_status: Exit code of the launcher, or minus the number of the signal.
-        deaths: Processes that reported how they ended, in this order.
-        lost_first: Ranks that the stager lost before any process reported a failure of its own.
-        given_up: Why the supervisor ended the attempt; empty if it did not.
-    """
+    """All that is known when the launcher has ended."""
 
     ranks: int
-    mpirun_status: int
+    mpirun_status: int  # exit code of the launcher, or minus the number of the signal
     began: Mapping[int, str] = field(default_factory=dict)
-    deaths: tuple[Death, ...] = ()
-    lost_first: tuple[int, ...] = ()
+    deaths: tuple[Death, ...] = ()  # processes that reported how they ended, in this order
+    lost_first: tuple[
+        int, ...
+    ] = ()  # ranks that the stager lost before any process reported a failure of its own
     gone: Collection[str] = ()
     noticed: Collection[str] = ()
-    given_up: str = ""
+    given_up: str = ""  # why the supervisor ended the attempt; empty if it did not
     stopping: bool = False
     launcher: str = "mpirun"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why an attempt ended.
-
-    Attributes:
-        mark: Equal for two attempts that ended in the same way.
-        rank: The process whose log says more, or None.
-        exit_code: Exit code of the command if this was the last attempt.
-        exception: The exception of that process; empty if none is known.
-        hopeless: Whether a restart cannot help before a person has changed something.
-    """
+    """Why an attempt ended."""
 
     cause: Cause
     message: str
-    mark: str
-    rank: int | None = None
-    exit_code: int = 1
-    exception: str = ""
-    hopeless: bool = False
+    mark: str  # equal for two attempts that ended in the same way
+    rank: int | None = None  # the process whose log says more, or None
+    exit_code: int = 1  # exit code of the command if this was the last attempt
+    exception: str = ""  # the exception of that process; empty if none is known
+    hopeless: bool = False  # a restart cannot help before a person has changed something
 
 
 def judge(evidence: Evidence) -> Verdict:
