@@ -1,4 +1,4 @@
-"""Tables of docs/scaling.md, computed by scale.py: `python -m benchmarks.on_paper` fills them in.
+"""Tables of docs/scaling.md, computed by scale.py and message_load.py: `python -m benchmarks.on_paper` fills them in.
 
 <!-- computed: load -->    what one checkpoint is made of, by ranks and size
 <!-- computed: split -->   the same of a state that is split among the ranks, by the layout itself

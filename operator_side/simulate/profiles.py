@@ -43,9 +43,7 @@ class Measured(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     stall_seconds: _Seconds
-    staged_seconds: _Seconds | None = (
-        None  # from `save()` until the stager's node has all of it; None without a stager
-    )
+    staged_seconds: _Seconds | None = None  # from `save()` until the stager's node has it; None without one
     durable_seconds: _Seconds  # from `save()` until it is in the store
     restore_seconds: _Seconds  # from the store
     restore_staged_seconds: _Seconds | None = None  # from the stager's node; None: as long as from the store
@@ -83,9 +81,7 @@ class TrainingProfile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    source: Annotated[
-        str, Field(min_length=1, max_length=4096)
-    ]  # of the figures; it stands beside every result
+    source: Annotated[str, Field(min_length=1, max_length=4096)]  # of the figures; beside every result
     iteration_seconds: _Positive  # time of one iteration on all machines, without a checkpoint
     restart_seconds: _Seconds  # from a loss until the processes run again, before they restore
     strategies: Annotated[dict[str, Measured], Field(min_length=1, max_length=64)]

@@ -48,9 +48,7 @@ class TrainingJob:
     nodes_min: int
     iteration_us: int  # time of one iteration on `nodes` machines; at least 1
     restart_us: int  # from a loss until the processes run again, before they restore; at least 0
-    target: int | None = (
-        None  # number of iterations after which the job ends; None: it runs to the window's end
-    )
+    target: int | None = None  # iterations after which the job ends; None: it runs to the window's end
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes_min <= self.nodes:

@@ -26,9 +26,7 @@ class Strategy:
     restore_store_us: int
     in_flight_max: int = 1
     stager: bool = False  # a node of its own keeps staged checkpoints; it may be lost, too
-    lead_us: int = (
-        0  # time from a preemption notice, which leads to a checkpoint, to the loss; 0: notices are not used
-    )
+    lead_us: int = 0  # from a preemption notice, which leads to a checkpoint, to the loss; 0: not used
     every_iteration: bool = False  # it saves after each iteration, whatever the interval
 
     def with_lead(self, lead_us: int) -> Strategy:

@@ -36,9 +36,7 @@ class Replayed:
     rows: list[StrategyGoodput]
     event_steps: int  # see `ReplayOutcome`
     on_demand_dollars: float | None  # price of an iteration on demand; None without prices
-    advice: list[
-        tuple[str, Advice | ConfigError]
-    ]  # strategy → the advice, or the reason why its bound cannot be kept
+    advice: list[tuple[str, Advice | ConfigError]]  # of a strategy, or why its bound cannot be kept
 
     def best(self) -> list[StrategyGoodput]:
         """The best interval of each strategy; the longest where several are equal, since it costs least."""

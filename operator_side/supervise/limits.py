@@ -14,21 +14,13 @@ class Limits:
     ranks: int
     ranks_min: int
     crashes_max: int = 2  # the run ends after this many equal crashes in a row without progress
-    set_aside_max: int = (
-        2  # most checkpoints in a row to set aside first, if crashes came after their restore
-    )
-    restarts_max: int = (
-        8  # the run ends after this many restarts in a row without progress, whatever the cause
-    )
-    silent_seconds_max: float = (
-        30.0  # without a sign of life, beyond the stager's own deadline, until a rank is lost
-    )
-    lost_seconds_max: float = (
-        30.0  # that the others may go on after a death; 0 if it was a kill before all had joined
-    )
-    stall_seconds_max: float | None = (
-        None  # without a newly staged step until the attempt is ended; None: no limit
-    )
+    set_aside_max: int = 2  # checkpoints in a row to set aside first, if crashes came after their restore
+    restarts_max: int = 8  # the run ends after this many in a row without progress, whatever the cause
+    # Without a sign of life, beyond the stager's own deadline, until a rank is lost.
+    silent_seconds_max: float = 30.0
+    # That the others may go on after a death; none if it was a kill before all had joined.
+    lost_seconds_max: float = 30.0
+    stall_seconds_max: float | None = None  # without a newly staged step until the attempt is ended
     grace_seconds: float = 30.0  # from asking the ranks to end until mpirun is asked to end them
     kill_seconds: float = 5.0
     hosts_seconds_max: float = 1800.0

@@ -29,9 +29,8 @@ class RunRecord:
     staged_step: int = -1  # the highest step that this attempt has staged; -1: none
     stepped: set[int] = field(default_factory=set)
     deaths: list[Death] = field(default_factory=list)
-    lost_first: list[int] = field(
-        default_factory=list
-    )  # by the stager, before any process reported its own failure
+    # By the stager, before any process had reported a failure of its own.
+    lost_first: list[int] = field(default_factory=list)
     silent_since: dict[int, float] = field(default_factory=dict)  # ranks that the stager does not hear
     noticed: set[str] = field(default_factory=set)
     missed: set[str] = field(default_factory=set)

@@ -60,9 +60,8 @@ class Death:
     exception: str = ""  # at the end of its log, such as `ValueError`, or an empty text
     by_us: bool = False  # the supervisor had already begun to end the attempt
     lost_peer: bool = False  # the loss of another process ended it, by its own words
-    out_of_memory: bool = (
-        False  # the kernel has killed a process of its control group to free memory while it ran
-    )
+    # The kernel has killed a process of its control group to free memory while it ran.
+    out_of_memory: bool = False
 
     @property
     def starved(self) -> bool:
@@ -87,9 +86,8 @@ class Evidence:
     mpirun_status: int  # exit code of the launcher, or minus the number of the signal
     began: Mapping[int, str] = field(default_factory=dict)
     deaths: tuple[Death, ...] = ()  # processes that reported how they ended, in this order
-    lost_first: tuple[
-        int, ...
-    ] = ()  # ranks that the stager lost before any process reported a failure of its own
+    # Ranks that the stager lost before any process reported a failure of its own.
+    lost_first: tuple[int, ...] = ()
     gone: Collection[str] = ()
     noticed: Collection[str] = ()
     given_up: str = ""  # why the supervisor ended the attempt; empty if it did not
