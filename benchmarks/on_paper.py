@@ -1,4 +1,4 @@
-"""Tables of docs/scaling.md, computed by scale.py: `python -m benchmarks.on_paper` fills them in.
+"""Tables of docs/scaling.md, computed by scale.py and message_load.py: `python -m benchmarks.on_paper` fills them in.
 
 <!-- computed: load -->    what one checkpoint is made of, by ranks and size
 <!-- computed: split -->   the same of a state that is split among the ranks, by the layout itself
@@ -20,12 +20,12 @@ from typing import Any
 
 from benchmarks.grid import Grid
 from benchmarks.large_model import RANKS, agreed, layout_of
+from benchmarks.message_load import MessageLoad
 from benchmarks.spread import Spread, spread
 from holdfast.image.slices import frames_of
 from operator_side.simulate.scale import (
     STAGERS,
     STAGERS_SOURCE,
-    Load,
     Shape,
     best_ring,
     staged_seconds,
@@ -72,7 +72,7 @@ def main() -> None:
 def _load() -> Grid:
     rows = []
     for name, ranks, image_bytes in _SHAPES:
-        load = Load.of(Shape(ranks, image_bytes))
+        load = MessageLoad.of(Shape(ranks, image_bytes))
         rows.append(
             (
                 f"{name}, {ranks:,} ranks",
@@ -110,7 +110,7 @@ def _split() -> Grid:
         f"{layout.chunks:,}",
         f"{sum(in_chunks):,}",
         f"{max(in_chunks):,}",
-        f"{Load.control_messages(RANKS, sum(in_chunks)):,}",
+        f"{MessageLoad.control_messages(RANKS, sum(in_chunks)):,}",
     )
     names = (
         "job",
@@ -161,15 +161,15 @@ def _rings() -> Grid:
 
 
 def _against() -> Grid:
-    """Counts and bytes by `Load`; seconds by `staged_seconds`, from the rates at the largest ring."""
+    """Counts and bytes by `MessageLoad`; seconds by `staged_seconds`, from the rates at the largest ring."""
     scaling, slices, rings = (_measured(name) for name in ("scaling", "slices", "rings"))
     rows = []
     for cell in scaling["cells"]:
-        load = Load.of(Shape(cell["ranks"], cell["image_bytes"], scaling["shape"]["chunk_bytes"]))
+        load = MessageLoad.of(Shape(cell["ranks"], cell["image_bytes"], scaling["shape"]["chunk_bytes"]))
         what = f"chunks: {cell['ranks']} ranks, {cell['tensors']:,} tensors, {_size(cell['image_bytes'])}"
         rows.append((what, f"{load.chunks}", f"{cell['chunks']}", _ratio(cell["chunks"], load.chunks)))
     for cell in slices["cells"]:
-        load = Load.of(Shape(cell["ranks"], slices["image_bytes"]))
+        load = MessageLoad.of(Shape(cell["ranks"], slices["image_bytes"]))
         what = f"the largest slice: {cell['ranks']} ranks, {_size(slices['image_bytes'])}"
         taken = cell["slice_bytes"]
         rows.append((what, _size(load.slice_bytes), _size(taken), _ratio(taken, load.slice_bytes)))

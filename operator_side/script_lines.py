@@ -90,11 +90,8 @@ _FRAMEWORKS = (
 
 
 def script_lines(source: str, *, every: int) -> tuple[str, str]:
-    """The lines to add, each below a comment with its place, and a note on where more is said.
-
-    Args:
-        source: Text of the script; only the framework that it imports counts.
-        every: Steps between two checkpoints.
+    """The lines to add, each below a comment with its place, and a note on where more is said. They are those of the
+    framework that the script's `source` imports.
     """
     lines, note = _OWN_LOOP, _DATA
     for pattern, of_framework, name in _FRAMEWORKS:
@@ -123,13 +120,8 @@ _SEVERAL = "with torchrun's --nnodes, --rdzv-backend c10d and --rdzv-endpoint"
 
 
 def start_lines(launcher: Launcher, script: str, *, ranks: int, store: str) -> list[tuple[str, str]]:
-    """The shell lines that start the job, in order, each with the machine it belongs to.
-
-    Args:
-        launcher: The launcher.
-        script: The training script.
-        ranks: Number of training ranks; per machine, for single-machine launchers.
-        store: URL of the run.
+    """The shell lines that start the job, in order, each with the machine it belongs to. `ranks`: per machine, for
+    single-machine launchers.
     """
     names = {"script": script, "ranks": ranks, "store": store, "port": _PORT}
     if launcher is Launcher.MPIRUN:
@@ -163,12 +155,7 @@ def lines_for_several_machines(
 ) -> list[tuple[str, str]]:
     """The shell lines that start a job of several machines with torchrun, in order, each with its place.
 
-    Args:
-        arguments: The last arguments of torchrun: the script and what the script is given.
-        ranks: Number of training ranks on each machine.
-        restarts_max: torchrun's.
-        store: URL of the run.
-        host: Name of this machine, the stager's.
+    `arguments` are the last ones of torchrun, `ranks` those of each machine, `host` is this machine, the stager's.
     """
     names = {"store": shlex.quote(store), "port": _PORT}
     at_store = "" if "://" in store else f"; {store} must be the same directory on every machine"

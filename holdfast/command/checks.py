@@ -18,34 +18,28 @@ class CheckState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        check: Short and stable name, such as `mpi ulfm`; for `--json` and for people who grep.
-        seen: The observation, with figures.
-        fix: The remedy; empty if the state is ok.
-    """
-
-    check: str
+    check: str  # short and stable name, such as `mpi ulfm`; for `--json` and for people who grep
     state: CheckState
-    seen: str
-    fix: str = ""
+    seen: str  # the observation, with figures
+    fix: str = ""  # the remedy; empty if the state is ok
+
+    @classmethod
+    def judged(
+        cls, check: str, good: bool, seen: str, fix: str, otherwise: CheckState = CheckState.FAIL
+    ) -> Finding:
+        """The finding of a check with two results: ok without a fix, or else `otherwise` with it."""
+        return cls(check, CheckState.OK if good else otherwise, seen, "" if good else fix)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """The planned run that is checked.
+    """The planned run that is checked."""
 
-    Attributes:
-        store: URL of the run; None: the store is not checked.
-        ring_bytes: Size of the ring, at first.
-        hostfile: Hosts of the MPI job, for mpirun; None: this machine alone.
-        ring_grows: It becomes larger when a checkpoint needs it.
-    """
-
-    store: str | None
+    store: str | None  # URL of the run; None: the store is not checked
     runtime_dir: Path
-    ring_bytes: int
+    ring_bytes: int  # size of the ring, at first
     chunk_bytes: int
-    hostfile: Path | None = None
-    ring_grows: bool = False
+    hostfile: Path | None = None  # hosts of the MPI job, for mpirun; None: this machine alone
+    ring_grows: bool = False  # it becomes larger when a checkpoint needs it

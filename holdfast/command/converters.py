@@ -21,15 +21,11 @@ _GROUP = "holdfast.converters"
 
 
 class Exported(NamedTuple):
-    """An export that was written.
-
-    Attributes:
-        tied: Tied tensors: name to the name of the tensor that it shares memory with.
-    """
+    """An export that was written."""
 
     nbytes: int
     tensors: int
-    tied: Mapping[str, str]
+    tied: Mapping[str, str]  # name → name of the tensor that it shares memory with
 
 
 class ImportSource(Protocol):
@@ -38,12 +34,10 @@ class ImportSource(Protocol):
     @property
     def kind(self) -> str:
         """`torch`, `safetensors` or `dcp`."""
-        ...
 
     @property
     def names(self) -> Sequence[str]:
         """The top-level names of the state."""
-        ...
 
     @property
     def tensors(self) -> int: ...
@@ -51,18 +45,12 @@ class ImportSource(Protocol):
     @property
     def image_bytes(self) -> int:
         """Size of the checkpoint file."""
-        ...
 
     def image(self, key: CheckpointId) -> Image: ...
 
 
 class ComparedFile(NamedTuple):
-    """One side of a comparison.
-
-    Attributes:
-        path: A file of torch.save or safetensors; None for a checkpoint of a run.
-        store: The run. `manifest`: the checkpoint in it. None for a file.
-    """
+    """One side of a comparison: a file of torch.save or safetensors, or a checkpoint in the store of a run."""
 
     path: Path | None = None
     store: Store | None = None
@@ -95,21 +83,14 @@ class TensorDifference(NamedTuple):
 
 
 class StateComparison(NamedTuple):
-    """The differences between two states.
+    """The differences between two states."""
 
-    Attributes:
-        only_a: Paths that only the first has, of tensors and of other values. `only_b`: only the second.
-        tensors: The tensors that differ: other dtypes and shapes first, then by the relative difference.
-        values: Path, and the value of each side, of values that are no tensors.
-        equal_tensors: Number of tensors with equal bits. `unread`: of them, by their CRC-32 alone.
-    """
-
-    only_a: Sequence[str]
+    only_a: Sequence[str]  # paths that only the first has, of tensors and of other values
     only_b: Sequence[str]
-    tensors: Sequence[TensorDifference]
-    values: Sequence[tuple[str, str, str]]
-    equal_tensors: int
-    unread: int
+    tensors: Sequence[TensorDifference]  # other dtypes and shapes first, then by the relative difference
+    values: Sequence[tuple[str, str, str]]  # path, and the value of each side, of values that are no tensors
+    equal_tensors: int  # number of tensors with equal bits
+    unread: int  # of them, by their CRC-32 alone
     equal_values: int
 
     @property
@@ -118,10 +99,8 @@ class StateComparison(NamedTuple):
 
 
 def converter(name: str) -> Any:
-    """Load the exporter or importer that is registered under this name.
-
-    Raises:
-        ConfigError: It cannot be loaded here; the message says what to install.
+    """Load the exporter or importer that is registered under this name. Raises `ConfigError`: it cannot be loaded here;
+    the message says what to install.
     """
     point = next(iter(entry_points(group=_GROUP, name=name)), None)
     if point is None:

@@ -1,8 +1,7 @@
 """The output of the tools: tables for people, one JSON document for programs, progress bars on a terminal.
 
 stdout carries only the result; everything else goes to stderr. With `--json` stdout is exactly one document: the
-result, or `{"error": {"code", "message", "help"}}` with the stable code of the error and where its causes and fixes are
-explained (holdfast/errors.py).
+result, or `{"error": {"code", "message", "help"}}` (holdfast/errors.py).
 """
 
 from __future__ import annotations
@@ -49,6 +48,11 @@ def console() -> Console:
     """A console on stdout: coloured on a terminal, plain and wide when piped."""
     width = None if sys.stdout.isatty() else _PIPED_COLUMNS
     return Console(width=width, highlight=False, soft_wrap=False)
+
+
+def show(text: str, style: str = "") -> None:
+    """Write a line of the result to stdout, whatever its characters mean to rich or to a terminal."""
+    console().print(plain(text), style=style, markup=False, soft_wrap=True)
 
 
 def print_json(document: Any) -> None:

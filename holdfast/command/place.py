@@ -33,15 +33,8 @@ def place(destination: Path, file_name: str, *, force: bool) -> Path:
 
 
 def place_folder(destination: Path, mark: str, *, force: bool) -> Path:
-    """Where a folder goes.
-
-    Args:
-        destination: Its name.
-        mark: A file that folders of its kind have: no other one is replaced.
-        force: Replace one of its kind.
-
-    Raises:
-        ConfigError: It cannot go there; said before anything is read.
+    """Where a folder goes. `mark`: a file that folders of its kind have; no other one is replaced, and one of its kind
+    only with `force`. Raises `ConfigError`: it cannot go there; said before anything is read.
     """
     path = Path(os.path.abspath(destination))  # noqa: PTH100 - `.` has no name to rename to
     try:
@@ -62,15 +55,8 @@ def place_folder(destination: Path, mark: str, *, force: bool) -> Path:
 
 
 def write_whole(path: Path, nbytes: int, fill: Callable[[int], None]) -> None:
-    """Have the file at `path` filled by way of a temporary name beside it.
-
-    Args:
-        path: Its name.
-        nbytes: Size that it will have, for the message.
-        fill: Writes to a file descriptor.
-
-    Raises:
-        StoreError: It cannot be written.
+    """Have the file at `path` filled by way of a temporary name beside it; `fill` writes to a file descriptor. Raises
+    `StoreError`: it cannot be written; the message says that `nbytes` are needed.
     """
     temporary = _temporary(path)
     try:
@@ -90,17 +76,9 @@ def write_whole(path: Path, nbytes: int, fill: Callable[[int], None]) -> None:
 
 
 def write_folder(path: Path, nbytes: int, fill: Callable[[Path], None]) -> None:
-    """Have the folder at `path` filled by way of a temporary name beside it; what is in it is made durable.
+    """As `write_whole`, for a folder, into which `fill` writes files. They are made durable.
 
     An existing folder is replaced; for a moment the path does not exist.
-
-    Args:
-        path: Its name.
-        nbytes: Size that it will have, for the message.
-        fill: Writes files into an empty folder.
-
-    Raises:
-        StoreError: It cannot be written.
     """
     temporary, old = _temporary(path), _temporary(path)
     try:
@@ -120,6 +98,12 @@ def write_folder(path: Path, nbytes: int, fill: Callable[[Path], None]) -> None:
             old.rename(path)
         for gone in (temporary, old):
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    """Write all of `data` at the file's position."""
+    while data:
+        data = data[os.write(fd, data) :]
 
 
 def unwritable(path: Path, nbytes: int, error: OSError) -> StoreError:

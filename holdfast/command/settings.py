@@ -17,12 +17,7 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
 
 
 def setting_options(config: type[BaseSettings], **kinds: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Add an option for each named setting.
-
-    Args:
-        config: The role's settings.
-        kinds: Click's type of each value; `bool` makes the pair `--name/--no-name`.
-    """
+    """Add an option for each named setting; `kinds` has click's types, and `bool` makes the pair `--name/--no-name`."""
 
     def with_options(command: Callable[..., Any]) -> Any:
         described = meanings(config)

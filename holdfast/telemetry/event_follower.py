@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +14,15 @@ from holdfast.telemetry.event_files import is_same, numbered
 _LINE_BYTES_MAX = 1 << 20  # the rest of a line that its writer never ended
 _READ_BYTES = 1 << 20
 _FILES_MAX = 64  # that one look goes through
+
+
+def json_objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The JSON objects among the lines; others are passed over."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            said = json.loads(line)
+            if isinstance(said, dict):
+                yield said
 
 
 class Follower:
@@ -36,13 +45,7 @@ class Follower:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LINE_BYTES_MAX:
             self._rest = b""
-        for line in lines:
-            try:
-                said = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(said, dict):
-                yield said
+        yield from json_objects(lines)
 
     def close(self) -> None:
         """Read no more."""

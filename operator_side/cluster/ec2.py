@@ -7,6 +7,7 @@ that says what to fix.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,30 +18,38 @@ from operator_side.cluster.file import ClusterFile, Template
 from operator_side.cluster.ladder import CAPACITY, PRICE, SPOT_QUOTA, VCPU_QUOTA, Order
 
 _REFUSALS = CAPACITY | SPOT_QUOTA | VCPU_QUOTA | PRICE
+# Pattern of an error code -> what a person must do.
+_ADVICE = {
+    "AuthFailure|InvalidClientTokenId|SignatureDoesNotMatch|ExpiredToken|RequestExpired": (
+        "the credentials are wrong or expired, or this machine's clock is wrong"
+    ),
+    "UnauthorizedOperation|AccessDenied|AccessDeniedException": (
+        "use the operator's role of infra/modules, which has the needed permissions"
+    ),
+    "OptInRequired": "this region is not enabled for the account; enable it, or use another region",
+    ".*LaunchTemplate.*|Invalid(AMIID|SubnetID|Group|PlacementGroup).*": (
+        "run `terraform apply`, then `terraform output -json` again"
+    ),
+    "IdempotentParameterMismatch": "run `holdfast cluster down`, then `holdfast cluster up` again",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster.
-
-    Attributes:
-        state: State in EC2: `pending`, `running`, `shutting-down`, `terminated`, …
-        is_spot: Whether it is a spot instance; otherwise it is on demand.
-        reason: State reason in EC2, such as `Server.SpotInstanceTermination`.
-    """
+    """A machine of the cluster."""
 
     id: str
     role: str
-    state: str
+    state: str  # in EC2: `pending`, `running`, `shutting-down`, `terminated`, …
     type: str
     address: str
     zone: str
     subnet: str
-    is_spot: bool
+    is_spot: bool  # otherwise it is on demand
     launched: datetime
     generation: str
     tags: Mapping[str, str]
-    reason: str = ""
+    reason: str = ""  # of the state, in EC2, such as `Server.SpotInstanceTermination`
 
     @property
     def is_live(self) -> bool:
@@ -57,21 +66,8 @@ class FleetAnswer:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
-    """The newest spot price of an instance type in a zone, in US dollars per hour."""
-
-    type: str
-    zone: str
-    per_hour: float
-
-
 class Ec2:
-    """EC2.
-
-    Args:
-        client: A boto3 EC2 client; None makes one from the environment.
-    """
+    """EC2. `client`: a boto3 EC2 client; None makes one from the environment."""
 
     def __init__(self, file: ClusterFile, client: Any = None) -> None:
         self._file = file
@@ -95,19 +91,14 @@ class Ec2:
                 LaunchTemplateId=template.id,
                 Versions=[template.version],
             )
-            data = (
-                found["LaunchTemplateVersions"][0]["LaunchTemplateData"]
-                if found["LaunchTemplateVersions"]
-                else {}
-            )
-            image = data.get("ImageId", "")
+            versions = found["LaunchTemplateVersions"]
+            image = versions[0]["LaunchTemplateData"].get("ImageId", "") if versions else ""
             if image.startswith("ami-"):  # EC2 itself resolves resolve:ssm:…
                 images = self._call("describe_images", f"image {image} of {template.id}", ImageIds=[image])
                 if not images["Images"]:
                     raise ConfigError(
                         f"image {image} of the {name}'s launch template {template.id}: not found in "
-                        f"{self._file.region}; "
-                        "run `terraform apply` with an image that exists there"
+                        f"{self._file.region}; run `terraform apply` with an image that exists there"
                     )
 
     def create_trainers(
@@ -198,8 +189,8 @@ class Ec2:
             *(r["SpotInstanceRequestId"] for r in requests if r.get("State") in {"open", "active"}),
         )
 
-    def spot_prices(self, types: Sequence[str]) -> tuple[Price, ...]:
-        """Newest spot prices in every zone of the region."""
+    def spot_prices(self, types: Sequence[str]) -> dict[tuple[str, str], float]:
+        """Newest spot prices by type and zone, in US dollars per hour."""
         found: dict[tuple[str, str], tuple[datetime, float]] = {}
         history = self._pages(
             "describe_spot_price_history",
@@ -212,7 +203,7 @@ class Ec2:
             key = (item["InstanceType"], item["AvailabilityZone"])
             if key not in found or item["Timestamp"] > found[key][0]:
                 found[key] = (item["Timestamp"], float(item["SpotPrice"]))
-        return tuple(Price(kind, zone, price) for (kind, zone), (_, price) in sorted(found.items()))
+        return {place: price for place, (_, price) in sorted(found.items())}
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -266,28 +257,9 @@ def _explained(error: Any, what: str, region: str) -> ConfigError | PeerLost:
     said = error.response.get("Error", {})
     code, message = str(said.get("Code", "unknown")), str(said.get("Message", ""))
     where = f"EC2 in {region}, {what}: {code}: {message}"
-    if code in {
-        "AuthFailure",
-        "InvalidClientTokenId",
-        "SignatureDoesNotMatch",
-        "ExpiredToken",
-        "RequestExpired",
-    }:
-        return ConfigError(f"{where}; the credentials are wrong or expired, or this machine's clock is wrong")
-    if code in {"UnauthorizedOperation", "AccessDenied", "AccessDeniedException"}:
-        return ConfigError(
-            f"{where}; use the operator's role of infra/modules, which has the needed permissions"
-        )
-    if code == "OptInRequired":
-        return ConfigError(
-            f"{where}; this region is not enabled for the account; enable it, or use another region"
-        )
-    if "LaunchTemplate" in code or code.startswith(
-        ("InvalidAMIID", "InvalidSubnetID", "InvalidGroup", "InvalidPlacementGroup")
-    ):
-        return ConfigError(f"{where}; run `terraform apply`, then `terraform output -json` again")
-    if code == "IdempotentParameterMismatch":
-        return ConfigError(f"{where}; run `holdfast cluster down`, then `holdfast cluster up` again")
+    for codes, advice in _ADVICE.items():
+        if re.fullmatch(codes, code):
+            return ConfigError(f"{where}; {advice}")
     if (
         error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400) >= 500
         or "LimitExceeded" in code

@@ -23,20 +23,13 @@ class Template(BaseModel):
 
 
 class ClusterFile(BaseModel):
-    """The place of a cluster, its launch templates, and the tags of its machines.
-
-    Attributes:
-        region, availability_zone, subnet_id: Place for which the launch templates were made.
-        security_group_ids, placement_group: Part of the launch templates; here for people.
-    """
+    """The place of a cluster, for which its launch templates were made, and the tags of its machines."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     region: Annotated[str, Field(pattern=r"[a-z]{2}(-[a-z]+)+-\d")]
     availability_zone: _Text
     subnet_id: Annotated[str, Field(pattern=r"subnet-[0-9a-f]+")]
-    security_group_ids: tuple[str, ...] = ()
-    placement_group: str | None = None
     trainer_launch_template: Template
     stager_launch_template: Template
     bucket: str = ""
@@ -48,10 +41,8 @@ class ClusterFile(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> ClusterFile:
-        """Read `terraform output -json`, or the plain values.
-
-        Raises:
-            ConfigError: The file cannot be read, or values in it are missing or wrong; the message names each.
+        """Read `terraform output -json`, or the plain values. Raises `ConfigError`: the file cannot be read, or values
+        in it are missing or wrong; the message names each.
         """
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
@@ -73,6 +64,19 @@ class ClusterFile(BaseModel):
                 for detail in error.errors(include_url=False)
             ]
             raise ConfigError("\n".join(lines)) from None
+
+    @property
+    def state_path(self) -> Path:
+        """The file in which `up` records its generation."""
+        import platformdirs
+
+        name = "".join(c if c.isalnum() or c in "._-" else "_" for c in f"{self.project}-{self.run_id}")
+        return Path(platformdirs.user_state_dir("holdfast", appauthor=False)) / "clusters" / f"{name}.json"
+
+    @property
+    def settings_path(self) -> Path:
+        """The file in which `up` records its arguments, so that `holdfast run --cluster` can replace lost trainers."""
+        return self.state_path.with_suffix(".wish.json")
 
     @property
     def marks(self) -> dict[str, str]:

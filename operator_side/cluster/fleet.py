@@ -6,45 +6,30 @@ import json
 import logging
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from holdfast.errors import BusyError, ConfigError
 from operator_side.cluster.ec2 import Ec2
 from operator_side.cluster.file import ClusterFile
 from operator_side.cluster.ladder import FleetWish
-from operator_side.cluster.raising import TRAIN, Budget, Cluster
-from operator_side.supervise.hosts import Host
+from operator_side.cluster.raising import Budget, Cluster
+from operator_side.supervise.hosts import Fleet, Host
 
 _log = logging.getLogger("holdfast.cluster")
 
 
-class Ec2Fleet:
-    """The running trainers as hosts. Lost trainers are replaced in the same zone.
-
-    Args:
-        wish: The request to `up`, to replace lost trainers; None: they are not replaced.
-    """
+class Ec2Fleet(Fleet):
+    """The running trainers as hosts. With the request to `up`, lost trainers are replaced in the same zone."""
 
     def __init__(
-        self,
-        file: ClusterFile,
-        cluster: Cluster,
-        cloud: Ec2,
-        *,
-        slots: int,
-        wish: FleetWish | None,
-        budget: Budget,
+        self, name: str, cluster: Cluster, *, slots: int, wish: FleetWish | None, budget: Budget
     ) -> None:
-        self._file, self._cluster, self._cloud = file, cluster, cloud
+        self.name, self._cluster = name, cluster
         self._slots, self._wish, self._budget = slots, wish, budget
-        self.name = f"EC2 in {file.region}"
 
     def look(self) -> tuple[Host, ...]:
         """The running trainers, the oldest first. A trainer that is shutting down counts as gone."""
-        nodes = [
-            n
-            for n in self._cloud.nodes(self._file.marks)
-            if n.role == TRAIN and n.state == "running" and n.address
-        ]
-        return tuple(Host(n.address, self._slots) for n in sorted(nodes, key=lambda n: (n.launched, n.id)))
+        return tuple(Host(node.address, self._slots) for node in self._cluster.running())
 
     def replace(self, wanted: int) -> None:
         """Ask for the missing trainers. Without capacity or budget this logs a warning; a later call tries again."""
@@ -59,47 +44,21 @@ class Ec2Fleet:
             _log.warning("started %d trainers in place of lost ones: %s", len(made), ", ".join(made))
 
 
-def state_path(file: ClusterFile) -> Path:
-    """The file in which `up` records its generation."""
-    import platformdirs
-
-    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in f"{file.project}-{file.run_id}")
-    return Path(platformdirs.user_state_dir("holdfast", appauthor=False)) / "clusters" / f"{name}.json"
-
-
-def settings_path(file: ClusterFile) -> Path:
-    """The file in which `up` records its arguments, so that `holdfast run --cluster` can replace lost trainers."""
-    return state_path(file).with_suffix(".wish.json")
-
-
 def fleet_of(path: Path) -> Ec2Fleet:
-    """The fleet of `holdfast run --cluster FILE`.
-
-    Raises:
-        ConfigError: The file is not an output of Terraform.
-    """
+    """The fleet of `holdfast run --cluster FILE`. Raises `ConfigError`: the file is not an output of Terraform."""
     file = ClusterFile.load(path)
-    cloud = Ec2(file)
-    cluster = Cluster(file, cloud, state_path(file))
+    cluster = Cluster(file, Ec2(file), file.state_path)
     wish, budget, slots = None, Budget(), 1
     try:
-        said = json.loads(settings_path(file).read_text())
-        slots = int(said.pop("slots"))
-        budget = Budget(**said.pop("budget"))
-        wish = FleetWish(
-            tuple(said["types"]),
-            tuple(said["subnets"]),
-            int(said["nodes"]),
-            int(said["nodes_min"]),
-            tuple(said["more_types"]),
-            int(said["on_demand_max"]),
-        )
+        said = json.loads(file.settings_path.read_text())
+        slots, budget = int(said.pop("slots")), Budget(**said.pop("budget"))
+        wish = TypeAdapter(FleetWish).validate_python(said)
     except FileNotFoundError:
         _log.warning(
             "`holdfast cluster up` was not run here: one rank runs on each node, and lost nodes are not replaced"
         )
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{settings_path(file)}: {error!r}; remove it and run `holdfast cluster up` again"
+            f"{file.settings_path}: {error!r}; remove it and run `holdfast cluster up` again"
         ) from error
-    return Ec2Fleet(file, cluster, cloud, slots=slots, wish=wish, budget=budget)
+    return Ec2Fleet(f"EC2 in {file.region}", cluster, slots=slots, wish=wish, budget=budget)

@@ -35,11 +35,7 @@ PRICE = frozenset({"SpotMaxPriceTooLow", "MaxTotalPriceExceeded"})
 
 @dataclass(frozen=True, slots=True)
 class FleetWish:
-    """The wanted cluster, and what to accept instead.
-
-    Attributes:
-        subnets: Subnets, the best first; each is in one zone.
-    """
+    """The wanted cluster, and what to accept instead. `subnets`: subnets, the best first; each is in one zone."""
 
     types: tuple[str, ...]
     subnets: tuple[str, ...]

@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.errors import BusyError, ConfigError, FencedError, PeerLost
@@ -35,26 +35,16 @@ _TOKEN_CHARACTERS = 48  # EC2 takes 64
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Largest price of the cluster, in US dollars per hour.
+    """Largest price of the cluster, in US dollars per hour, and the prices that EC2 does not tell."""
 
-    Attributes:
-        per_hour: Largest price of all machines, including the stager; None: no limit.
-        stager_per_hour: Price of the stager, which EC2 does not tell.
-        on_demand_per_hour: Price of one on-demand trainer; None: not known.
-    """
-
-    per_hour: float | None = None
+    per_hour: float | None = None  # of all machines, including the stager; None: no limit
     stager_per_hour: float = 0.0
-    on_demand_per_hour: float | None = None
+    on_demand_per_hour: float | None = None  # of one trainer; None: not known
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """The cluster after `up`.
-
-    Attributes:
-        made: Ids of the machines that this call made; the others existed before.
-    """
+    """The cluster after `up`. `made`: ids of the machines that this call made; the others existed before."""
 
     generation: str
     trainers: tuple[Node, ...]
@@ -64,10 +54,8 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The cluster at this moment.
-
-    Attributes:
-        per_hour: Price in US dollars per hour at the newest spot prices; None if a price is not known.
+    """The cluster at this moment. `per_hour`: price in US dollars per hour at the newest spot prices; None if a price
+    is not known.
     """
 
     trainers: tuple[Node, ...]
@@ -77,11 +65,7 @@ class Standing:
 
 
 class Cluster:
-    """The machines of one run.
-
-    Args:
-        state: File that records the generation of an unfinished `up`.
-    """
+    """The machines of one run. `state`: file that records the generation of an unfinished `up`."""
 
     def __init__(
         self,
@@ -143,13 +127,8 @@ class Cluster:
     def _trainers(self, wish: FleetWish, budget: Budget, generation: str, live: Sequence[Node]) -> list[str]:
         there = len(live)
         subnets = tuple(dict.fromkeys(n.subnet for n in live if n.subnet)) or wish.subnets
-        missing = FleetWish(
-            wish.types,
-            subnets,
-            wish.nodes - there,
-            max(1, wish.nodes_min - there),
-            wish.more_types,
-            wish.on_demand_max,
+        missing = replace(
+            wish, subnets=subnets, nodes=wish.nodes - there, nodes_min=max(1, wish.nodes_min - there)
         )
         order: Order | None = first_order(missing)
         refused = []
@@ -189,10 +168,8 @@ class Cluster:
             )
 
     def _price_max(self, order: Order, budget: Budget, live: Sequence[Node]) -> float | None:
-        """Largest price of the spot nodes of this order, per hour; None: no limit.
-
-        Raises:
-            ConfigError: The cheapest type costs more, or a price is not known.
+        """Largest price of the spot nodes of this order, per hour; None: no limit. Raises `ConfigError`: the cheapest
+        type costs more, or a price is not known.
         """
         if budget.per_hour is None:
             return None
@@ -206,7 +183,8 @@ class Cluster:
         spot = order.nodes - order.on_demand
         if spot:
             zone = self._file.availability_zone if order.subnet == self._file.subnet_id else None
-            prices = [p.per_hour for p in self._cloud.spot_prices(order.types) if zone in {None, p.zone}]
+            known = self._cloud.spot_prices(order.types)
+            prices = [price for (_, where), price in known.items() if zone in {None, where}]
             if not prices:
                 raise ConfigError(
                     f"EC2 has no spot price for {', '.join(order.types)} in {zone or self._file.region}; check --types"
@@ -262,26 +240,22 @@ class Cluster:
         return Standing(trainers, stagers, taken, per_hour)
 
     def _spot_cost(self, nodes: Sequence[Node]) -> float:
-        spot = [node for node in nodes if node.is_spot]
+        spot = [(node.type, node.zone) for node in nodes if node.is_spot]
         if not spot:
             return 0.0
-        prices = {
-            (p.type, p.zone): p.per_hour for p in self._cloud.spot_prices(sorted({n.type for n in spot}))
-        }
-        unknown = {(n.type, n.zone) for n in spot} - prices.keys()
+        prices = self._cloud.spot_prices(sorted({kind for kind, _ in spot}))
+        unknown = set(spot) - prices.keys()
         if unknown:
             raise ConfigError(
                 f"EC2 has no spot price for {sorted(unknown)}, so the price of the cluster is not known"
             )
-        return sum(prices[n.type, n.zone] for n in spot)
+        return sum(prices[place] for place in spot)
 
     # -- down ------------------------------------------------------------------------------------------------------
 
     def down(self, *, seconds_max: float = 600.0) -> tuple[str, ...]:
-        """Terminate every machine with the run's tags, whatever its state. Returns the ids of the machines.
-
-        Raises:
-            PeerLost: Something with the tags is left after `seconds_max`; the message names it.
+        """Terminate every machine with the run's tags, whatever its state. Returns the ids of the machines. Raises
+        `PeerLost`: something with the tags is left after `seconds_max`; the message names it.
         """
         deadline = self._clock() + seconds_max
         ended: dict[str, None] = {}
@@ -304,6 +278,10 @@ class Cluster:
             self._sleep(_POLL_SECONDS)
 
     # -- marks -----------------------------------------------------------------------------------------------------
+
+    def running(self) -> tuple[Node, ...]:
+        """The trainers that run, the oldest first."""
+        return tuple(node for node in self._live(TRAIN) if node.state == "running" and node.address)
 
     def _live(self, role: str) -> tuple[Node, ...]:
         nodes = [n for n in self._cloud.nodes(self._file.marks) if n.is_live and n.role == role]
@@ -346,15 +324,6 @@ class Cluster:
         }
 
     def _token(self, generation: str, role: str, serial: int, order: Order | None = None) -> str:
-        text = json.dumps(
-            [
-                self._file.project,
-                self._file.run_id,
-                self._file.store_url,
-                generation,
-                role,
-                serial,
-                repr(order),
-            ]
-        )
+        run = (self._file.project, self._file.run_id, self._file.store_url)
+        text = json.dumps([*run, generation, role, serial, repr(order)])
         return hashlib.sha256(text.encode()).hexdigest()[:_TOKEN_CHARACTERS]

@@ -13,7 +13,6 @@ options, target, partial, claimed     shared by several of them
 run_with_torchrun                     options and job of `holdfast run --launcher torchrun`
 simulate_output, status_output        how the terminal shows a study and a run
 status_web                            serves the page of a run
-reference                             makes docs/cli.md of all commands
 
 The roles add `stager` and `flusher` by an entry point.
 """

@@ -21,7 +21,7 @@ from holdfast.errors import DamageError, StoreMissing
 from holdfast.faultpoint import identify
 from holdfast.image.manifest import Manifest, State
 from holdfast.store.base import Store
-from operator_side.commands.claimed import claimed, read_back
+from operator_side.commands.claimed import claimed, published, read_back
 from operator_side.commands.options import exit_codes
 from operator_side.commands.target import TARGET, Target
 
@@ -111,10 +111,8 @@ def _run(ours: LeasedRun, target: Target, *, keep_slices: bool, quiet: bool) -> 
 
 
 def _chosen(catalog: Catalog, step: int | None) -> Sequence[SliceSet] | None:
-    """The sets to try, in order. None: all of them are older than a good checkpoint of the run.
-
-    Raises:
-        StoreMissing: There is no complete set, or none of this step.
+    """The sets to try, in order. None: all of them are older than a good checkpoint of the run. Raises `StoreMissing`:
+    there is no complete set, or none of this step.
     """
     store = catalog.store
     sets = find_sets(store.list())
@@ -152,14 +150,7 @@ def _assemble(ours: LeasedRun, found: SliceSet, *, quiet: bool) -> Manifest:
 def _say(store: Store, outcome: _Outcome, *, as_json: bool) -> None:
     manifest = outcome.manifest
     if as_json:
-        assembled = manifest and {
-            "step": manifest.step,
-            "attempt": manifest.attempt,
-            "file": manifest.file,
-            "nbytes": manifest.image_bytes,
-            "crc32": manifest.image_crc32,
-            "state": manifest.state.value,
-        }
+        assembled = manifest and published(manifest)
         print_json({"url": store.url, "assembled": assembled, "removed": outcome.removed})
         return
     out = console()

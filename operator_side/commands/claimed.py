@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from holdfast.checkpoints.intents import clear_intents
 from holdfast.checkpoints.lease import Lease, LeasedRun
@@ -55,6 +56,18 @@ def read_back(store: Store, manifest: Manifest, *, quiet: bool) -> Manifest:
     done = manifest.model_copy(update={"state": state, "note": note[:4096], "nonfinite": report.nonfinite})
     store.write(manifest_name(manifest.file), done.to_bytes())
     return done
+
+
+def published(manifest: Manifest) -> dict[str, Any]:
+    """The JSON document for a checkpoint that a tool has made."""
+    return {
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "file": manifest.file,
+        "nbytes": manifest.image_bytes,
+        "crc32": manifest.image_crc32,
+        "state": manifest.state.value,
+    }
 
 
 def _is_not_a_tools(own: str) -> bool:

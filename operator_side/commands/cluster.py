@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, print_json, seconds, table
+from holdfast.command.output import console, json_option, print_json, seconds, show, table
 from holdfast.errors import BusyError, ConfigError
-from operator_side.commands.options import ON_DEMAND_PRICE, STAGER_PRICE, count, exit_codes, file, number
+from operator_side.commands.options import (
+    ON_DEMAND_PRICE,
+    STAGER_PRICE,
+    count,
+    exit_codes,
+    file,
+    number,
+    text,
+)
 
 if TYPE_CHECKING:
     from operator_side.cluster.ec2 import Node
@@ -64,21 +73,18 @@ def cluster() -> None:
     "--nodes-min",
     "Smallest number of training nodes to accept where capacity is short. Default: the value of --nodes.",
 )
-@click.option(
+@text(
     "--types",
+    "Instance types of the training nodes, separated by commas, such as c7i.4xlarge,c6i.4xlarge.",
     required=True,
-    help="Instance types of the training nodes, separated by commas, such as c7i.4xlarge,c6i.4xlarge.",
 )
-@click.option(
-    "--more-types",
-    default="",
-    help="More instance types, separated by commas, for when there is no capacity for --types.",
+@text(
+    "--more-types", "More instance types, separated by commas, for when there is no capacity for --types.", ""
 )
-@click.option(
-    "--subnet",
-    "subnets",
+@text(
+    "--subnet subnets",
+    "ID of a further subnet, in another zone, for when capacity is short; repeatable.",
     multiple=True,
-    help="ID of a further subnet, in another zone, for when capacity is short; repeatable.",
 )
 @count(
     "--on-demand-max",
@@ -103,7 +109,6 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     JSON: {"generation", "made", "hostfile", "mpirun", "run", "nodes": [{"id", "role", "state", "type", "address",
     "zone", "spot", "launched"}]}.
     """
-    from operator_side.cluster.fleet import settings_path
     from operator_side.cluster.ladder import FleetWish
 
     file, raised_by = _cluster(path)
@@ -119,15 +124,12 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
         options["on_demand_max"],
     )
     budget = _budget(options)
-    settings = settings_path(file)
-    settings.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file.settings_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     said = {**dataclasses.asdict(wish), "budget": dataclasses.asdict(budget), "slots": options["slots"]}
-    settings.write_text(json.dumps(said))
+    file.settings_path.write_text(json.dumps(said))
     raised = raised_by.up(wish, budget, seconds_max=options["wait_seconds_max"])
-    lines = "".join(f"{node.address} slots={options['slots']}\n" for node in raised.trainers)
+    lines = _hostfile(raised.trainers, options)
     ranks = len(raised.trainers) * options["slots"]
-    if options["hostfile"] is not None:
-        options["hostfile"].write_text(lines)
     # Open MPI places nothing by --host beside --hostfile: "already filled".
     hosts = ",".join(f"{node.address}:{options['slots']}" for node in raised.trainers)
     mpirun = (
@@ -147,10 +149,9 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
             }
         )
         return
-    _show((*raised.trainers, raised.stager))
-    out = console()
-    out.print("\nrun this on the stager:", supervised, sep="\n  ", markup=False, soft_wrap=True)
-    out.print("or start the job without `holdfast run`:", mpirun, sep="\n  ", markup=False, soft_wrap=True)
+    _show_nodes((*raised.trainers, raised.stager))
+    show(f"\nrun this on the stager:\n  {supervised}")
+    show(f"or start the job without `holdfast run`:\n  {mpirun}")
 
 
 @cluster.command(
@@ -172,9 +173,7 @@ def status(as_json: bool, path: Path, **options: Any) -> None:
     """
     _, found = _cluster(path)
     standing = found.standing(_budget(options))
-    if options["hostfile"] is not None:
-        running = [n for n in standing.trainers if n.state == "running"]
-        options["hostfile"].write_text("".join(f"{n.address} slots={options['slots']}\n" for n in running))
+    _hostfile([n for n in standing.trainers if n.state == "running"], options)
     nodes = (*standing.trainers, *standing.stagers)
     if as_json:
         print_json(
@@ -185,13 +184,11 @@ def status(as_json: bool, path: Path, **options: Any) -> None:
             }
         )
     else:
-        _show((*nodes, *standing.taken))
+        _show_nodes((*nodes, *standing.taken))
         cost = (
             "the price is not known" if standing.per_hour is None else f"{standing.per_hour:.2f} USD per hour"
         )
-        console().print(
-            f"\n{len(standing.trainers)} trainers, {len(standing.stagers)} stager, {cost}", markup=False
-        )
+        show(f"\n{len(standing.trainers)} trainers, {len(standing.stagers)} stager, {cost}")
     limit = options["budget_per_hour"]
     if limit is not None and standing.per_hour is not None and standing.per_hour > limit:
         raise BusyError(
@@ -219,19 +216,17 @@ def down(as_json: bool, path: Path, wait_seconds_max: float) -> None:
     if as_json:
         print_json({"ended": list(ended)})
         return
-    out = console()
-    out.print(f"ended: {', '.join(ended) or 'no machine was running'}", markup=False)
-    out.print(f"nothing is left with Project={file.project}, RunId={file.run_id}", markup=False)
+    show(f"ended: {', '.join(ended) or 'no machine was running'}")
+    show(f"nothing is left with Project={file.project}, RunId={file.run_id}")
 
 
 def _cluster(path: Path) -> tuple[ClusterFile, Cluster]:
     from operator_side.cluster.ec2 import Ec2
     from operator_side.cluster.file import ClusterFile
-    from operator_side.cluster.fleet import state_path
     from operator_side.cluster.raising import Cluster
 
     file = ClusterFile.load(path)
-    return file, Cluster(file, Ec2(file), state_path(file))
+    return file, Cluster(file, Ec2(file), file.state_path)
 
 
 def _budget(options: dict[str, Any]) -> Budget:
@@ -247,6 +242,14 @@ def _names(text: str, option: str, *, empty: bool = False) -> tuple[str, ...]:
     return found
 
 
+def _hostfile(nodes: Sequence[Node], options: dict[str, Any]) -> str:
+    """The lines of these nodes; written to --hostfile if it is given."""
+    lines = "".join(f"{node.address} slots={options['slots']}\n" for node in nodes)
+    if options["hostfile"] is not None:
+        options["hostfile"].write_text(lines)
+    return lines
+
+
 def _document(node: Node) -> dict[str, Any]:
     return {
         "id": node.id,
@@ -260,20 +263,12 @@ def _document(node: Node) -> dict[str, Any]:
     }
 
 
-def _show(nodes: tuple[Node, ...]) -> None:
+def _show_nodes(nodes: Sequence[Node]) -> None:
     rows = table("ROLE", "ID", "STATE", "TYPE", "LIFE", "ADDRESS", "ZONE", "AGE", "REASON", right=("AGE",))
     for node in nodes:
-        age = max(0.0, (datetime.now(UTC) - node.launched).total_seconds())
-        life = "spot" if node.is_spot else "on demand"
+        age = seconds(max(0.0, (datetime.now(UTC) - node.launched).total_seconds()))
+        life, address = "spot" if node.is_spot else "on demand", node.address or "-"
         rows.add_row(
-            node.role,
-            node.id,
-            node.state,
-            node.type,
-            life,
-            node.address or "-",
-            node.zone,
-            seconds(age),
-            node.reason or "-",
+            node.role, node.id, node.state, node.type, life, address, node.zone, age, node.reason or "-"
         )
     console().print(rows)

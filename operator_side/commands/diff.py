@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from holdfast.command.converters import ComparedFile, StateComparison, TensorDifference, converter
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, plain, print_json, table
-from holdfast.errors import ConfigError
-from holdfast.image.manifest import State
-from operator_side.commands.options import count, exit_codes
+from holdfast.command.output import console, json_option, plain, print_json, show, table
+from operator_side.commands.options import count, exit_codes, text
 from operator_side.commands.target import TARGET, Target
 
 _LIMIT = 20
@@ -35,9 +32,7 @@ _DIFFER_EXIT_CODE = 1  # as diff(1)
 )
 @click.argument("first", metavar="A", type=TARGET)
 @click.argument("second", metavar="B", type=TARGET)
-@click.option(
-    "--only", metavar="NAME", help="Compare only the part of the states with this name, such as `model`."
-)
+@text("--only", "Compare only the part of the states with this name, such as `model`.", metavar="NAME")
 @count("--limit", "Number of rows of each list that are shown; --json has all.", _LIMIT, least=0)
 @json_option
 def diff(as_json: bool, first: Target, second: Target, only: str | None, limit: int) -> None:
@@ -68,7 +63,7 @@ def diff(as_json: bool, first: Target, second: Target, only: str | None, limit: 
     if as_json:
         print_json(_document(name_a, name_b, found))
     else:
-        _print(console(), name_a, name_b, found, limit)
+        _print(name_a, name_b, found, limit)
     if not found.is_equal:
         click.get_current_context().exit(_DIFFER_EXIT_CODE)
 
@@ -77,12 +72,7 @@ def _opened(target: Target) -> tuple[ComparedFile, str]:
     """The side, and its name for people."""
     if target.step is None and Path(target.url).is_file():
         return ComparedFile(path=Path(target.url)), target.url
-    catalog, manifest = target.find()
-    if manifest.state is State.BAD:
-        raise ConfigError(
-            f"{manifest.file}: this checkpoint is bad ({manifest.note}) and is not compared; `holdfast ls` shows other "
-            "steps"
-        )
+    catalog, manifest = target.find_good("compared")
     name = f"{catalog.store.url}@{manifest.step} (attempt {manifest.attempt}, {manifest.told_state})"
     return ComparedFile(store=catalog.store, manifest=manifest), name
 
@@ -93,32 +83,32 @@ def _document(a: str, b: str, found: StateComparison) -> dict[str, Any]:
     return {"a": a, "b": b, "equal": found.is_equal, **found._asdict(), "tensors": tensors, "values": values}
 
 
-def _print(out: Console, a: str, b: str, found: StateComparison, limit: int) -> None:
-    _say(out, f"A: {a}")
-    _say(out, f"B: {b}")
+def _print(a: str, b: str, found: StateComparison, limit: int) -> None:
+    show(f"A: {a}")
+    show(f"B: {b}")
     for name, paths in (("A", found.only_a), ("B", found.only_b)):
         if paths:
-            _say(out, f"\nonly in {name}: {len(paths)}")
-            _list(out, paths, limit)
+            show(f"\nonly in {name}: {len(paths)}")
+            _list(paths, limit)
     if found.tensors:
-        _say(out, f"\ndiffering tensors: {len(found.tensors)}")
-        _print_tensors(out, found.tensors, limit)
+        show(f"\ndiffering tensors: {len(found.tensors)}")
+        _print_tensors(found.tensors, limit)
     if found.values:
-        _say(out, f"\ndiffering values: {len(found.values)}")
-        _list(out, [f"{path}: {first} -> {second}" for path, first, second in found.values], limit)
+        show(f"\ndiffering values: {len(found.values)}")
+        _list([f"{path}: {first} -> {second}" for path, first, second in found.values], limit)
     unread = f" ({found.unread} by their CRC-32, not read)" if found.unread else ""
-    _say(out, f"\nequal: {found.equal_tensors} tensors{unread}, {found.equal_values} other values")
+    show(f"\nequal: {found.equal_tensors} tensors{unread}, {found.equal_values} other values")
 
 
-def _print_tensors(out: Console, tensors: Sequence[TensorDifference], limit: int) -> None:
+def _print_tensors(tensors: Sequence[TensorDifference], limit: int) -> None:
     numbers = ("DIFFER", "MAX ABS", "MEAN ABS", "RELATIVE", "NOT FINITE")
     rows = table("TENSOR", *numbers, right=numbers)
     rows.columns[0].no_wrap = False
     rows.columns[0].overflow = "fold"
     for one in tensors[:limit]:
         rows.add_row(plain(one.path + _kinds(one)).replace("[", r"\["), *_cells(one))
-    out.print(rows)
-    _left_out(out, len(tensors), limit)
+    console().print(rows)
+    _left_out(len(tensors), limit)
 
 
 def _kinds(one: TensorDifference) -> str:
@@ -141,16 +131,12 @@ def _cells(one: TensorDifference) -> tuple[str, ...]:
     return (share, *numbers, broken)
 
 
-def _list(out: Console, lines: Sequence[str], limit: int) -> None:
+def _list(lines: Sequence[str], limit: int) -> None:
     for line in lines[:limit]:
-        _say(out, f"  {plain(line)}")
-    _left_out(out, len(lines), limit)
+        show(f"  {line}")
+    _left_out(len(lines), limit)
 
 
-def _left_out(out: Console, count: int, limit: int) -> None:
+def _left_out(count: int, limit: int) -> None:
     if count > limit:
-        _say(out, f"  and {count - limit} more (--limit)")
-
-
-def _say(out: Console, text: str) -> None:
-    out.print(text, markup=False, soft_wrap=True)
+        show(f"  and {count - limit} more (--limit)")

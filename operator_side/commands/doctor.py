@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
+from rich.markup import escape
 
 from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, print_json, table
-from holdfast.config import RING_BYTES, RING_CHUNKS_MIN, default_runtime_dir, parse_size
+from holdfast.command.output import console, json_option, print_json, show, table
+from holdfast.config import RING_BYTES, RING_CHUNKS_MIN, default_runtime_dir
 from holdfast.errors import ConfigError
 from holdfast.image.layout import CHUNK_BYTES
-from operator_side.commands.options import exit_codes, file
+from operator_side.commands.options import exit_codes, file, size_of, text
 from operator_side.doctor import examine
 
 _STYLE = {
@@ -35,17 +37,13 @@ _STYLE = {
         "holdfast doctor --hostfile hosts --store s3://bucket/run  # and the network between two hosts",
     ),
 )
-@click.option(
-    "--store", help="URL of the planned run: a path, or s3://bucket/run. Without it no store is checked."
-)
-@click.option(
+@text("--store", "URL of the planned run: a path, or s3://bucket/run. Without it no store is checked.")
+@text(
     "--ring-bytes",
-    help="Size of the ring: shared memory for checkpoints on their way to the store. Default: it grows to hold two "
+    "Size of the ring: shared memory for checkpoints on their way to the store. Default: it grows to hold two "
     "checkpoints, and the check says how large it can become.",
 )
-@click.option(
-    "--chunk-bytes", default=str(CHUNK_BYTES), show_default="16MiB", help="Size of a chunk, such as 16MiB."
-)
+@text("--chunk-bytes", "Size of a chunk, such as 16MiB.", f"{CHUNK_BYTES >> 20}MiB")
 @file("--runtime-dir", "Directory in which the ring will be. Default: /dev/shm/holdfast-UID.")
 @click.option(
     "--hostfile",
@@ -68,11 +66,12 @@ def doctor(
 
     JSON: {"fit": bool, "findings": [{"check", "state": "ok|warn|fail|skipped", "seen", "fix"}]}.
     """
-    chunk_size = _size("--chunk-bytes", chunk_bytes)
+    chunk_size = size_of("--chunk-bytes", chunk_bytes)
+    smallest = max(RING_BYTES, RING_CHUNKS_MIN * chunk_size)
     plan = CheckPlan(
         store=store,
         runtime_dir=(runtime_dir or default_runtime_dir()).absolute(),
-        ring_bytes=_ring_bytes(ring_bytes, chunk_size),
+        ring_bytes=smallest if ring_bytes is None else size_of("--ring-bytes", ring_bytes),
         chunk_bytes=chunk_size,
         hostfile=hostfile,
         ring_grows=ring_bytes is None,
@@ -82,56 +81,28 @@ def doctor(
             f"--ring-bytes {ring_bytes}: expected at least {RING_CHUNKS_MIN} chunks, "
             f"each of {plan.chunk_bytes} bytes"
         )
-    findings = list(_show(plan, quiet=as_json))
-    bad = [finding for finding in findings if finding.state is CheckState.FAIL]
+    findings = []
+    for finding in examine(plan):
+        findings.append(finding)
+        if not as_json:
+            _show(finding)
+    counts = Counter(finding.state for finding in findings)
+    is_fit = not counts[CheckState.FAIL]
     if as_json:
-        print_json({"fit": not bad, "findings": [_document(finding) for finding in findings]})
-    if bad:
+        print_json({"fit": is_fit, "findings": [asdict(finding) for finding in findings]})
+    else:
+        said = ", ".join(f"{counts[state]} {state}" for state in CheckState if counts[state])
+        show(f"{'fit' if is_fit else 'not fit'}: {said}")
+    if not is_fit:
         click.get_current_context().exit(ConfigError.exit_code)
 
 
-def _ring_bytes(said: str | None, chunk_bytes: int) -> int:
-    return max(RING_BYTES, RING_CHUNKS_MIN * chunk_bytes) if said is None else _size("--ring-bytes", said)
-
-
-def _show(plan: CheckPlan, *, quiet: bool) -> list[Finding]:
-    findings = []
-    out = console()
-    for finding in examine(plan):
-        findings.append(finding)
-        if not quiet:
-            row = table("", "", "")
-            row.show_header = False
-            row.columns[0].width, row.columns[1].width = 7, 18
-            row.columns[2].no_wrap = False
-            row.add_row(f"[{_STYLE[finding.state]}]{finding.state}[/]", finding.check, _plain(finding.seen))
-            if finding.fix:
-                row.add_row("", "", _plain(f"-> {finding.fix}"))
-            out.print(row)
-    if not quiet:
-        counts = {state: sum(finding.state is state for finding in findings) for state in CheckState}
-        said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-        out.print(f"{'not fit' if counts[CheckState.FAIL] else 'fit'}: {said}")
-    return findings
-
-
-def _document(finding: Finding) -> dict[str, Any]:
-    return {
-        "check": finding.check,
-        "state": finding.state.value,
-        "seen": finding.seen,
-        "fix": finding.fix,
-    }
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"{option} {text}: expected {error}") from None
+def _show(finding: Finding) -> None:
+    row = table("", "", "")
+    row.show_header = False
+    row.columns[0].width, row.columns[1].width = 7, 18
+    row.columns[2].no_wrap = False
+    row.add_row(f"[{_STYLE[finding.state]}]{finding.state}[/]", finding.check, escape(finding.seen))
+    if finding.fix:
+        row.add_row("", "", escape(f"-> {finding.fix}"))
+    console().print(row)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, plain, print_json, seconds, table
+from holdfast.command.output import console, json_option, print_json, say, seconds, show, table
 from holdfast.errors import ConfigError
 from operator_side.commands.options import (
     COMMAND,
@@ -20,6 +20,7 @@ from operator_side.commands.options import (
     SETTINGS,
     ULFM,
     WRAPS_COMMAND,
+    choice,
     count,
     exit_codes,
     file,
@@ -48,14 +49,12 @@ _FAILED_EXIT_CODE = 1
 )
 @count("-n --ranks", "Number of training ranks; all run on this machine.", required=True)
 @count("--kills", "How many times the job is killed.", 3)
-@click.option(
-    "--with",
-    "ways",
-    type=click.Choice(["notice", "none", "both", "wrapper"]),
-    default="both",
-    show_default=True,
-    help="How the job is killed: after a preemption notice to a rank (SIGTERM), without a notice, or both in turn; "
+@choice(
+    "--with ways",
+    ["notice", "none", "both", "wrapper"],
+    "How the job is killed: after a preemption notice to a rank (SIGTERM), without a notice, or both in turn; "
     "wrapper: by SIGKILL of the process that started a rank, as when a container is killed.",
+    "both",
 )
 @click.option(
     "--seed",
@@ -78,12 +77,11 @@ _FAILED_EXIT_CODE = 1
 @SETTINGS
 @ULFM
 @MPIRUN_OPTIONS
-@click.option(
+@choice(
     "--launcher",
-    type=click.Choice(["mpirun", "torchrun"]),
-    default="mpirun",
-    show_default=True,
-    help="Launcher of the ranks: `holdfast run`, which uses mpirun; or torchrun, beside a standing stager.",
+    ["mpirun", "torchrun"],
+    "Launcher of the ranks: `holdfast run`, which uses mpirun; or torchrun, beside a standing stager.",
+    "mpirun",
 )
 @COMMAND
 @json_option
@@ -133,10 +131,10 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
             ways=options["ways"],
             seed=options["seed"],
             seconds_max=options["seconds_max"],
-            say=lambda text: click.echo(plain(f"holdfast drill: {text}"), err=True),
+            say=lambda text: say(f"holdfast drill: {text}"),
         )
     except BaseException:
-        click.echo(plain(f"holdfast drill: everything that the two runs wrote is in {folder}"), err=True)
+        say(f"holdfast drill: everything that the two runs wrote is in {folder}")
         raise
     kept = given or not outcome.passed
     if as_json:
@@ -195,69 +193,43 @@ def _document(outcome: DrillOutcome, seed: int, folder: str | None) -> dict[str,
 
 
 def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
-    out = console()
     rows = table("#", "KILLED", "AFTER", "RESUMED", "LOST", "ENDED", "STARTED", "RESTORED", "TRAINS", "EXACT")
     for finding in outcome.findings:
         rows.add_row(*_row(finding))
-    out.print(rows)
-    out.print(
+    console().print(rows)
+    show(
         "LOST: steps that were done again, and the seconds they had taken. The other times follow each other: from the "
         "kill until no process was left (ENDED), until all had started (STARTED), until the state was restored "
         "(RESTORED), until the first step was done (TRAINS).",
-        style="dim",
-        soft_wrap=True,
+        "dim",
     )
     for finding in outcome.findings:
         if finding.notice:
-            out.print(
-                plain(f"kill {finding.kill.number}: notice: {finding.notice}"), markup=False, soft_wrap=True
-            )
-    out.print(
-        f"files compared: {len(outcome.files)}, of which differ: {sum(bool(one.differs) for one in outcome.files)}"
-    )
+            show(f"kill {finding.kill.number}: notice: {finding.notice}")
+    differing = sum(bool(one.differs) for one in outcome.files)
+    show(f"files compared: {len(outcome.files)}, of which differ: {differing}")
     if outcome.constant:
         names = ", ".join(sorted(outcome.constant))
-        out.print(
-            plain(
-                f"these values differ between the two runs although no kill changed them (not seeded?): {names}"
-            ),
-            markup=False,
-            soft_wrap=True,
-        )
+        show(f"these values differ between the two runs although no kill changed them (not seeded?): {names}")
     if outcome.measured:
-        names = ", ".join(sorted(outcome.measured))
-        out.print(
-            plain(f"not compared, since a clock has measured it: {names}"), markup=False, soft_wrap=True
-        )
+        show(f"not compared, since a clock has measured it: {', '.join(sorted(outcome.measured))}")
     seen = outcome.samples
-    out.print(
+    show(
         "samples: not checked, since the script does not use ResumableSampler"
         if seen is None
         else f"samples: {seen.trained} trained on, {seen.skipped} skipped, {seen.repeated} repeated"
     )
     for counter in outcome.counters:
-        out.print(
-            plain(f"{counter}: no state_dict() has it; register it as a buffer if training uses it"),
-            style="yellow",
-            markup=False,
-            soft_wrap=True,
-        )
+        show(f"{counter}: no state_dict() has it; register it as a buffer if training uses it", "yellow")
     wrong = [f"kill {finding.kill.number}: {why}" for finding in outcome.findings for why in finding.wrong]
     for why in [*outcome.wrong, *wrong]:
-        out.print(plain(why), style="red", markup=False, soft_wrap=True)
+        show(why, "red")
     where = f"; both runs are in {folder}" if folder else ""
     if outcome.passed:
-        out.print(
-            f"passed: the run resumed bit for bit after each of {len(outcome.findings)} kills (--seed {seed}){where}",
-            soft_wrap=True,
-            markup=False,
-        )
+        kills = len(outcome.findings)
+        show(f"passed: the run resumed bit for bit after each of {kills} kills (--seed {seed}){where}")
     else:
-        out.print(
-            f"failed (--seed {seed} repeats the same kills){where}",
-            soft_wrap=True,
-            markup=False,
-        )
+        show(f"failed (--seed {seed} repeats the same kills){where}")
 
 
 def _row(finding: KillFinding) -> list[str]:

@@ -11,11 +11,11 @@ import click
 
 from holdfast.command.converters import Exported, converter
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, plain, print_json
+from holdfast.command.output import json_option, print_json, show
 from holdfast.command.place import place, place_folder
 from holdfast.errors import ConfigError
-from holdfast.image.manifest import Manifest, State
-from operator_side.commands.options import forced
+from holdfast.image.manifest import Manifest
+from operator_side.commands.options import choice, forced, text
 from operator_side.commands.pull import pull_file
 from operator_side.commands.target import TARGET, Target
 
@@ -35,10 +35,8 @@ _TIED_SHOWN = 5
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
 @click.argument("destination", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--to", "kind", type=click.Choice([*_SUFFIX]), required=True, help="Format to write.")
-@click.option(
-    "--only", metavar="NAME", help="Export only the part of the state with this name, such as `model`."
-)
+@choice("--to kind", [*_SUFFIX], "Format to write.", required=True)
+@text("--only", "Export only the part of the state with this name, such as `model`.", metavar="NAME")
 @forced("OUT")
 @json_option
 def export(
@@ -69,12 +67,7 @@ def export(
             "torch.load(OUT, mmap=True) read only the part that is used"
         )
     write = None if kind == "torch" else converter(f"export-{kind}")
-    catalog, manifest = target.find()
-    if manifest.state is State.BAD:
-        raise ConfigError(
-            f"{manifest.file}: this checkpoint is bad ({manifest.note}) and is not exported; `holdfast ls` shows "
-            "other steps"
-        )
+    catalog, manifest = target.find_good("exported")
     store = catalog.store
     if kind == "dcp":
         path = place_folder(destination, ".metadata", force=force)
@@ -93,10 +86,8 @@ def _say(url: str, manifest: Manifest, kind: str, path: Path, done: Exported, *,
         names = {"url": url, "step": manifest.step, "attempt": manifest.attempt, "format": kind}
         print_json({**names, "destination": str(path), **done._asdict()})
         return
-    out = console()
-    said = f"{path}: step {manifest.step} as {kind}, {done.tensors} tensors, {done.nbytes} bytes, all checked"
-    out.print(plain(said), markup=False, soft_wrap=True)
+    show(f"{path}: step {manifest.step} as {kind}, {done.tensors} tensors, {done.nbytes} bytes, all checked")
     for name, other in list(done.tied.items())[:_TIED_SHOWN]:
-        out.print(plain(f"  {name} is tied to {other}: the file has a copy of each"), markup=False)
+        show(f"  {name} is tied to {other}: the file has a copy of each")
     if len(done.tied) > _TIED_SHOWN:
-        out.print(f"  and {len(done.tied) - _TIED_SHOWN} more are tied")
+        show(f"  and {len(done.tied) - _TIED_SHOWN} more are tied")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -17,13 +16,13 @@ from holdfast.checkpoints.publish import ManifestFacts, Times
 from holdfast.checkpoints.slice_sets import complete_sets
 from holdfast.command.converters import ImportSource, converter
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, plain, print_json, progress_bar
+from holdfast.command.output import json_option, print_json, progress_bar, show
 from holdfast.errors import ConfigError, DamageError
 from holdfast.faultpoint import identify
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest, State
-from operator_side.commands.claimed import claimed, read_back
-from operator_side.commands.options import count, exit_codes
+from operator_side.commands.claimed import claimed, published, read_back
+from operator_side.commands.options import count, exit_codes, flag, text
 from operator_side.commands.target import URL, Target
 
 _STEP_MAX = 2**62 - 1
@@ -52,26 +51,12 @@ _STEP_MAX = 2**62 - 1
     most=_STEP_MAX,
     required=True,
 )
-@click.option(
-    "--under",
-    metavar="NAME",
-    help="Put the whole content of FILE under this name of the state, such as `model`.",
+@text(
+    "--under", "Put the whole content of FILE under this name of the state, such as `model`.", metavar="NAME"
 )
-@click.option(
-    "--rename",
-    "renames",
-    multiple=True,
-    metavar="OLD=NEW",
-    help="Rename a top-level name of FILE; repeatable.",
-)
-@click.option(
-    "--drop", "dropped", multiple=True, metavar="NAME", help="Leave out a top-level name of FILE; repeatable."
-)
-@click.option(
-    "--force",
-    is_flag=True,
-    help="Import even into a run that has checkpoints; the imported one becomes the newest.",
-)
+@text("--rename renames", "Rename a top-level name of FILE; repeatable.", metavar="OLD=NEW", multiple=True)
+@text("--drop dropped", "Leave out a top-level name of FILE; repeatable.", metavar="NAME", multiple=True)
+@flag("--force", "Import even into a run that has checkpoints; the imported one becomes the newest.")
 @json_option
 def import_state(
     as_json: bool,
@@ -117,9 +102,7 @@ def import_state(
                 _nothing_to_read,
                 progress=advance,
                 facts=ManifestFacts(
-                    Times(now, now),
-                    {"imported": {"from": path.name[:255], "format": source.kind}},
-                    "import",
+                    Times(now, now), {"imported": {"from": path.name[:255], "format": source.kind}}, "import"
                 ),
             )
         manifest = read_back(ours.store, manifest, quiet=as_json)
@@ -153,19 +136,8 @@ def _nothing_to_read(*_: object) -> None:
 def _say(url: str, manifest: Manifest, source: ImportSource, *, as_json: bool) -> None:
     names = list(source.names)
     if as_json:
-        said: dict[str, Any] = {
-            "url": url,
-            "step": manifest.step,
-            "attempt": manifest.attempt,
-            "file": manifest.file,
-            "nbytes": manifest.image_bytes,
-            "crc32": manifest.image_crc32,
-            "state": manifest.state.value,
-            "format": source.kind,
-            "names": names,
-            "tensors": source.tensors,
-        }
-        print_json(said)
+        made = {"format": source.kind, "names": names, "tensors": source.tensors}
+        print_json({"url": url, **published(manifest), **made})
         return
     shown = f"{manifest.file}: step {manifest.step}, {manifest.image_bytes} bytes, {manifest.state}"
-    console().print(plain(f"{shown}; it holds {', '.join(names)}"), markup=False, soft_wrap=True)
+    show(f"{shown}; it holds {', '.join(names)}")

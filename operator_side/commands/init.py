@@ -9,9 +9,8 @@ import click
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json
 from holdfast.errors import ConfigError
-from operator_side.commands.options import count
-
-_LAUNCHERS = ("mpirun", "torchrun", "slurm", "kubernetes", "skypilot")
+from operator_side.commands.options import choice, count, text
+from operator_side.script_lines import Launcher, script_lines, start_lines
 
 
 @click.command(
@@ -22,20 +21,14 @@ _LAUNCHERS = ("mpirun", "torchrun", "slurm", "kubernetes", "skypilot")
     ),
 )
 @click.argument("script", required=False, type=click.Path(path_type=Path))
-@click.option(
+@choice(
     "--launcher",
-    type=click.Choice(_LAUNCHERS),
-    default="mpirun",
-    show_default=True,
-    help="Launcher of the job, for the line that starts it.",
+    [one.value for one in Launcher],
+    "Launcher of the job, for the line that starts it.",
+    Launcher.MPIRUN.value,
 )
 @count("-n --ranks", "Number of training ranks; per machine, for single-machine launchers.", 2)
-@click.option(
-    "--store",
-    default="s3://bucket/run",
-    show_default=True,
-    help="URL of the run, for the line that starts it.",
-)
+@text("--store", "URL of the run, for the line that starts it.", "s3://bucket/run")
 @count("--every", "Training steps between two checkpoints.", 100)
 @json_option
 def init(as_json: bool, script: Path | None, launcher: str, ranks: int, store: str, every: int) -> None:
@@ -46,8 +39,6 @@ def init(as_json: bool, script: Path | None, launcher: str, ranks: int, store: s
 
     JSON: {"by_hand": text, "notes": [text], "start": [{"where", "line"}]}.
     """
-    from operator_side.script_lines import Launcher, script_lines, start_lines
-
     lines, note = script_lines("" if script is None else _read(script), every=every)
     start = start_lines(Launcher(launcher), str(script or "train.py"), ranks=ranks, store=store)
     if as_json:

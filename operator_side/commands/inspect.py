@@ -12,6 +12,7 @@ from rich.table import Table
 from holdfast.command.examples import examples
 from holdfast.command.output import age, console, json_option, plain, print_json, seconds, size, table
 from holdfast.image.manifest import Manifest
+from operator_side.commands.options import flag
 from operator_side.commands.target import TARGET, Target
 
 _ROWS_SHOWN = 40
@@ -27,9 +28,7 @@ _NUMBER_MAX = 10**300
     ),
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
-@click.option(
-    "--all", "show_all", is_flag=True, help=f"Show all rows of each table, not only the first {_ROWS_SHOWN}."
-)
+@flag("--all show_all", f"Show all rows of each table, not only the first {_ROWS_SHOWN}.")
 @json_option
 def inspect(as_json: bool, target: Target, show_all: bool) -> None:
     """Show one checkpoint of the run at URL: its summary, its tensors, and how long each phase of it took.
@@ -54,13 +53,13 @@ def _summary(url: str, manifest: Manifest) -> Table:
     rows = Table(box=None, show_header=False, pad_edge=False)
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
+    caveats = (("drift", manifest.drift), ("doubt", manifest.doubt))
     for name, value in (
         ("run", url),
         ("step", f"{manifest.step} (attempt {manifest.attempt})"),
         ("file", f"{manifest.file}, {size(manifest.image_bytes)} ({manifest.image_bytes} bytes)"),
         ("state", manifest.state.value + (f": {manifest.note}" if manifest.note else "")),
-        *((("drift", manifest.drift),) if manifest.drift else ()),
-        *((("doubt", manifest.doubt),) if manifest.doubt else ()),
+        *(caveat for caveat in caveats if caveat[1]),
         *((_plain(f"metric {name}"), f"{value:.9g}") for name, value in manifest.metrics.items()),
         ("created", f"{manifest.created} ({age(manifest)} ago)"),
         ("ranks", str(manifest.ranks)),
@@ -124,10 +123,8 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
         for index, inner in enumerate(value):
             yield from _leaves(f"{prefix}.{index}", inner)
     elif isinstance(value, int | float) and not isinstance(value, bool) and prefix.endswith("_seconds"):
-        yield (
-            prefix.removesuffix("_seconds"),
-            f"{value:.3f} s" if abs(value) < _SECONDS_MAX else "not a time",
-        )
+        shown = f"{value:.3f} s" if abs(value) < _SECONDS_MAX else "not a time"
+        yield prefix.removesuffix("_seconds"), shown
     elif isinstance(value, int) and not isinstance(value, bool) and prefix.endswith("_bytes"):
         yield prefix.removesuffix("_bytes"), size(value)
     elif isinstance(value, int) and abs(value) > _NUMBER_MAX:

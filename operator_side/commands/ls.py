@@ -21,10 +21,10 @@ from holdfast.command.output import (
     plain,
     print_json,
     progress_bar,
+    show,
     size,
     table,
 )
-from holdfast.errors import StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.commands.target import URL, Target
 
@@ -36,10 +36,7 @@ _ROWS_NEXT = 200
 
 @click.command(
     short_help="List the checkpoints of a run, newest first.",
-    epilog=examples(
-        "holdfast ls s3://bucket/run",
-        "holdfast ls /mnt/run --json | jq '.checkpoints[0].step'",
-    ),
+    epilog=examples("holdfast ls s3://bucket/run", "holdfast ls /mnt/run --json | jq '.checkpoints[0].step'"),
 )
 @click.argument("target", metavar="URL", type=URL)
 @json_option
@@ -70,9 +67,7 @@ def ls(as_json: bool, target: Target) -> None:
     is_best is true for the best good one by the run's best_metric. branch is the number of the branch that wrote it,
     from 1; current tells whether restore may take it: it does not after `holdfast rewind` has left it.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
-    look = target.catalog().look()
-    if look.is_empty:
-        raise StoreMissing(f"{look.url}: there is nothing at this URL; check the URL")
+    look = target.look()
     sets = [found for found in look.slices() if not _is_published(look, found)]
     doubts = look.doubted_slices() if sets else {}
     # Where the rows themselves go to a terminal, they show how far it is.
@@ -86,7 +81,7 @@ def ls(as_json: bool, target: Target) -> None:
             _print(look.url, sets, doubts, items, branches)
     best = finder.best()
     if not as_json and best is not None:
-        console().print(plain(_told(best)), markup=False, style="green", soft_wrap=True)
+        show(_told(best), "green")
     if as_json:  # one document, so only when all is known
         for one in documents:
             one["is_best"] = best is not None and best.order == (one["attempt"], one["step"])
@@ -122,7 +117,7 @@ def _print(
     out = console()
     rows = [_slice_row(found, doubts) for found in sets] + _read_rows(items, _ROWS_FIRST, branches)
     if not rows:
-        out.print(f"{url}: the run has no checkpoint yet", markup=False)
+        show(f"{url}: the run has no checkpoint yet")
         return
     notes: list[tuple[str, str]] = []
     columns: tuple[str, ...] = _COLUMNS
@@ -144,7 +139,7 @@ def _print(
     if branches.rewinds:
         notes.append((branches.sentence(), ""))
     for text, style in notes:
-        out.print(plain(text), markup=False, style=style, soft_wrap=True)
+        show(text, style)
 
 
 class _ListedRow(NamedTuple):
@@ -203,12 +198,9 @@ def _cells(item: CatalogItem) -> tuple[str, ...]:
 
 def _slice_row(found: SliceSet, doubts: Mapping[CheckpointId, str]) -> _ListedRow:
     doubt = doubts.get(found.order, "")
-    return _ListedRow(_slice_cells(found), "yellow", ((f"slices of {doubt}", "yellow"),) if doubt else ())
-
-
-def _slice_cells(found: SliceSet) -> tuple[str, ...]:
     where = f"{len(found.seals)} of {found.ranks} slices, attempt {found.attempt}"
-    return (str(found.step), size(found.nbytes), _state(found), "-", str(found.ranks), "-", where, "")
+    cells = (str(found.step), size(found.nbytes), _state(found), "-", str(found.ranks), "-", where, "")
+    return _ListedRow(cells, "yellow", ((f"slices of {doubt}", "yellow"),) if doubt else ())
 
 
 def _state(found: SliceSet) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from holdfast.config import parse_size
 from holdfast.errors import ConfigError
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -48,12 +49,28 @@ def file(names: str, meaning: str, default: str | Path | None = None, **more: An
     return _option(names, click.Path(path_type=Path), meaning, default, more)
 
 
+def text(names: str, meaning: str, default: str | None = None, **more: Any) -> Option:
+    """An option that takes a text. With `multiple` it is repeatable."""
+    return _option(names, click.STRING, meaning, default, more)
+
+
+def choice(
+    names: str, values: Sequence[str], meaning: str, default: str | None = None, **more: Any
+) -> Option:
+    """An option that takes one of `values`."""
+    return _option(names, click.Choice(values), meaning, default, more)
+
+
+def flag(names: str, meaning: str) -> Option:
+    """An option without a value."""
+    return click.option(*names.split(), is_flag=True, help=meaning)
+
+
 def _option(
     names: str, kind: click.ParamType[Any], meaning: str, default: Any, more: dict[str, Any]
 ) -> Option:
-    return click.option(
-        *names.split(), type=kind, default=default, show_default=default is not None, help=meaning, **more
-    )
+    shown = default not in {None, ""}
+    return click.option(*names.split(), type=kind, default=default, show_default=shown, help=meaning, **more)
 
 
 def exit_codes(*said: str) -> str:
@@ -65,6 +82,14 @@ def exit_codes(*said: str) -> str:
         for code, _, meaning in codes
     ]
     return "\b\nExit codes:\n" + "\n".join(lines) + "\n\n"
+
+
+def size_of(option: str, text: str) -> int:
+    """The bytes that the value of an option means, such as 16MiB."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: expected {error}") from None
 
 
 def settings_of(pairs: Sequence[str]) -> dict[str, str]:
@@ -88,19 +113,16 @@ def check_dollars_per_hour(dollars: float | None) -> None:
 WRAPS_COMMAND = {"allow_interspersed_args": False}
 """Context settings of a command that starts COMMAND: options after its name are COMMAND's."""
 COMMAND = click.argument("command", nargs=-1, required=True)
-SETTINGS = click.option(
-    "--set",
-    "settings",
-    multiple=True,
+SETTINGS = text(
+    "--set settings",
+    "Setting of the stager, such as keep_last=5; repeatable.",
     metavar="NAME=VALUE",
-    help="Setting of the stager, such as keep_last=5; repeatable.",
+    multiple=True,
 )
 ULFM = click.option(
     "--ulfm/--no-ulfm", default=True, show_default=True, help="Ask MPI to survive the death of a rank."
 )
-MPIRUN_OPTIONS = click.option(
-    "--mpirun-options", default="", help='More options for mpirun, such as "--mca btl tcp,self".'
-)
+MPIRUN_OPTIONS = text("--mpirun-options", 'More options for mpirun, such as "--mca btl tcp,self".', "")
 DOLLARS_PER_HOUR = number(
     "--dollars-per-hour",
     "Price of all machines of the run in US dollars per hour, to show losses in dollars.",
@@ -124,4 +146,4 @@ STAGER_PRICE = number("--stager-price", "Price of the stager's machine in US dol
 
 
 def forced(what: str) -> Option:
-    return click.option("--force", is_flag=True, help=f"Replace {what} if it exists.")
+    return flag("--force", f"Replace {what} if it exists.")

@@ -20,13 +20,13 @@ from holdfast.checkpoints.best_finder import find_best
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, load_set
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, print_json, progress_bar
-from holdfast.command.place import place, unwritable, write_whole
+from holdfast.command.output import json_option, print_json, progress_bar, show
+from holdfast.command.place import place, unwritable, write_all, write_whole
 from holdfast.errors import ConfigError, DamageError, StoreMissing
 from holdfast.image.manifest import Manifest, step_file_name
 from holdfast.ring.pages import direct_window
 from holdfast.store.base import Store
-from operator_side.commands.options import forced
+from operator_side.commands.options import choice, forced, text
 from operator_side.commands.partial import partial
 from operator_side.commands.target import TARGET, Target
 
@@ -45,11 +45,11 @@ _READS_MAX = 2  # a wrong chunk may have changed only on its way here
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
-@click.option("--best", metavar="METRIC", help="Copy the best good checkpoint by this metric.")
-@click.option(
+@text("--best", "Copy the best good checkpoint by this metric.", metavar="METRIC")
+@choice(
     "--mode",
-    type=click.Choice(["min", "max"]),
-    help="The value of METRIC that is best: min is the lowest, max the highest. Default: as the run's best_mode says.",
+    ["min", "max"],
+    "The value of METRIC that is best: min is the lowest, max the highest. Default: as the run's best_mode says.",
 )
 @forced("DEST")
 @json_option
@@ -89,19 +89,13 @@ def pull(
         return
     path = place(destination, manifest.file, force=force)
     kept_bytes = pull_file(catalog.store, manifest, path, quiet=as_json)
-    names: dict[str, str | int] = {
-        "url": catalog.store.url,
-        "step": manifest.step,
-        "file": manifest.file,
-    }
+    names: dict[str, str | int] = {"url": catalog.store.url, "step": manifest.step, "file": manifest.file}
     _say(names, path, manifest.image_bytes, manifest.image_crc32, kept_bytes=kept_bytes, as_json=as_json)
 
 
 def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> int:
-    """Copy the file of `manifest` to `path` and check it. Bytes that an earlier call fetched are not fetched again.
-
-    Returns:
-        The number of bytes that an earlier call had fetched.
+    """Copy the file of `manifest` to `path` and check it. Bytes that an earlier call fetched are not fetched again;
+    returns their number.
 
     Raises:
         BusyError: Another process is fetching the same file.
@@ -159,8 +153,7 @@ def _say(
         print_json({**names, **told})
         return
     kept = f", of which {kept_bytes} had been fetched before" if kept_bytes else ""
-    said = f"{path}: step {names['step']}, {nbytes} bytes{kept}, all checked"
-    console().print(said, markup=False)
+    show(f"{path}: step {names['step']}, {nbytes} bytes{kept}, all checked")
 
 
 class _FileParts:
@@ -171,7 +164,7 @@ class _FileParts:
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:  # noqa: ARG002
         for buffer in buffers:
-            _write_all(self._fd, buffer)
+            write_all(self._fd, buffer)
 
 
 def _kept(fd: int, manifest: Manifest) -> int:
@@ -206,7 +199,7 @@ def _stream(store: Store, manifest: Manifest, fd: int, first: int, advance: Call
                 store.read_into(manifest.file, offset, part)
                 found = crc.crc32(part, found)
                 os.lseek(fd, offset, os.SEEK_SET)
-                _write_all(fd, part)
+                write_all(fd, part)
                 offset += len(part)
             if found == expected:
                 break
@@ -230,8 +223,3 @@ def _stream(store: Store, manifest: Manifest, fd: int, first: int, advance: Call
 def _extent(manifest: Manifest, chunk: int) -> tuple[int, int]:
     begin = chunk * manifest.chunk_bytes
     return begin, min(begin + manifest.chunk_bytes, manifest.image_bytes)
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from holdfast.command.examples import examples
+from holdfast.command.output import say
 from operator_side.commands.options import COMMAND, WRAPS_COMMAND, count, exit_codes
 
 
@@ -22,10 +23,7 @@ from operator_side.commands.options import COMMAND, WRAPS_COMMAND, count, exit_c
         "128+N ended by signal N, through its own fault",
         "other the exit code of the script",
     )
-    + examples(
-        "holdfast rank -- torchrun --nproc-per-node 8 train.py",
-        "holdfast rank -- python train.py",
-    ),
+    + examples("holdfast rank -- torchrun --nproc-per-node 8 train.py", "holdfast rank -- python train.py"),
     context_settings=WRAPS_COMMAND,
 )
 @count(
@@ -44,7 +42,6 @@ def rank_command(command: tuple[str, ...], restarts_max: int) -> int:
     unless it is ignored at the start, as under nohup. COMMAND's output is passed through. When COMMAND has ended, one
     line on stderr says why, and the exit code says what to do.
     """
-    from holdfast.command.output import say
     from operator_side.supervise.exit_codes import AGAIN, coded_end
     from operator_side.supervise.wrapped_rank import WrappedRank
 

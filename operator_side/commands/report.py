@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from holdfast.command.examples import examples
-from holdfast.command.output import json_option, print_json
-from holdfast.command.place import place, write_whole
+from holdfast.command.output import json_option, print_json, show
+from holdfast.command.place import place, write_all, write_whole
 from holdfast.errors import StoreError, StoreMissing
 from operator_side.commands.options import DOLLARS_PER_HOUR, check_dollars_per_hour, exit_codes, file, forced
 from operator_side.commands.target import URL, Target
@@ -72,13 +71,7 @@ def report(
     stored = _stored(target, notes, may_fail=not events)
     facts = gather(target.url, log, stored, dollars_per_hour=dollars_per_hour, notes=notes)
     made = page(facts, made_at_unix=time.time())
-
-    def fill(fd: int) -> None:
-        rest = memoryview(made)
-        while rest:
-            rest = rest[os.write(fd, rest) :]
-
-    write_whole(path, len(made), fill)
+    write_whole(path, len(made), lambda fd: write_all(fd, memoryview(made)))
     if as_json:
         print_json(
             {
@@ -93,12 +86,9 @@ def report(
             }
         )
         return
-    from holdfast.command.output import console, plain
-
-    out = console()
     for sentence in what_happened(facts):
-        out.print(plain(sentence), markup=False, soft_wrap=True)
-    out.print(plain(f"{path}: {len(made)} bytes"), markup=False, soft_wrap=True)
+        show(sentence)
+    show(f"{path}: {len(made)} bytes")
 
 
 def _stored(target: Target, notes: list[str], *, may_fail: bool) -> list[StoredCheckpoint]:
@@ -106,13 +96,9 @@ def _stored(target: Target, notes: list[str], *, may_fail: bool) -> list[StoredC
     from holdfast.telemetry.rows import StoredCheckpoint
 
     try:
-        catalog = target.catalog()
-        look = catalog.look()
-        if look.is_empty:
-            raise StoreMissing(f"{catalog.store.url}: there is nothing at this URL; check the URL")
         found: list[StoredCheckpoint] = []
         faults: list[str] = []
-        for item in look.items():
+        for item in target.look().items():
             stored = None if item.manifest is None else StoredCheckpoint.of(item.manifest)
             if stored is not None:
                 found.append(stored)

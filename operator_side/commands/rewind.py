@@ -11,24 +11,17 @@ from typing import Any, NamedTuple
 
 import click
 
-from holdfast.checkpoints.branches import (
-    REASON_CHARACTERS_MAX,
-    SKIPS_MAX,
-    Branches,
-    Rewind,
-    StepRange,
-    told,
-)
+from holdfast.checkpoints.branches import REASON_CHARACTERS_MAX, SKIPS_MAX, Branches, Rewind, StepRange, told
 from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
 from holdfast.checkpoints.lease import may_live, newest_attempt, runs_here
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, plain, print_json, table
+from holdfast.command.output import console, json_option, plain, print_json, show, table
 from holdfast.errors import ConfigError, DamageError, FencedError, StoreMissing
 from holdfast.faultpoint import identify
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.store.base import Store
 from operator_side.commands.claimed import claimed
-from operator_side.commands.options import exit_codes
+from operator_side.commands.options import exit_codes, flag, text
 from operator_side.commands.target import URL, Target
 
 _STEP = re.compile(r"\d{1,18}", re.ASCII)
@@ -65,21 +58,20 @@ class _RewindPlan(NamedTuple):
     ),
 )
 @click.argument("target", metavar="URL", type=URL)
-@click.option(
+@text(
     "--to",
+    "Step of the checkpoint to go on from; STEP-aATTEMPT, such as 10200-a1, names one of an older branch.",
     metavar="STEP",
-    help="Step of the checkpoint to go on from; STEP-aATTEMPT, such as 10200-a1, names one of an older branch.",
 )
-@click.option(
-    "--skip-batches",
-    "skips",
-    multiple=True,
+@text(
+    "--skip-batches skips",
+    "Leave out the batches of training steps N to M, both included; repeatable.",
     metavar="N..M",
-    help="Leave out the batches of training steps N to M, both included; repeatable.",
+    multiple=True,
 )
-@click.option("--reason", default="", help="Text that is kept with the branch and shown to people.")
-@click.option("--list", "only_list", is_flag=True, help="List the branches of the run, and change nothing.")
-@click.option("--dry-run", is_flag=True, help="Check everything and say what would happen; change nothing.")
+@text("--reason", "Text that is kept with the branch and shown to people.", "")
+@flag("--list only_list", "List the branches of the run, and change nothing.")
+@flag("--dry-run", "Check everything and say what would happen; change nothing.")
 @json_option
 def rewind(
     as_json: bool,
@@ -106,10 +98,8 @@ def rewind(
     the step that it went on from; null for the first one.
     """
     identify("tool")
-    look = target.catalog().look()
+    look = target.look()
     store = target.catalog().store
-    if look.is_empty:
-        raise StoreMissing(f"{look.url}: there is nothing at this URL; check the URL")
     if only_list:
         if to is not None or skips or dry_run:
             raise ConfigError("--list changes nothing; leave out the other options")
@@ -145,11 +135,11 @@ def _alive(store: Store, who: str) -> str:
 
 def _ranges(given: Sequence[str]) -> tuple[StepRange, ...]:
     found = []
-    for text in given:
-        match = _RANGE.fullmatch(text)
+    for said in given:
+        match = _RANGE.fullmatch(said)
         if match is None or int(match[1]) > int(match[2]):
             raise ConfigError(
-                f"--skip-batches {text}: expected two steps N..M, such as 10150..10200, N not above M"
+                f"--skip-batches {said}: expected two steps N..M, such as 10150..10200, N not above M"
             )
         found.append(StepRange(int(match[1]), int(match[2])))
     found.sort()
@@ -239,25 +229,21 @@ def _write(store: Store, rewind: Rewind) -> None:
 
 
 def _say(url: str, plan: _RewindPlan, *, dry_run: bool) -> None:
-    out, made = console(), plan.rewind
+    made = plan.rewind
     would = "would be" if dry_run else "was"
-    lines = [
-        f"{url}: the run {would} rewound from {made.left} to {made.fork}; branch {plan.number} begins there",
-        f"the next job goes on with step {made.fork.step + 1}",
-    ]
+    show(f"{url}: the run {would} rewound from {made.left} to {made.fork}; branch {plan.number} begins there")
+    show(f"the next job goes on with step {made.fork.step + 1}")
     for first, last in made.skips:
-        lines.append(
+        show(
             f"the batches of steps {first} to {last} are left out: step {first} gets that of step {last + 1}"
         )
     if plan.left_out_before:
-        lines.append(
+        show(
             f"the branch that is left has left out steps {told(plan.left_out_before)} after this step; the new one "
             "leaves out only what --skip-batches names"
         )
     if not dry_run:
-        lines.append(f"to undo it: holdfast rewind {url} --to {made.left.label}")
-    for line in lines:
-        out.print(plain(line), markup=False, soft_wrap=True)
+        show(f"to undo it: holdfast rewind {url} --to {made.left.label}")
 
 
 def _say_list(look: CatalogLook, plan: _RewindPlan | None, *, as_json: bool, dry_run: bool) -> None:
@@ -276,15 +262,8 @@ def _say_list(look: CatalogLook, plan: _RewindPlan | None, *, as_json: bool, dry
         origin = "-" if row["from_step"] is None else f"{row['from_step']}-a{row['from_attempt']}"
         newest = "-" if row["newest_step"] is None else f"{row['newest_step']}-a{row['newest_attempt']}"
         skipped = told(StepRange(*pair) for pair in row["skipped"]) or "-"
-        cells = (
-            name,
-            origin,
-            str(row["checkpoints"]),
-            newest,
-            skipped,
-            row["made_at"] or "-",
-            row["reason"] or "-",
-        )
+        made_at, reason = row["made_at"] or "-", row["reason"] or "-"
+        cells = (name, origin, str(row["checkpoints"]), newest, skipped, made_at, reason)
         shown.add_row(*map(plain, cells))
     console().print(shown)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, plain, print_json
+from holdfast.command.output import json_option, print_json, show
 from holdfast.errors import ConfigError
 from operator_side.commands.options import (
     ON_DEMAND_PRICE,
@@ -20,6 +20,7 @@ from operator_side.commands.options import (
     count,
     file,
     number,
+    text,
 )
 
 if TYPE_CHECKING:
@@ -71,17 +72,15 @@ _AS_GIVEN = (
     most=1_000_000,
 )
 @count("--nodes-min", "Smallest number of machines with which the job trains.", 1)
-@click.option(
+@text(
     "--every",
-    default="1,10,25,50,100,250,1000",
-    show_default=True,
-    help="Checkpoint intervals to compare, in iterations, separated by commas.",
+    "Checkpoint intervals to compare, in iterations, separated by commas.",
+    "1,10,25,50,100,250,1000",
 )
-@click.option(
+@text(
     "--lead-seconds",
-    default="0",
-    show_default=True,
-    help="Seconds between a preemption notice and the loss (0: no notice), separated by commas, such as 0,30,120.",
+    "Seconds between a preemption notice and the loss (0: no notice), separated by commas, such as 0,30,120.",
+    "0",
 )
 @count(
     "--offsets", "Number of windows of a trace that are replayed, each from another offset.", 20, most=10000
@@ -97,10 +96,10 @@ _AS_GIVEN = (
     "Mean hours between losses of the stager's machine. Default: it is never lost.",
     above=0,
 )
-@click.option(
+@text(
     "--mtbf-hours",
-    default="",
-    help="Mean hours between simulated losses, separated by commas, such as 0.5,2,8; shows the total time for each.",
+    "Mean hours between simulated losses, separated by commas, such as 0.5,2,8; shows the total time for each.",
+    "",
 )
 @count("--iterations", "Number of iterations of the training whose total time --mtbf-hours asks for.")
 @number("--provision-seconds", "Seconds until a lost machine is replaced, for --mtbf-hours.", 300.0)
@@ -143,14 +142,13 @@ def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **op
     if as_json:
         print_json(document(plan, replayed, totals, pictures))
         return
-    out = console()
-    out.print(f"profile: {plain(plan.profile.source)}", markup=False, soft_wrap=True)
+    show(f"profile: {plan.profile.source}")
     for one in replayed:
-        show_replayed(out, plan, one)
+        show_replayed(plan, one)
     if totals:
-        show_totals(out, plan, totals)
+        show_totals(plan, totals)
     for path in pictures:
-        out.print(f"picture: {plain(str(path))}", markup=False, soft_wrap=True)
+        show(f"picture: {path}")
 
 
 def _profile(path: Path | None, options: dict[str, Any]) -> TrainingProfile:

@@ -7,9 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from holdfast.command.output import plain, table
+from holdfast.command.output import console, plain, show, table
 from holdfast.errors import ConfigError
 from holdfast.policy.advice import Advice
 from operator_side.simulate.strategy import HOUR_US
@@ -19,42 +17,34 @@ from operator_side.simulate.study_plan import Replayed, StudyPlan
 _PER_DOLLAR_CELL = 1000  # iterations; the price of a single one is too small to read
 
 
-def show_replayed(out: Console, plan: StudyPlan, one: Replayed) -> None:
+def show_replayed(plan: StudyPlan, one: Replayed) -> None:
     """Print the results of one trace: goodput by interval, each strategy at its best interval, advice."""
-    _heading(out, plan, one)
-    _by_interval(out, plan, one)
-    _at_the_best(out, one)
-    out.print(
-        f"\nAdvised intervals for the losses of this trace, with an overhead of at most {plan.overhead_max:.1%}",
-        markup=False,
-    )
-    for name, advice in one.advice:
-        out.print(f"  {plain(name)}: {_line(advice)}", markup=False, soft_wrap=True)
-
-
-def _heading(out: Console, plan: StudyPlan, one: Replayed) -> None:
     trace = one.trace
-    out.print(
-        f"\n{plain(trace.name)}: {trace.end_us / HOUR_US:.1f} h, {trace.losses} losses "
+    show(
+        f"\n{trace.name}: {trace.end_us / HOUR_US:.1f} h, {trace.losses} losses "
         f"({trace.losses_per_hour:.2f} per hour), up to {trace.count_max} machines; a job on {one.job.nodes_min} to "
-        f"{one.job.nodes} machines, {plan.offsets} windows of {one.window_hours:.1f} h, seed {plan.seed}",
-        markup=False,
-        soft_wrap=True,
+        f"{one.job.nodes} machines, {plan.offsets} windows of {one.window_hours:.1f} h, seed {plan.seed}"
     )
+    _by_interval(plan, one)
+    _at_the_best(one)
+    bound = f"{plan.overhead_max:.1%}"
+    show(f"\nAdvised intervals for the losses of this trace, with an overhead of at most {bound}")
+    for name, advice in one.advice:
+        show(f"  {name}: {_line(advice)}")
 
 
-def _by_interval(out: Console, plan: StudyPlan, one: Replayed) -> None:
-    out.print("\nGoodput in % of the ideal, by interval in iterations", markup=False)
+def _by_interval(plan: StudyPlan, one: Replayed) -> None:
+    show("\nGoodput in % of the ideal, by interval in iterations")
     intervals = [str(every) for every in plan.intervals]
     rows = table("STRATEGY", *intervals, right=tuple(intervals))
     for strategy in plan.strategies[:-1]:  # the ideal has no interval
         shares = [row.share.median for row in one.rows if row.strategy == strategy]
         rows.add_row(plain(strategy.name), *(f"{100 * share:.1f}" for share in shares))
-    out.print(rows)
+    console().print(rows)
 
 
-def _at_the_best(out: Console, one: Replayed) -> None:
-    out.print("\nEach strategy at its best interval: median (smallest–largest)", markup=False)
+def _at_the_best(one: Replayed) -> None:
+    show("\nEach strategy at its best interval: median (smallest–largest)")
     heads = ["EVERY", "GOODPUT %", "PER HOUR", "REDONE", "RUNNING %"]
     if one.on_demand_dollars is not None:
         heads.append(f"$ PER {_PER_DOLLAR_CELL}")
@@ -70,29 +60,24 @@ def _at_the_best(out: Console, one: Replayed) -> None:
         if one.on_demand_dollars is not None:
             cells.append("-" if row.dollars is None else _spread(row.dollars, _PER_DOLLAR_CELL, 3))
         rows.add_row(plain(row.strategy.name), *cells)
-    out.print(rows)
+    console().print(rows)
     if one.on_demand_dollars is not None:
         dollars = _PER_DOLLAR_CELL * one.on_demand_dollars
-        out.print(
-            f"on demand, without losses and checkpoints: ${dollars:.3f} per {_PER_DOLLAR_CELL} iterations",
-            markup=False,
-        )
+        show(f"on demand, without losses and checkpoints: ${dollars:.3f} per {_PER_DOLLAR_CELL} iterations")
 
 
-def show_totals(out: Console, plan: StudyPlan, totals: Sequence[Total]) -> None:
+def show_totals(plan: StudyPlan, totals: Sequence[Total]) -> None:
     """Print the total time by mean time between losses, each strategy at its best interval."""
-    out.print(
+    show(
         f"\nHours until {plan.iterations} iterations are done, by mean hours between losses, each strategy at its best "
-        "interval: median (smallest–largest)",
-        markup=False,
-        soft_wrap=True,
+        "interval: median (smallest–largest)"
     )
     heads = [f"{hours:g} h" for hours in plan.mtbf_hours]
     rows = table("STRATEGY", *heads, right=tuple(heads))
     for name in dict.fromkeys(total.strategy.name for total in totals):
         theirs = [total.hours for total in totals if total.strategy.name == name]
         rows.add_row(plain(name), *("never" if hours is None else _spread(hours, 1, 2) for hours in theirs))
-    out.print(rows)
+    console().print(rows)
 
 
 def _spread(spread: Spread, times: float, digits: int = 1) -> str:

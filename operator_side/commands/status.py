@@ -18,6 +18,7 @@ from operator_side.commands.options import (
     count,
     exit_codes,
     file,
+    flag,
     number,
 )
 
@@ -25,7 +26,7 @@ _ROWS_LEAST = 14  # of one run in a window: who, how far, how much is at risk
 
 if TYPE_CHECKING:
     from operator_side.status.run_status import RunStatus
-    from operator_side.status.run_watches import RunWatches
+    from operator_side.status.run_watch import RunWatches
 
 
 @click.command(
@@ -39,12 +40,8 @@ if TYPE_CHECKING:
     ),
 )
 @click.argument("run", metavar="[RUN]", required=False)
-@click.option(
-    "--once",
-    is_flag=True,
-    help="Print the state once and end; this is the default where stdout is not a terminal.",
-)
-@click.option("--web", is_flag=True, help="Serve the status as a live page on 127.0.0.1 until Ctrl-C.")
+@flag("--once", "Print the state once and end; this is the default where stdout is not a terminal.")
+@flag("--web", "Serve the status as a live page on 127.0.0.1 until Ctrl-C.")
 @count("--port", "Port of the page; 0 takes any that is free.", 8765, least=0, most=65535)
 @file(
     "--events events",
@@ -87,14 +84,14 @@ def status(
         )
     if events and not (web and run):
         raise ConfigError("--events: expected with --web and RUN, whose logs they are")
-    from operator_side.status.run_watches import RunWatches
+    from operator_side.status.run_watch import RunWatches
 
     watches = RunWatches(run, runtime_dir, dollars_per_hour)
     found = watches.look()
     if web:
-        from operator_side.commands.status_web import serve_web
+        from operator_side.commands.status_web import StatusWeb, serve_web
 
-        serve_web(watches, port, interval_seconds, events, dollars_per_hour)
+        serve_web(StatusWeb(watches, interval_seconds, events, dollars_per_hour), port)
         return
     if as_json:
         print_json({"runs": [one.document() for one in found]})

@@ -15,7 +15,8 @@ from rich.text import Text
 from holdfast.command.output import plain, seconds, size, table
 from holdfast.telemetry.status_document import RankStatus, StatusLine
 from operator_side.page.words import dollars
-from operator_side.status.run_status import LEVELS, RunStatus, Timings, UnderWay
+from operator_side.status.ring_files import RingCheckpoint
+from operator_side.status.run_status import LEVELS, RunStatus, Timings
 from operator_side.status.status_text import age, head_lines, line_text, lost_steps, resumes_from
 
 _BAR_CELLS = 16
@@ -30,13 +31,7 @@ _RANK_STYLE = {"lost": "red", "silent": "yellow", "coming": "dim", "left": "dim"
 
 
 def render(status: RunStatus, *, ascii_only: bool = False, height: int | None = None) -> RenderableType:
-    """The status, for `rich`.
-
-    Args:
-        status: The run.
-        ascii_only: Use ASCII characters alone.
-        height: Lines of the terminal; lists are shortened so that the status fits, if possible. None: no limit.
-    """
+    """The status, for `rich`. `height`: lines of the terminal; lists are shortened so that it fits, if possible."""
     shown = (_RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN)
     parts = _parts(status, ascii_only, shown)
     if height is not None and _lines(parts) > height:
@@ -108,14 +103,8 @@ def _levels(status: RunStatus) -> Table:
 
 
 def _loss(status: RunStatus) -> Table:
-    rows = table(
-        "A KILL RIGHT NOW LOSES",
-        "STEPS",
-        "TIME",
-        "DOLLARS",
-        "RESUMES FROM",
-        right=("STEPS", "TIME", "DOLLARS"),
-    )
+    numbers = ("STEPS", "TIME", "DOLLARS")
+    rows = table("A KILL RIGHT NOW LOSES", *numbers, "RESUMES FROM", right=numbers)
     for what, lost in (
         ("of all trainers", status.loss_trainers),
         ("and of the stager's node", status.loss_node),
@@ -133,12 +122,8 @@ def _ring(status: RunStatus, ascii_only: bool) -> list[RenderableType]:
         return [Text("this machine has no ring of the run", style="dim")]
     full, filling = ring.chunks.get("full", 0), ring.chunks.get("filling", 0)
     used = bar((full + filling) / ring.ring_chunks, ascii_only)
-    whole = size(ring.chunk_bytes * ring.ring_chunks)
-    return [
-        Text(
-            f"ring    {used} {full + filling} of {ring.ring_chunks} chunks ({whole}): {full} full, {filling} filling"
-        )
-    ]
+    whole = f"{full + filling} of {ring.ring_chunks} chunks ({size(ring.chunk_bytes * ring.ring_chunks)})"
+    return [Text(f"ring    {used} {whole}: {full} full, {filling} filling")]
 
 
 def _flights(status: RunStatus, ascii_only: bool, shown: int) -> list[RenderableType]:
@@ -157,13 +142,12 @@ def _flights(status: RunStatus, ascii_only: bool, shown: int) -> list[Renderable
     return found
 
 
-def _written(flight: UnderWay, ascii_only: bool) -> tuple[str, str]:
+def _written(flight: RingCheckpoint, ascii_only: bool) -> tuple[str, str]:
     if flight.written_bytes is None or not flight.image_bytes:
         return "", f"of {size(flight.image_bytes)}" if flight.image_bytes else "-"
     fraction = flight.written_bytes / flight.image_bytes
-    return bar(
-        fraction, ascii_only
-    ), f"{size(flight.written_bytes)} of {size(flight.image_bytes)}, {fraction:.0%}"
+    done = f"{size(flight.written_bytes)} of {size(flight.image_bytes)}, {fraction:.0%}"
+    return bar(fraction, ascii_only), done
 
 
 def _timings(status: RunStatus, ascii_only: bool) -> list[RenderableType]:
@@ -205,15 +189,8 @@ def _sparks(timings: Timings, ascii_only: bool) -> str:
 def _ranks(status: RunStatus, shown: int) -> list[RenderableType]:
     if not status.ranks:
         return []
-    rows = table(
-        "RANK",
-        "HOST",
-        "STATE",
-        "SAVED STEP",
-        "HEARD",
-        "STALL",
-        right=("RANK", "SAVED STEP", "HEARD", "STALL"),
-    )
+    numbers = ("SAVED STEP", "HEARD", "STALL")
+    rows = table("RANK", "HOST", "STATE", *numbers, right=("RANK", *numbers))
     for rank in status.ranks[:shown]:
         rows.add_row(*_rank(rank), style=_RANK_STYLE.get(rank.state, ""))
     found: list[RenderableType] = [Text(), rows]
@@ -229,14 +206,8 @@ def _ranks(status: RunStatus, shown: int) -> list[RenderableType]:
 def _rank(rank: RankStatus) -> tuple[str, ...]:
     quiet = "-" if rank.quiet_seconds is None else f"{seconds(rank.quiet_seconds)} ago"
     step = "-" if rank.step is None else str(rank.step)
-    return (
-        str(rank.rank),
-        plain(rank.host)[:_HOST_CHARACTERS_MAX],
-        rank.state,
-        step,
-        quiet,
-        _short(rank.stall_seconds),
-    )
+    host = plain(rank.host)[:_HOST_CHARACTERS_MAX]
+    return str(rank.rank), host, rank.state, step, quiet, _short(rank.stall_seconds)
 
 
 def _declined(status: RunStatus) -> list[RenderableType]:

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
@@ -17,20 +18,13 @@ from operator_side.live.live_page import live_page
 from operator_side.live.page_server import ADDRESS, PageServer, Served
 from operator_side.live.run_log import RunLog
 from operator_side.status.run_status import RunStatus
-from operator_side.status.run_watches import RunWatches
+from operator_side.status.run_watch import RunWatches
 
 _SSH_SERVER = 2  # of SSH_CONNECTION: client, its port, server, its port
 
 
-def serve_web(
-    watches: RunWatches,
-    port: int,
-    every_seconds: float,
-    events: Sequence[Path],
-    dollars_per_hour: float | None,
-) -> None:
+def serve_web(site: StatusWeb, port: int) -> None:
     """Serve the page until Ctrl-C."""
-    site = _Site(watches, every_seconds, events, dollars_per_hour)
     server = PageServer(port, site.served)
     click.echo(server.url)
     click.echo(
@@ -51,24 +45,20 @@ def _here() -> str:
     return plain(parts[_SSH_SERVER]) if len(parts) > _SSH_SERVER else socket.gethostname()
 
 
-class _Site:
+@dataclass
+class StatusWeb:
     """The pages: one for each run, its main part alone, and the JSON document of all runs."""
 
-    def __init__(
-        self,
-        watches: RunWatches,
-        every_seconds: float,
-        events: Sequence[Path],
-        dollars_per_hour: float | None,
-    ) -> None:
-        self._watches, self._every_seconds = watches, every_seconds
-        self._events, self._dollars_per_hour = events, dollars_per_hour
-        self._logs: dict[str, RunLog] = {}
+    watches: RunWatches
+    every_seconds: float
+    events: Sequence[Path]
+    dollars_per_hour: float | None
+    _logs: dict[str, RunLog] = field(default_factory=dict, init=False)
 
     def served(self, name: str, run: str) -> Served | None:
         if name not in {"", "main", "status.json"}:
             return None
-        found = self._watches.look()
+        found = self.watches.look()
         if name == "status.json":
             text = json.dumps({"runs": [one.document() for one in found]}, indent=2)
             return Served(text.encode(errors="backslashreplace"), "application/json")
@@ -78,7 +68,7 @@ class _Site:
         body = live_page(
             chosen,
             self._log(chosen).look(),
-            every_seconds=self._every_seconds,
+            every_seconds=self.every_seconds,
             others=[one.run for one in found] if len(found) > 1 else (),
             is_whole=not name,
             link=f"?run={quote(run, safe='')}" if run else "",
@@ -86,8 +76,8 @@ class _Site:
         return Served(body, "text/html")
 
     def _log(self, status: RunStatus) -> RunLog:
-        key = self._watches.keys[status.run]
+        key = self.watches.keys[status.run]
         if key not in self._logs:
-            paths = self._events or (log_directory(key),)
-            self._logs[key] = RunLog(status.run, paths, dollars_per_hour=self._dollars_per_hour)
+            paths = self.events or (log_directory(key),)
+            self._logs[key] = RunLog(status.run, paths, dollars_per_hour=self.dollars_per_hour)
         return self._logs[key]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import threading
-from queue import Empty, SimpleQueue
+from concurrent import futures
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
 
-from holdfast.checkpoints.catalog import Catalog
-from holdfast.errors import ConfigError, StoreError
-from holdfast.image.manifest import Manifest
+from holdfast.checkpoints.catalog import Catalog, CatalogLook
+from holdfast.errors import ConfigError, StoreError, StoreMissing
+from holdfast.image.manifest import Manifest, State
 from holdfast.store.base import Store
 
 _ANSWER_SECONDS_MAX = 10.0
@@ -33,39 +33,51 @@ class Target(NamedTuple):
         _see_that_it_answers(store)
         return Catalog(store)
 
+    def look(self) -> CatalogLook:
+        """A listing of the run. Raises `StoreMissing`: there is nothing at its URL."""
+        look = self.catalog().look()
+        if look.is_empty:
+            raise StoreMissing(f"{look.url}: there is nothing at this URL; check the URL")
+        return look
+
     def find(self) -> tuple[Catalog, Manifest]:
         """The catalog, and the manifest of the step. Raises `StoreMissing`, which names the nearest steps."""
         catalog = self.catalog()
         return catalog, catalog.get(self.step)
 
+    def find_good(self, use: str) -> tuple[Catalog, Manifest]:
+        """As `find`. Raises `ConfigError`: the checkpoint is bad; `use` says what is not done with it."""
+        catalog, manifest = self.find()
+        if manifest.state is State.BAD:
+            raise ConfigError(
+                f"{manifest.file}: this checkpoint is bad ({manifest.note}) and is not {use}; `holdfast ls` shows "
+                "other steps"
+            )
+        return catalog, manifest
+
 
 def _see_that_it_answers(store: Store) -> None:
-    """Say a wrong endpoint or a store that hangs in seconds: later calls wait and are tried again for minutes.
-
-    Raises:
-        StoreError: The store refuses, cannot be reached, or has not answered after `_ANSWER_SECONDS_MAX`.
+    """Say a wrong endpoint or a store that hangs in seconds: later calls wait and are tried again for minutes. Raises
+    `StoreError`: the store refuses, cannot be reached, or has not answered after `_ANSWER_SECONDS_MAX`.
     """
-    ended: SimpleQueue[Exception | None] = SimpleQueue()
+    answer: futures.Future[None] = futures.Future()
 
     def check() -> None:
         try:
             store.check(write=False)
-        except Exception as error:  # noqa: BLE001 - raised below
-            ended.put(error)
+        except Exception as error:  # noqa: BLE001 - raised by `result`
+            answer.set_exception(error)
         else:
-            ended.put(None)
+            answer.set_result(None)
 
-    # A daemon: the process does not wait at its end for a call that hangs.
+    # A daemon, not an executor: the process does not wait at its end for a call that hangs.
     threading.Thread(target=check, name="holdfast-check", daemon=True).start()
-    try:
-        error = ended.get(timeout=_ANSWER_SECONDS_MAX)
-    except Empty:
+    if not futures.wait([answer], _ANSWER_SECONDS_MAX).done:
         raise StoreError(
             f"{store.url}: no answer within {_ANSWER_SECONDS_MAX:g} s; see the network, the mount, and "
             "for S3 AWS_ENDPOINT_URL"
-        ) from None
-    if error is not None:
-        raise error
+        )
+    answer.result()
 
 
 def parse_target(text: str) -> Target:
@@ -86,8 +98,6 @@ else:
 
 
 class _TargetType(_ParamType):
-    name = "URL[@STEP]"
-
     def __init__(self, *, with_step: bool) -> None:
         self._with_step = with_step
         self.name = "URL[@STEP]" if with_step else "URL"

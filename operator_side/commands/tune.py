@@ -18,6 +18,8 @@ from operator_side.commands.options import (
     file,
     forced,
     number,
+    size_of,
+    text,
 )
 
 _SECONDS_MAX = 1e6
@@ -34,12 +36,7 @@ _GBPS_BYTES = 1e9 / 8
 )
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
 @PROFILE
-@click.option(
-    "--strategy",
-    default="holdfast",
-    show_default=True,
-    help="Use the strategies of the profile whose names begin with this text.",
-)
+@text("--strategy", "Use the strategies of the profile whose names begin with this text.", "holdfast")
 @number("--mtbf-hours", "Mean hours between losses, where there is no trace.", above=0, most=1e6)
 @count("--nodes", "Number of machines of the job. Default: the largest number in the trace.", most=1_000_000)
 @OVERHEAD_MAX
@@ -52,18 +49,14 @@ _GBPS_BYTES = 1e9 / 8
     most=_SECONDS_MAX,
 )
 @count("--ranks", "Number of training ranks.", most=1_000_000)
-@click.option(
-    "--image-size", help='Size of a whole checkpoint, such as "84GB"; `holdfast ls` shows the size of each.'
-)
-@click.option(
+@text("--image-size", 'Size of a whole checkpoint, such as "84GB"; `holdfast ls` shows the size of each.')
+@text(
     "--stager-type",
-    help="Instance type of the stager's machine, such as c7gn.4xlarge. Default: the command chooses one.",
+    "Instance type of the stager's machine, such as c7gn.4xlarge. Default: the command chooses one.",
 )
-@click.option(
-    "--stager-memory", help='Memory of the stager\'s machine, such as "64GiB", if its type is not known.'
-)
+@text("--stager-memory", 'Memory of the stager\'s machine, such as "64GiB", if its type is not known.')
 @number("--store-gbps", "Write speed of the store in Gbit/s. Default: as measured.", above=0, most=1e6)
-@click.option("--store", help="URL of the run, to write into the file.")
+@text("--store", "URL of the run, to write into the file.")
 @file("--output", "File to write. Default: stdout.")
 @forced("the file of --output")
 def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -> None:
@@ -101,35 +94,32 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
         stager_memory_bytes=_size("--stager-memory", options["stager_memory"]),
         store_rate=None if gbps is None else gbps * _GBPS_BYTES,
         store=_store(options["store"]),
-        **{
-            name: options[name]
-            for name in ("mtbf_hours", "strategy", "nodes", "overhead_max", "lead_seconds", "ranks")
-        },
+        mtbf_hours=options["mtbf_hours"],
+        strategy=options["strategy"],
+        nodes=options["nodes"],
+        overhead_max=options["overhead_max"],
+        lead_seconds=options["lead_seconds"],
+        ranks=options["ranks"],
     )
-    text = answer(question).to_toml()
+    settings = answer(question).to_toml()
     if output is None:
-        click.echo(text, nl=False)
+        click.echo(settings, nl=False)
         return
     try:
         with output.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(text)
+            file.write(settings)
     except OSError as error:
         raise ConfigError(
             f"--output {output}: this file cannot be written: {error.strerror}; name another file"
         ) from error
 
 
-def _size(option: str, text: str | None) -> int | None:
-    from holdfast.config import parse_size
-
-    if text is None:
+def _size(option: str, given: str | None) -> int | None:
+    if given is None:
         return None
-    try:
-        found = parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"{option} {text}: expected {error}") from None
+    found = size_of(option, given)
     if not 0 < found < 1 << 60:
-        raise ConfigError(f"{option} {text}: expected more than 0 bytes and less than an exabyte")
+        raise ConfigError(f"{option} {given}: expected more than 0 bytes and less than an exabyte")
     return found
 
 

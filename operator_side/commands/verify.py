@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -11,10 +12,10 @@ import click
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.verification import VerifyReport, verify_file
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, plain, print_json, progress_bar
+from holdfast.command.output import json_option, print_json, progress_bar, show
 from holdfast.errors import ConfigError, DamageError
 from holdfast.image.manifest import Manifest
-from operator_side.commands.options import count, exit_codes
+from operator_side.commands.options import count, exit_codes, flag
 from operator_side.commands.target import TARGET, Target
 
 _FAULTS_SHOWN = 20
@@ -23,13 +24,10 @@ _FAULTS_SHOWN = 20
 @click.command(
     short_help="Read a checkpoint and check every byte of it.",
     epilog=exit_codes("6 the checkpoint is damaged; the message names the tensors and the place in the file")
-    + examples(
-        "holdfast verify s3://bucket/run@1000",
-        "holdfast verify /mnt/run --all --threads 8",
-    ),
+    + examples("holdfast verify s3://bucket/run@1000", "holdfast verify /mnt/run --all --threads 8"),
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
-@click.option("--all", "check_all", is_flag=True, help="Check every checkpoint of the run.")
+@flag("--all check_all", "Check every checkpoint of the run.")
 @count(
     "--threads",
     "Number of threads that read at the same time. Default: 2 from a directory; from S3 as many as help.",
@@ -94,23 +92,20 @@ def _checked(catalog: Catalog, manifest: Manifest, threads: int | None, *, quiet
 
 
 def _print(name: str, report: VerifyReport | None, manifest: Manifest | None) -> None:
-    out = console()
-    if report is None:
-        out.print(f"{name}: damaged", style="red", markup=False)
-        return
-    if report.ok:
+    if report is not None and report.ok:
         caveat = manifest.caveat if manifest is not None else ""
         kind = "drifted" if manifest is not None and manifest.drift else "doubtful"
         good = f"whole, but {kind}" if caveat else "good"
-        out.print(f"{name}: {good}, {report.checked_bytes} bytes checked", markup=False)
+        show(f"{name}: {good}, {report.checked_bytes} bytes checked")
         if caveat:
-            out.print(f"  {plain(caveat)}", markup=False, style="yellow", soft_wrap=True)
+            show(f"  {caveat}", "yellow")
         return
-    out.print(f"{name}: damaged", style="red", markup=False)
-    for damage in report.damage[:_FAULTS_SHOWN]:
-        out.print(f"  {plain(str(damage))}", markup=False, soft_wrap=True)
-    if len(report.damage) > _FAULTS_SHOWN:
-        out.print(f"  and {len(report.damage) - _FAULTS_SHOWN} more faults (--json shows all of them)")
+    show(f"{name}: damaged", "red")
+    damages = report.damage if report is not None else ()
+    for damage in damages[:_FAULTS_SHOWN]:
+        show(f"  {damage}")
+    if len(damages) > _FAULTS_SHOWN:
+        show(f"  and {len(damages) - _FAULTS_SHOWN} more faults (--json shows all of them)")
 
 
 def _document(
@@ -124,15 +119,5 @@ def _document(
         "fault": "" if report else fault,
         "drift": manifest.drift if manifest else "",
         "doubt": manifest.doubt if manifest else "",
-        "damage": [
-            {
-                "what": damage.what,
-                "offset": damage.offset,
-                "nbytes": damage.nbytes,
-                "expected": damage.expected,
-                "got": damage.got,
-                "tensors": list(damage.tensors),
-            }
-            for damage in (report.damage if report else ())
-        ],
+        "damage": [asdict(damage) for damage in (report.damage if report else ())],
     }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import resource
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,6 @@ from holdfast.ring.directory import make_private_directory
 from holdfast.ring.growth import growth_bytes_in, image_chunks_max
 from holdfast.store.file_system import IN_MEMORY, file_system_of
 
-_PYTHON_MIN = (3, 11)
 _DESCRIPTORS_MIN = 1024
 _TOUCH_BYTES = 64 << 20
 _CLOCK_SECONDS = 0.2
@@ -29,21 +28,16 @@ _MIB = 1 << 20
 
 
 def python(_: CheckPlan) -> Iterator[Finding]:
-    seen = f"holdfast {__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"
-    old = sys.version_info < _PYTHON_MIN
-    yield Finding(
-        "python",
-        CheckState.FAIL if old else CheckState.OK,
-        seen,
-        "install Python 3.11 or newer" if old else "",
-    )
+    system = f"{platform.system()} {platform.release()}"
+    seen = f"holdfast {__version__}, Python {platform.python_version()}, {system}"
+    yield Finding("python", CheckState.OK, seen)  # an older Python could not import this
     cores = len(os.sched_getaffinity(0))
-    few = cores < 2
-    yield Finding(
+    yield Finding.judged(
         "cores",
-        CheckState.WARN if few else CheckState.OK,
+        cores >= 2,
         f"{cores} usable cores",
-        "use a machine with two or more cores: on one, stager and flusher wait for each other" if few else "",
+        "use a machine with two or more cores: on one, stager and flusher wait for each other",
+        CheckState.WARN,
     )
 
 
@@ -74,36 +68,29 @@ def shared_memory(plan: CheckPlan) -> Iterator[Finding]:
 def _ring_room(base: Path, plan: CheckPlan) -> Iterator[Finding]:
     kind = file_system_of(base)
     in_memory = kind in IN_MEMORY
-    yield Finding(
+    yield Finding.judged(
         "ring directory",
-        CheckState.OK if in_memory else CheckState.WARN,
+        in_memory,
         f"{base} is on {kind}",
-        ""
-        if in_memory
-        else "set runtime_dir to a directory in memory, such as /dev/shm: a ring on a disk is slow",
+        "set runtime_dir to a directory in memory, such as /dev/shm: a ring on a disk is slow",
+        CheckState.WARN,
     )
     found = os.statvfs(base)
     free_bytes = found.f_bavail * found.f_frsize
     needed_bytes = plan.ring_bytes + 16 * _MIB
-    enough = free_bytes >= needed_bytes
-    yield Finding(
+    yield Finding.judged(
         "ring room",
-        CheckState.OK if enough else CheckState.FAIL,
+        free_bytes >= needed_bytes,
         f"{free_bytes / _MIB:,.0f} MiB are free in {base}, and the ring takes {needed_bytes / _MIB:,.0f} MiB",
-        ""
-        if enough
-        else "lower ring_bytes, or enlarge it: mount -o remount,size=... /dev/shm; in a container: --shm-size",
+        "lower ring_bytes, or enlarge it: mount -o remount,size=... /dev/shm; in a container: --shm-size",
     )
-    available_bytes = available_memory_bytes()
     if in_memory:
-        enough = available_bytes >= needed_bytes
-        yield Finding(
+        available_bytes = available_memory_bytes()
+        yield Finding.judged(
             "memory",
-            CheckState.OK if enough else CheckState.FAIL,
+            available_bytes >= needed_bytes,
             f"{available_bytes / _MIB:,.0f} MiB of memory available, and the ring takes {needed_bytes / _MIB:,.0f} MiB",
-            ""
-            if enough
-            else "lower ring_bytes, or use a machine with more memory: a ring that is swapped out is slow",
+            "lower ring_bytes, or use a machine with more memory: a ring that is swapped out is slow",
         )
 
 
@@ -151,8 +138,6 @@ def _stale_rings(base: Path) -> Iterator[Finding]:
 
 
 def _is_served(directory: Path) -> bool:
-    import fcntl
-
     try:
         with (directory / "flusher.pid").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -166,12 +151,12 @@ def _is_served(directory: Path) -> bool:
 def limits(_: CheckPlan) -> Iterator[Finding]:
     # Each connection to the store and each rank takes some open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = soft == resource.RLIM_INFINITY or soft >= _DESCRIPTORS_MIN
-    yield Finding(
+    yield Finding.judged(
         "open files",
-        CheckState.OK if enough else CheckState.WARN,
+        soft == resource.RLIM_INFINITY or soft >= _DESCRIPTORS_MIN,
         f"at most {soft} open files (hard limit {hard})",
-        "" if enough else f"raise the limit: ulimit -n {_DESCRIPTORS_MIN}",
+        f"raise the limit: ulimit -n {_DESCRIPTORS_MIN}",
+        CheckState.WARN,
     )
 
 
@@ -180,14 +165,12 @@ def clock(_: CheckPlan) -> Iterator[Finding]:
     before = _wall_clock_ahead_seconds()
     time.sleep(_CLOCK_SECONDS)
     drift_seconds = abs(_wall_clock_ahead_seconds() - before)
-    steady_clock = drift_seconds <= _CLOCK_SLACK_SECONDS
-    yield Finding(
+    yield Finding.judged(
         "clock",
-        CheckState.OK if steady_clock else CheckState.WARN,
+        drift_seconds <= _CLOCK_SLACK_SECONDS,
         f"the wall clock moved {drift_seconds * 1000:.1f} ms against the monotonic clock in {_CLOCK_SECONDS:g} s",
-        ""
-        if steady_clock
-        else "check chrony or ntpd: something sets the clock in jumps, so times in records are wrong",
+        "check chrony or ntpd: something sets the clock in jumps, so times in records are wrong",
+        CheckState.WARN,
     )
 
 
@@ -209,14 +192,12 @@ def network(_: CheckPlan) -> Iterator[Finding]:
         seen = True
         speed, mtu = _read(interface / "speed"), _read(interface / "mtu")
         known = speed.lstrip("-").isdigit() and int(speed) > 0
-        slow = known and int(speed) < _SLOW_MBITS
-        yield Finding(
+        yield Finding.judged(
             f"network {interface.name}",
-            CheckState.WARN if slow else CheckState.OK,
+            not known or int(speed) >= _SLOW_MBITS,
             (f"{int(speed) / 1000:g} Gbit/s" if known else "speed not known") + f", MTU {mtu}",
-            "use an instance with 10 Gbit/s or more: a slice of gigabytes takes seconds through this interface"
-            if slow
-            else "",
+            "use an instance with 10 Gbit/s or more: a slice of gigabytes takes seconds through this interface",
+            CheckState.WARN,
         )
     if not seen:
         yield Finding(

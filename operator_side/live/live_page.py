@@ -11,12 +11,11 @@ from holdfast.telemetry.event_text import cut
 from holdfast.telemetry.status_document import CheckpointStatus, RankStatus
 from operator_side.page.chart import Chart, Colour, Series
 from operator_side.page.render_page import render_page
-from operator_side.page.tile import Tile
 from operator_side.page.words import dollars
 from operator_side.report.attempts import ReportedAttempt
 from operator_side.report.facts import RunFacts
 from operator_side.report.run_charts import durations_chart, losses_chart, timeline_chart
-from operator_side.report.run_tiles import run_tiles
+from operator_side.report.run_tiles import Tile, run_tiles
 from operator_side.status.loss import Lost
 from operator_side.status.run_status import LEVELS, RunStatus
 from operator_side.status.status_text import age, head_lines, line_text, lost_steps, rank_counts, resumes_from
@@ -34,7 +33,6 @@ _RANK_COLOURS: dict[str, Colour] = {
     "left": "idle",
     "lost": "lost",
 }
-_LEVEL_COLOURS: dict[str, Colour] = {"staged": "staged", "durable": "durable", "verified": "verified"}
 
 
 def live_page(
@@ -46,31 +44,24 @@ def live_page(
     is_whole: bool = True,
     link: str = "",
 ) -> bytes:
-    """The page, or its main part alone.
+    """The page of a run; `facts` are those from its logs, if there are logs.
 
-    Args:
-        status: The run.
-        facts: The facts from its logs; None: there are no logs.
-        every_seconds: After how many the page asks for its main part again.
-        others: Other runs of this machine, which the page links to.
-        is_whole: Whether the frame is wanted, too.
-        link: The query that names this run.
+    It asks for its main part again after `every_seconds`. With `is_whole` false this is the main part alone. `others`
+    are runs of this machine that the page links to, `link` is the query that names this run.
     """
     ranks = sorted(status.ranks, key=lambda rank: rank.rank) if status.ranks_total >= _STRIP_MIN else []
     charts = [
         ("progress", "Newest checkpoints", _progress(status.checkpoints)),
-        ("durations", "How long checkpoints took", _durations(status.checkpoints)),
+        ("durations", "How long checkpoints took", durations_chart(status.checkpoints)),
     ]
     if facts is not None:
-        charts.insert(
-            0,
-            (
-                "losses",
-                "Loss",
-                losses_chart(facts.losses[:: -max(1, len(facts.losses) // _POINTS_MAX)][::-1]),
-            ),
-        )
-        charts.append(("timeline", "Attempts and interruptions", timeline_chart(_until(facts, status))))
+        losses = facts.losses[:: -max(1, len(facts.losses) // _POINTS_MAX)][::-1]
+        timeline = timeline_chart(_until(facts, status))
+        charts = [
+            ("losses", "Loss", losses_chart(losses)),
+            *charts,
+            ("timeline", "Attempts and interruptions", timeline),
+        ]
     return render_page(
         "live/live.html",
         is_whole=is_whole,
@@ -110,14 +101,14 @@ def _now(status: RunStatus, facts: RunFacts | None) -> Iterator[Tile]:
     for name in LEVELS:
         level = status.levels.get(name)
         if level is None:
-            yield Tile(f"newest {name} step", "-", f"no checkpoint is {name} yet", _LEVEL_COLOURS[name])
+            yield Tile(f"newest {name} step", "-", f"no checkpoint is {name} yet", name)
             continue
-        note = f"attempt {level.attempt}" + (
-            f", {age(status.now_unix, level.at_unix)} ago" if level.at_unix else ""
-        )
+        note = f"attempt {level.attempt}"
+        if level.at_unix:
+            note += f", {age(status.now_unix, level.at_unix)} ago"
         if level.nonfinite:
             note += f", {level.nonfinite:,} numbers not finite"
-        yield Tile(f"newest {name} step", str(level.step), note, _LEVEL_COLOURS[name])
+        yield Tile(f"newest {name} step", str(level.step), note, name)
     if facts is not None and facts.losses:
         step, loss = facts.losses[-1]
         yield Tile("loss", f"{loss:.4g}", f"of step {step}", "training")
@@ -126,10 +117,8 @@ def _now(status: RunStatus, facts: RunFacts | None) -> Iterator[Tile]:
 def _loss(name: str, lost: Lost) -> Tile:
     price = "" if lost.dollars is None else f", {dollars(lost.dollars)}"
     steps = lost_steps(lost)
-    unit = "step" if steps == "1" else "steps"
-    return Tile(
-        name, f"{steps} {unit}", f"{seconds(lost.seconds)}{price}; resumes from {resumes_from(lost)}", "lost"
-    )
+    note = f"{seconds(lost.seconds)}{price}; resumes from {resumes_from(lost)}"
+    return Tile(name, f"{steps} {'step' if steps == '1' else 'steps'}", note, "lost")
 
 
 def _until(facts: RunFacts, status: RunStatus) -> list[ReportedAttempt]:
@@ -150,24 +139,11 @@ def _progress(rows: Sequence[CheckpointStatus]) -> Chart:
         ("verified", "read_back_at_unix"),
     )
     series = [
-        Series(
-            name,
-            name,
-            points=sorted((at, row.step) for row in rows if (at := getattr(row, field))),
-        )
+        Series(name, name, points=sorted((at, row.step) for row in rows if (at := getattr(row, field))))
         for name, field in levels
     ]
     text = "The steps of the newest checkpoints, when each became staged, durable and verified."
     return Chart("progress", text, "time", series, y="step", x_title="time (UTC)", y_title="step")
-
-
-def _durations(rows: Sequence[CheckpointStatus]) -> Chart:
-    return durations_chart(
-        *(
-            [(row.step, value) for row in rows if (value := getattr(row, name)) is not None]
-            for name in ("stall_seconds", "pgt1_seconds", "pgt2_seconds")
-        )
-    )
 
 
 def _rank_title(rank: RankStatus) -> str:

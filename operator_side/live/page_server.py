@@ -44,14 +44,8 @@ Pages = Callable[[str, str], Served | None]
 
 
 class PageServer:
-    """An HTTP server for one page.
-
-    Args:
-        port: 0: any that is free.
-        pages: Called by one thread at a time.
-
-    Raises:
-        ConfigError: The port is taken.
+    """An HTTP server for one page, at any free port if `port` is 0. `pages` is called by one thread at a time. Raises
+    `ConfigError`: the port is taken.
     """
 
     def __init__(self, port: int, pages: Pages) -> None:

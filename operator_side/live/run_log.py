@@ -17,11 +17,8 @@ _NAMES = ("status.jsonl", "events.jsonl")
 
 
 class RunLog:
-    """The facts from a run's logs.
-
-    Args:
-        run: URL of the run.
-        paths: Event logs, or log directories of `holdfast run`; one that is not there is passed over.
+    """The facts from a run's logs. `paths`: event logs, or log directories of `holdfast run`; one that is not there is
+    passed over.
     """
 
     def __init__(

@@ -13,10 +13,6 @@ Unit = Literal["time", "seconds", "step", "number"]
 Colour = Literal[
     "training", "starting", "staged", "durable", "verified", "lost", "back", "stall", "declined", "idle"
 ]
-COLOURS: tuple[Colour, ...] = (
-    *("training", "starting", "staged", "durable", "verified"),
-    *("lost", "back", "stall", "declined", "idle"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +37,13 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart.
-
-    Attributes:
-        text: The description for a reader who does not see the picture.
-        x: Unit of the horizontal axis: Unix seconds (`time`), seconds, steps, or plain numbers. `y`: of the other one.
-        lanes: Names from top to bottom; empty: lines.
-    """
+    """One chart."""
 
     name: str
-    text: str
-    x: Unit
+    text: str  # the description for a reader who does not see the picture
+    x: Unit  # unit of the horizontal axis; `time` is in Unix seconds
     series: Sequence[Series]
-    lanes: Sequence[str] = ()
+    lanes: Sequence[str] = ()  # names from top to bottom; empty: lines
     y: Unit = "number"
     x_title: str = ""
     y_title: str = ""

@@ -39,11 +39,11 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for one in (words.moment, words.clock, words.brief, words.dollars, words.rate, size):
+    for one in (words.moment, words.brief, words.dollars, words.rate, size):
         environment.filters[one.__name__] = one
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     style, scripts = _file("page.css"), [_file("vendor/chart.umd.min.js"), _file("page.js")]
-    environment.filters |= {"cell": _cell}
+    environment.filters["cell"] = _cell
     environment.globals |= {
         "share": words.share,
         "plural": words.plural,

@@ -26,16 +26,16 @@ class ReportedAttempt:
     """One start of the job.
 
     Attributes:
-        is_told: Whether a supervisor tells of it; else it is put together from the events of stager and ranks.
+        is_told: A supervisor tells of it; else it is put together from the events of stager and ranks.
         began_at_unix: When it was launched; without a supervisor, when its stager was ready.
-        training_at_unix: When every rank had taken its first step; without a supervisor, the last rank's restore or the
-            first `save()`.
+        training_at_unix: Every rank's first step; without a supervisor the restore or first `save()`.
         restored_step: The step that it resumed from; -1: the beginning; None: not known.
-        lost_at_unix: The first sign of its bad end. `ended_at_unix` is the time of the verdict.
+        lost_at_unix: The first sign of its bad end.
+        ended_at_unix: Time of the verdict.
         heard_at_unix: The last sign of life.
         proof: How its first step compares with that of the attempt before; None: nobody has said it.
         cause: As the supervisor calls it; `left`: the trainers left the stager; empty while it runs.
-        phases: Seconds of each phase from the launch to training, by the name of the phase's end.
+        phases: Seconds from the launch to training, by a phase's end.
     """
 
     number: int
@@ -98,19 +98,17 @@ def _told(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
                 attempts[-1].lost_at_unix = event.time
         return
     if event.event == "launched":
+        attempts.append(_begun(event, attempts, is_told=True))
         hosts = event.fields.get("hosts")
-        attempts.append(
-            ReportedAttempt(
-                whole(event.fields.get("attempt")) or len(attempts) + 1,
-                is_told=True,
-                began_at_unix=event.time,
-                heard_at_unix=event.time,
-                ranks=whole(event.fields.get("ranks")),
-                hosts=[text(host) for host in hosts] if isinstance(hosts, list) else [],
-            )
-        )
+        if isinstance(hosts, list):
+            attempts[-1].hosts = [text(host) for host in hosts]
     elif attempts:
         _mark(event, attempts[-1])
+
+
+def _begun(event: LoggedEvent, before: Sequence[ReportedAttempt], *, is_told: bool) -> ReportedAttempt:
+    number, ranks = whole(event.fields.get("attempt")), whole(event.fields.get("ranks"))
+    return ReportedAttempt(number or len(before) + 1, is_told, event.time, event.time, ranks)
 
 
 def _mark(event: LoggedEvent, attempt: ReportedAttempt) -> None:
@@ -139,15 +137,7 @@ def _mark(event: LoggedEvent, attempt: ReportedAttempt) -> None:
 
 def _untold(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
     if event.event == "stager_ready":
-        attempts.append(
-            ReportedAttempt(
-                whole(event.fields.get("attempt")) or len(attempts) + 1,
-                is_told=False,
-                began_at_unix=event.time,
-                heard_at_unix=event.time,
-                ranks=whole(event.fields.get("ranks")),
-            )
-        )
+        attempts.append(_begun(event, attempts, is_told=False))
         return
     if not attempts:
         return

@@ -42,14 +42,7 @@ class SecondsSpread:
 
 @dataclass
 class RunFacts:
-    """See the module.
-
-    Attributes:
-        begin_unix: The first time that is known, as `end_unix` is the last; both None if nothing is known of the run.
-        losses: Steps with the training loss that a rank logged for them, in order of the steps.
-        over: The supervisor's last message, if it ended.
-        unknown: Sentences on what cannot be told of the run, and why.
-    """
+    """See the module."""
 
     run: str
     log: Log
@@ -58,16 +51,20 @@ class RunFacts:
     interruptions: list[Interruption]
     goodput: Goodput | None
     happened: list[Happened]
-    begin_unix: float | None
+    begin_unix: float | None  # the first time that is known; None if nothing is known of the run
     end_unix: float | None
-    losses: list[tuple[int, float]] = field(default_factory=list)
-    over: str = ""
-    unknown: list[str] = field(default_factory=list)
+    losses: list[tuple[int, float]] = field(default_factory=list)  # steps and training losses, in order
+    over: str = ""  # the supervisor's last message, if it ended
+    unknown: list[str] = field(default_factory=list)  # sentences on what cannot be told of the run, and why
 
     @property
     def rows(self) -> list[CheckpointRow]:
         """The checkpoints, oldest first."""
         return self.checkpoints.rows
+
+    @property
+    def newest_good(self) -> CheckpointRow | None:
+        return self.checkpoints.newest("verified") or self.checkpoints.newest("durable")
 
 
 def gather(
@@ -82,13 +79,10 @@ def gather(
     checkpoints = gather_checkpoints(log.events, stored)
     attempts = gather_attempts(log.events)
     begin, end = _bounds(log.events, checkpoints.rows, attempts)
-    worked_until = _worked_until(attempts, log.events)
-    interruptions = interruptions_of(
-        attempts, checkpoints.rows, end_unix=worked_until, dollars_per_hour=dollars_per_hour
-    )
-    goodput = goodput_of(
-        attempts, interruptions, checkpoints.rows, end_unix=worked_until, dollars_per_hour=dollars_per_hour
-    )
+    until = _worked_until(attempts, log.events)
+    rows, price = checkpoints.rows, dollars_per_hour
+    interruptions = interruptions_of(attempts, rows, end_unix=until, dollars_per_hour=price)
+    goodput = goodput_of(attempts, interruptions, rows, end_unix=until, dollars_per_hour=price)
     over = [event for event in log.events if event.event == "over" and event.role == "supervisor"]
     facts = RunFacts(
         run,
@@ -173,54 +167,39 @@ def _happened(events: Iterable[LoggedEvent]) -> list[Happened]:
 
 
 def _unknown(facts: RunFacts, *, has_stored: bool, has_price: bool) -> list[str]:
-    found = []
-    log = facts.log
-    if not log.events:
-        found.append(
-            "No event log was given (--events). Attempts, interruptions, goodput, and declined or pruned steps are not "
-            "known; checkpoints are shown from their manifests."
-        )
-    elif not any(one.is_told for one in facts.attempts):
-        found.append(
-            "The log of `holdfast run` (status.jsonl) was not given. How attempts ended, and how training went "
-            "on, comes from the logs of stager and ranks, or is not known."
-        )
-    if log.events and not any(event.role == "trainer" for event in log.events):
-        found.append(
-            "No event log of a rank was given (setting `events` on the ranks' machines). Declined steps are those in "
-            "the log of the stager, and times of ranks come from manifests and the flusher."
-        )
-    if not has_stored:
-        found.append(
-            "No manifest was read: checkpoints are shown from the logs, and what the store has now is not known."
-        )
-    if log.unreadable:
-        found.append(
-            f"{log.unreadable} lines of the logs are not events (a full disk may have cut them) and are left out."
-        )
-    found += [
-        f"The last line of {name} is incomplete: its writer was killed, or is still writing."
-        for name in log.running
-    ]
-    if facts.rows:
-        found.append(
-            "The logs do not have the fill level or the size of the ring. The report shows the most bytes of "
-            "checkpoints between save() and durable at a time; the ring cannot have held more."
-        )
-        found.append(
-            "Rates are means over the whole way of one checkpoint, including waits; they do not show the highest speed "
-            "of link or store."
-        )
-    if not has_price:
-        found.append("No price was given (--dollars-per-hour), so costs are not shown.")
-    if any(one.lost is None and one.back is not None for one in facts.interruptions):
-        found.append(
-            "For some interruptions the lost work is not known: the checkpoint from which training resumed is in no "
-            "log and no longer in the store. Goodput is then an upper bound."
-        )
-    if len({event.role for event in log.events}) > 1:
-        found.append("Times are by the clock of the machine that wrote them; the clocks may differ.")
-    return found
+    log, has_rows = facts.log, bool(facts.rows)
+    roles = {event.role for event in log.events}
+    is_told = any(one.is_told for one in facts.attempts)
+    unknown_loss = any(one.lost is None and one.back is not None for one in facts.interruptions)
+    sentences = {
+        "No event log was given (--events). Attempts, interruptions, goodput, and declined or pruned steps are not "
+        "known; checkpoints are shown from their manifests.": not log.events,
+        "The log of `holdfast run` (status.jsonl) was not given. How attempts ended, and how training went on, comes "
+        "from the logs of stager and ranks, or is not known.": log.events and not is_told,
+        "No event log of a rank was given (setting `events` on the ranks' machines). Declined steps are those in the "
+        "log of the stager, and times of ranks come from manifests and the flusher.": (
+            log.events and "trainer" not in roles
+        ),
+        "No manifest was read: checkpoints are shown from the logs, and what the store has now is not known.": (
+            not has_stored
+        ),
+        f"{log.unreadable} lines of the logs are not events (a full disk may have cut them) and are left out.": (
+            log.unreadable
+        ),
+        **{
+            f"The last line of {name} is incomplete: its writer was killed, or is still writing.": True
+            for name in log.running
+        },
+        "The logs do not have the fill level or the size of the ring. The report shows the most bytes of checkpoints "
+        "between save() and durable at a time; the ring cannot have held more.": has_rows,
+        "Rates are means over the whole way of one checkpoint, including waits; they do not show the highest speed of "
+        "link or store.": has_rows,
+        "No price was given (--dollars-per-hour), so costs are not shown.": not has_price,
+        "For some interruptions the lost work is not known: the checkpoint from which training resumed is in no log "
+        "and no longer in the store. Goodput is then an upper bound.": unknown_loss,
+        "Times are by the clock of the machine that wrote them; the clocks may differ.": len(roles) > 1,
+    }
+    return [sentence for sentence, is_so in sentences.items() if is_so]
 
 
 def spread_of(values: Iterable[float]) -> SecondsSpread | None:

@@ -10,15 +10,14 @@ from. If the time of its `save()` is unknown, so is the repeated work.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.telemetry.rows import CheckpointRow
 from operator_side.report.attempts import ReportedAttempt
-from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_trainers
+from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_trainers, price
 from operator_side.status.run_status import Interval, interval_of
 
-_HOUR_SECONDS = 3600.0
 _SAME_SECONDS = 0.001
 _FIRST_STEP_SECONDS = 1.0  # the first save may begin before the last rank has told of its first step
 PARTS = {
@@ -29,52 +28,55 @@ PARTS = {
     "starting": "from a launch that follows no loss to the first step of all ranks",
     "between runs": "a run was done or stopped, and the next one not launched yet",
 }
+_OVERHEAD = ("work done twice", "stalls for checkpoints", "getting back after losses")
 
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """An attempt that ended badly, and what followed.
-
-    Attributes:
-        back: The attempt that trained again; None: none is known.
-        down_seconds: From the first sign of the loss until training went on, or to the last known time.
-        lost: Seconds of work that had to be repeated; None: not known.
-    """
+    """An attempt that ended badly, and what followed."""
 
     attempt: ReportedAttempt
-    back: ReportedAttempt | None
-    down_seconds: float
-    lost: Lost | None
-    dollars: float | None
+    back: ReportedAttempt | None  # the attempt that trained again; None: none is known
+    down_seconds: float  # from the first sign of the loss until training went on, or to the last known time
+    lost: Lost | None  # work that had to be repeated; None: not known
+    dollars_per_hour: float | None
 
     @property
     def cost_seconds(self) -> float:
         """Seconds until training went on, and of repeated work, as far as they are known."""
         return self.down_seconds + (self.lost.seconds if self.lost is not None else 0.0)
 
+    @property
+    def dollars(self) -> float | None:
+        return price(self.cost_seconds, self.dollars_per_hour)
+
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The run's time, in parts.
-
-    Attributes:
-        parts: Seconds by the names of `PARTS`; they add up to `total_seconds`.
-        is_estimate: Whether no supervisor told when training went on, or repeated work is not known.
-    """
+    """The run's time, in parts."""
 
     total_seconds: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-    is_estimate: bool = False
-    dollars_per_hour: float | None = None
+    parts: Mapping[str, float]  # seconds by the names of `PARTS`; they add up to `total_seconds`
+    is_estimate: bool  # no supervisor told when training went on, or repeated work is not known
+    dollars_per_hour: float | None
+
+    @property
+    def up_seconds(self) -> float:
+        """The time in which the run was up or starting."""
+        return self.total_seconds - self.parts["between runs"]
+
+    @property
+    def overhead_seconds(self) -> float:
+        """The time that went into losses and checkpoints."""
+        return sum(self.parts[name] for name in _OVERHEAD)
 
     @property
     def share(self) -> float | None:
-        """New work, as a share of the time in which the run was up or starting."""
-        up_seconds = self.total_seconds - self.parts.get("between runs", 0.0)
-        return None if up_seconds <= 0 else self.parts.get("new work", 0.0) / up_seconds
+        """New work, as a share of `up_seconds`."""
+        return None if self.up_seconds <= 0 else self.parts["new work"] / self.up_seconds
 
     def dollars(self, seconds: float) -> float | None:
-        return None if self.dollars_per_hour is None else seconds * self.dollars_per_hour / _HOUR_SECONDS
+        return price(seconds, self.dollars_per_hour)
 
 
 def interruptions_of(
@@ -101,25 +103,16 @@ def interruptions_of(
         down_seconds = max(0.0, trained_at - stop)
         lost = None
         if began is None:
-            lost = Lost(0, False, 0.0, None if dollars_per_hour is None else 0.0, None)
+            lost = Lost(0, False, 0.0, price(0.0, dollars_per_hour), None)
         elif back is not None:
             lost = _lost(attempt, back, saves, kept, dollars_per_hour)
-        found.append(
-            Interruption(attempt, back, down_seconds, lost, _dollars(down_seconds, lost, dollars_per_hour))
-        )
+        found.append(Interruption(attempt, back, down_seconds, lost, dollars_per_hour))
     return found
 
 
 def _is_way_back(attempt: ReportedAttempt, before: Interruption) -> bool:
     """Whether an attempt was launched before training went on after that loss."""
     return before.back is None or attempt.began_at_unix < before.back.began_at_unix
-
-
-def _dollars(down_seconds: float, lost: Lost | None, dollars_per_hour: float | None) -> float | None:
-    if dollars_per_hour is None:
-        return None
-    seconds = down_seconds + (0.0 if lost is None else lost.seconds)
-    return seconds * dollars_per_hour / _HOUR_SECONDS
 
 
 def _lost(
@@ -159,8 +152,7 @@ def _lost(
     if not earlier_seconds:
         return lost
     seconds = lost.seconds + earlier_seconds
-    dollars = None if dollars_per_hour is None else seconds * dollars_per_hour / _HOUR_SECONDS
-    return Lost(lost.steps, lost.is_estimate, seconds, dollars, lost.since_step)
+    return replace(lost, seconds=seconds, dollars=price(seconds, dollars_per_hour))
 
 
 def _interval(saves: Sequence[CheckpointRow]) -> Interval | None:

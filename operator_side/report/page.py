@@ -35,16 +35,6 @@ def page(facts: RunFacts, *, made_at_unix: float) -> bytes:
         thinned(saved, _BARS_MAX),
         thinned(facts.checkpoints.not_taken, _BARS_MAX),
     )
-    durations = durations_chart(
-        *(
-            [
-                (row.step, value)
-                for row in thinned(facts.rows, _BARS_MAX)
-                if (value := getattr(row, name)) is not None
-            ]
-            for name in ("stall_seconds", "pgt1_seconds", "pgt2_seconds")
-        )
-    )
     return render_page(
         "report/report.html",
         facts=facts,
@@ -56,7 +46,7 @@ def page(facts: RunFacts, *, made_at_unix: float) -> bytes:
         hints=look_at(facts),
         parts=PARTS,
         timeline=timeline,
-        durations=durations,
+        durations=durations_chart(thinned(facts.rows, _BARS_MAX)),
         goodput_parts=goodput_chart(facts.goodput) if facts.goodput else None,
         losses=losses_chart(thinned(facts.losses, _BARS_MAX)),
         seconds={
@@ -64,9 +54,7 @@ def page(facts: RunFacts, *, made_at_unix: float) -> bytes:
             "save() to staged": _known(row.pgt1_seconds for row in facts.rows),
             "save() to durable": _known(row.pgt2_seconds for row in facts.rows),
         },
-        ring=[]
-        if facts.end_unix is None
-        else [nbytes for _, nbytes in ring_bytes(facts.rows, facts.end_unix)],
+        ring=[nbytes for _, nbytes in ring_bytes(facts.rows, facts.end_unix or 0.0)],
         rates={
             "save() to staged": _rates(facts.rows, "pgt1_seconds"),
             "save() to durable": _rates(facts.rows, "pgt2_seconds"),
@@ -128,9 +116,8 @@ def _rates(rows: Iterable[CheckpointRow], seconds: str) -> list[float]:
 
 def _worst_ranks(row: CheckpointRow) -> list[tuple[int, RankTimes]]:
     """The ranks with the longest stalls, by number."""
-    return sorted(
-        sorted(row.ranks.items(), key=lambda one: one[1].seconds.get("cst_seconds", 0.0))[-_RANKS_MAX:]
-    )
+    by_stall = sorted(row.ranks.items(), key=lambda one: one[1].seconds.get("cst_seconds", 0.0))
+    return sorted(by_stall[-_RANKS_MAX:])
 
 
 def _worth_details(rows: Sequence[CheckpointRow]) -> list[CheckpointRow]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from holdfast.telemetry.rows import CheckpointRow, NotTaken
+from holdfast.telemetry.status_document import CheckpointStatus
 from operator_side.page.chart import Chart, Colour, Series, Span
 from operator_side.page.words import brief, share
 from operator_side.report.attempts import ReportedAttempt
@@ -15,6 +16,11 @@ _PHASES: tuple[tuple[str, str, str, Colour, str], ...] = (
     ("to staged", "saved_at_unix", "staged_at_unix", "staged", "save() to staged"),
     ("to durable", "staged_at_unix", "durable_at_unix", "durable", "staged to durable"),
     ("read back", "durable_at_unix", "read_at_unix", "verified", "durable to read back"),
+)
+_DURATIONS: tuple[tuple[str, Colour, str], ...] = (
+    ("stall of training", "stall", "stall_seconds"),
+    ("save() to staged", "staged", "pgt1_seconds"),
+    ("save() to durable", "durable", "pgt2_seconds"),
 )
 _PART_COLOURS: dict[str, Colour] = {
     "new work": "training",
@@ -27,37 +33,27 @@ _PART_COLOURS: dict[str, Colour] = {
 
 
 def timeline_chart(
-    attempts: Sequence[ReportedAttempt],
-    rows: Sequence[CheckpointRow] = (),
-    missed: Sequence[NotTaken] = (),
+    attempts: Sequence[ReportedAttempt], rows: Sequence[CheckpointRow] = (), missed: Sequence[NotTaken] = ()
 ) -> Chart:
     """One lane of attempts, one for each phase of checkpoints, and one of skipped and bad checkpoints."""
     bad = [(row.read_at_unix or row.durable_at_unix, row) for row in rows if row.state == "bad"]
     lost = [Span("trouble", at, at, f"step {row.step} is bad") for at, row in bad if at is not None]
+    skipped = [
+        Span("trouble", one.at_unix, one.at_unix, f"step {one.step} {one.kind}: {one.cause}")
+        for one in missed
+    ]
     series = [
         *_attempts(attempts, lost),
         *(
             Series(name, colour, list(_phase(rows, lane, since, until)))
             for lane, since, until, colour, name in _PHASES
         ),
-        Series(
-            "skipped",
-            "declined",
-            [
-                Span("trouble", one.at_unix, one.at_unix, f"step {one.step} {one.kind}: {one.cause}")
-                for one in missed
-            ],
-        ),
+        Series("skipped", "declined", skipped),
     ]
     used = {span.lane for one in series for span in one.spans}
-    return Chart(
-        "timeline",
-        "Attempts and checkpoints over time; the tables have the figures.",
-        "time",
-        series,
-        lanes=[lane for lane in _LANES if lane in used],
-        x_title="time (UTC)",
-    )
+    lanes = [lane for lane in _LANES if lane in used]
+    text = "Attempts and checkpoints over time; the tables have the figures."
+    return Chart("timeline", text, "time", series, lanes=lanes, x_title="time (UTC)")
 
 
 def _attempts(attempts: Iterable[ReportedAttempt], lost: list[Span]) -> list[Series]:
@@ -105,34 +101,18 @@ def goodput_chart(goodput: Goodput) -> Chart:
     return Chart("goodput", "The parts of the time; the table has them.", "seconds", series, lanes=["time"])
 
 
-def durations_chart(
-    stalls: Sequence[tuple[float, float]],
-    staged: Sequence[tuple[float, float]],
-    durable: Sequence[tuple[float, float]],
-) -> Chart:
-    """Seconds of checkpoints over their steps: each is (step, seconds)."""
-    series = (
-        Series("stall of training", "stall", points=stalls),
-        Series("save() to staged", "staged", points=staged),
-        Series("save() to durable", "durable", points=durable),
-    )
-    return Chart(
-        "durations",
-        "How long each checkpoint stalled training, and took to become staged and durable.",
-        "step",
-        [Series(one.name, one.colour, points=[p for p in one.points if p[1] > 0]) for one in series],
-        y="seconds",
-        x_title="step",
-        is_logarithmic=True,
-    )
+def durations_chart(rows: Sequence[CheckpointRow | CheckpointStatus]) -> Chart:
+    """Seconds of checkpoints over their steps."""
+    series = []
+    for name, colour, field in _DURATIONS:
+        said = [(row.step, getattr(row, field)) for row in rows]
+        points = [(step, value) for step, value in said if value is not None and value > 0]
+        series.append(Series(name, colour, points=points))
+    text = "How long each checkpoint stalled training, and took to become staged and durable."
+    return Chart("durations", text, "step", series, y="seconds", x_title="step", is_logarithmic=True)
 
 
 def losses_chart(losses: Sequence[tuple[float, float]]) -> Chart:
     """The training loss over the steps that logged one."""
-    return Chart(
-        "losses",
-        "The loss over the steps.",
-        "step",
-        [Series("loss", "training", points=losses)],
-        x_title="step",
-    )
+    series = [Series("loss", "training", points=losses)]
+    return Chart("losses", "The loss over the steps.", "step", series, x_title="step")

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from operator_side.page.tile import Tile
+from typing import NamedTuple
+
+from operator_side.page.chart import Colour
 from operator_side.page.words import brief, dollars, moment, plural, share
 from operator_side.report.facts import RunFacts
 
-_COSTLY = ("work done twice", "stalls for checkpoints", "getting back after losses")
+
+class Tile(NamedTuple):
+    """The figure of one fact, which a reader sees first; `colour` has the meaning that it has in the charts."""
+
+    name: str
+    figure: str
+    note: str = ""
+    colour: Colour | str = ""
 
 
 def run_tiles(facts: RunFacts) -> list[Tile]:
@@ -15,30 +24,23 @@ def run_tiles(facts: RunFacts) -> list[Tile]:
 
 
 def last_good_tile(facts: RunFacts) -> Tile:
-    newest = facts.checkpoints.newest("verified") or facts.checkpoints.newest("durable")
+    newest = facts.newest_good
     if newest is None:
         return Tile("last good step", "-", "no checkpoint became durable", "lost" if facts.rows else "")
     read = "read back" if newest.state == "verified" else "not read back yet"
     at = newest.read_at_unix or newest.durable_at_unix
     note = f"{read}, attempt {newest.attempt}" + (f", {moment(at)}" if at else "")
-    return Tile(
-        "last good step", str(newest.step), note, "verified" if newest.state == "verified" else "durable"
-    )
+    return Tile("last good step", str(newest.step), note, newest.state)
 
 
 def _goodput(facts: RunFacts) -> Tile:
     goodput = facts.goodput
     if goodput is None or goodput.share is None:
         return Tile("goodput", "-", "no log says when the run trained")
-    up_seconds = goodput.total_seconds - goodput.parts["between runs"]
+    work, up_seconds = goodput.parts["new work"], goodput.up_seconds
     about = "~" if goodput.is_estimate else ""
-    figure = about + share(goodput.parts["new work"], up_seconds)
-    return Tile(
-        "goodput",
-        figure,
-        f"{brief(goodput.parts['new work'])} of {brief(up_seconds)} is work that was kept",
-        "training",
-    )
+    note = f"{brief(work)} of {brief(up_seconds)} is work that was kept"
+    return Tile("goodput", about + share(work, up_seconds), note, "training")
 
 
 def _lost_steps(facts: RunFacts) -> Tile:
@@ -50,26 +52,17 @@ def _lost_steps(facts: RunFacts) -> Tile:
         return Tile("steps lost", "0", "no work was done twice")
     steps = [one.steps for one in lost if one.steps is not None]
     is_estimate = len(steps) < len(facts.interruptions) or any(one.is_estimate for one in lost)
+    figure = f"{'~' if is_estimate and steps else ''}{sum(steps):,}"
     note = f"{brief(sum(one.seconds for one in lost))} of work done again"
-    return Tile(
-        "steps lost",
-        f"{'~' if is_estimate and steps else ''}{sum(steps):,}",
-        note,
-        "lost" if sum(steps) else "",
-    )
+    return Tile("steps lost", figure, note, "lost" if sum(steps) else "")
 
 
 def _cost(facts: RunFacts) -> Tile:
     goodput = facts.goodput
     if goodput is None or goodput.dollars_per_hour is None:
         return Tile("cost", "-", "no --dollars-per-hour" if goodput else "no log says how long the run took")
-    up_seconds = goodput.total_seconds - goodput.parts["between runs"]
-    lost = sum(goodput.parts[name] for name in _COSTLY)
-    return Tile(
-        "cost",
-        dollars(goodput.dollars(up_seconds)),
-        f"{dollars(goodput.dollars(lost))} of it for losses and checkpoints",
-    )
+    cost, lost = goodput.dollars(goodput.up_seconds), goodput.dollars(goodput.overhead_seconds)
+    return Tile("cost", dollars(cost), f"{dollars(lost)} of it for losses and checkpoints")
 
 
 def _interruptions(facts: RunFacts) -> Tile:

@@ -11,7 +11,6 @@ from holdfast.telemetry.event_text import cut
 from holdfast.wire.step_proof import ProofVerdict
 from operator_side.page.words import brief, dollars, moment, plural, share
 from operator_side.report.facts import RunFacts
-from operator_side.report.goodput import Interruption
 
 _NAMED_MAX = 3
 _REASON_CHARACTERS_MAX = 160
@@ -25,6 +24,12 @@ _PHASE_NAMES = {
     "joined": "until its processes had joined",
     "restored": "to restore the state",
     "training": "to the first step",
+}
+
+
+_CAVEATS = {
+    "drifted": "put together what ranks held whose replicas were not the same",
+    "doubtful": "may be torn, as something else than the optimizer changed the state",
 }
 
 
@@ -73,14 +78,13 @@ def _interruptions(facts: RunFacts) -> Iterator[str]:
     if not facts.attempts:
         return
     if not found:
-        told = facts.attempts[0].is_told
-        yield (
-            "It was not interrupted."
-            if told
-            else "The logs show no interruption, and do not say why attempts ended."
-        )
+        unsaid = "The logs show no interruption, and do not say why attempts ended."
+        yield "It was not interrupted." if facts.attempts[0].is_told else unsaid
         return
-    names = [_one(one) for one in found[:_NAMED_MAX]]
+    names = [
+        f"at {moment(one.stopped_at_unix)} ({one.cause}: {cut(one.message, _REASON_CHARACTERS_MAX)})"
+        for one in (interruption.attempt for interruption in found[:_NAMED_MAX])
+    ]
     more = f"; and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
     yield f"It was interrupted {_times(len(found))}: {'; '.join(names)}{more}."
     back = [one.down_seconds for one in found if one.back is not None]
@@ -115,19 +119,13 @@ def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
 
 
-def _one(one: Interruption) -> str:
-    attempt = one.attempt
-    why = cut(attempt.message, _REASON_CHARACTERS_MAX)
-    return f"at {moment(attempt.stopped_at_unix)} ({attempt.cause}: {why})"
-
-
 def _checkpoints(facts: RunFacts) -> Iterator[str]:
     rows = facts.rows
     if not rows:
         yield "No checkpoint is known: neither the logs nor the store have one."
         return
     durable = [row for row in rows if row.durable_at_unix is not None]
-    newest = facts.checkpoints.newest("verified") or facts.checkpoints.newest("durable")
+    newest = facts.newest_good
     text = f"{plural(len(durable), 'checkpoint')} became durable"
     if newest is not None:
         read = "read back and found good" if newest.state == "verified" else "not read back yet"
@@ -137,20 +135,11 @@ def _checkpoints(facts: RunFacts) -> Iterator[str]:
     if bad:
         them = "it" if len(bad) == 1 else "them"
         yield f"{plural(len(bad), 'checkpoint')} came back bad when read: restore does not use {them}."
-    drifted = [row for row in rows if row.state == "drifted"]
-    if drifted:
-        first = drifted[0]
-        yield (
-            f"{plural(len(drifted), 'checkpoint')}, the first of them step {first.step} (attempt {first.attempt}), put "
-            "together what ranks held whose replicas were not the same: restore prefers an older one."
-        )
-    doubtful = [row for row in rows if row.state == "doubtful"]
-    if doubtful:
-        yield (
-            f"{plural(len(doubtful), 'checkpoint')}, the first of them step {doubtful[0].step} (attempt "
-            f"{doubtful[0].attempt}), may be torn, as something else than the optimizer changed the state: restore "
-            "prefers an older one."
-        )
+    for state, what in _CAVEATS.items():
+        found = [row for row in rows if row.state == state]
+        if found:
+            first = f"the first of them step {found[0].step} (attempt {found[0].attempt})"
+            yield f"{plural(len(found), 'checkpoint')}, {first}, {what}: restore prefers an older one."
     broken = [row for row in rows if row.nonfinite]
     if broken:
         yield (
@@ -173,29 +162,23 @@ def _time(facts: RunFacts) -> Iterator[str]:
     goodput = facts.goodput
     if goodput is None or goodput.share is None:
         return
-    up = goodput.total_seconds - goodput.parts["between runs"]
+    up = goodput.up_seconds
     about = "About " if goodput.is_estimate else ""
     part = share(goodput.parts["new work"], up)
     text = f"{about}{part} of the time went into work that was kept (goodput)"
-    others = [
-        (name, value) for name, value in goodput.parts.items() if name not in {"new work", "between runs"}
-    ]
+    costs = sorted(goodput.parts.items(), key=lambda part: -part[1])
     worst = [
         f"{share(value, up)} into {name}"
-        for name, value in sorted(others, key=lambda one: -one[1])
-        if value > 0
+        for name, value in costs
+        if value > 0 and name not in {"new work", "between runs"}
     ]
     if worst:
         text += f", {', '.join(worst[:_NAMED_MAX])}"
     yield text + "."
     if goodput.dollars_per_hour is not None:
-        lost = sum(
-            goodput.parts[name]
-            for name in ("work done twice", "stalls for checkpoints", "getting back after losses")
-        )
         yield (
             f"At {dollars(goodput.dollars_per_hour)} an hour it cost {dollars(goodput.dollars(up))}, of which "
-            f"{dollars(goodput.dollars(lost))} went into losses and checkpoints."
+            f"{dollars(goodput.dollars(goodput.overhead_seconds))} went into losses and checkpoints."
         )
 
 
@@ -204,14 +187,8 @@ def _time(facts: RunFacts) -> Iterator[str]:
 
 def look_at(facts: RunFacts) -> list[Hint]:
     """Hints, the worst first."""
-    return [
-        *_bad(facts),
-        *_not_good_yet(facts),
-        *_losses(facts),
-        *_not_taken(facts),
-        *_store(facts),
-        *_stalls(facts),
-    ]
+    parts = (_bad, _not_good_yet, _losses, _not_taken, _store, _stalls)
+    return [hint for part in parts for hint in part(facts)]
 
 
 def _bad(facts: RunFacts) -> Iterator[Hint]:
@@ -257,9 +234,8 @@ def _losses(facts: RunFacts) -> Iterator[Hint]:
     text = f"The loss of attempt {worst.attempt.number} cost the most: {brief(worst.cost_seconds)}{cost}"
     if worst.back is not None and worst.back.phases:
         phase, value = max(worst.back.phases.items(), key=lambda one: one[1])
-        text += (
-            f"; the longest phase until training went on was {brief(value)} {_PHASE_NAMES.get(phase, phase)}"
-        )
+        longest = f"{brief(value)} {_PHASE_NAMES.get(phase, phase)}"
+        text += f"; the longest phase until training went on was {longest}"
     yield Hint(text + ".", "interruptions")
     crashed = [one for one in facts.interruptions if one.attempt.cause == "crashed"]
     if crashed:

@@ -7,7 +7,7 @@
 traces, trace_windows, profiles, strategy    the inputs
 replay, timeline                             the computation
 study, study_plan, study_pictures            the request, its results, and their pictures
-tuning, scale                                `holdfast tune`; messages and memory at any number of ranks
+tuning, scale                                `holdfast tune`; the ring and machine of a stager, by their sizes
 
 Times are whole microseconds: the replay computes whole stretches of training in closed form, and a slow walk from
 iteration to iteration in the tests comes to the same numbers, exactly. The model and what it leaves out:

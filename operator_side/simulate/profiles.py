@@ -21,10 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from holdfast.errors import ConfigError
 from operator_side.simulate.strategy import IDEAL, Strategy, microseconds
 
-MEASURED = (
-    Path(__file__).resolve().parents[2] / "docs/figures/data"
-)  # beside the source; an installed wheel has none
-
+# Beside the source; an installed wheel has none.
+MEASURED = Path(__file__).resolve().parents[2] / "docs/figures/data"
 _SECONDS_MAX = 1e6
 _Seconds = Annotated[float, Field(ge=0, le=_SECONDS_MAX, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(ge=1e-6, le=_SECONDS_MAX, allow_inf_nan=False)]
@@ -40,27 +38,18 @@ _WAYS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Measured(BaseModel):
-    """One way to checkpoint.
-
-    Attributes:
-        staged_seconds: From `save()` until the stager's node has all of it; None without a stager.
-        durable_seconds: From `save()` until it is in the store.
-        restore_seconds: How long a restore from the store takes.
-        restore_staged_seconds: How long a restore from the stager's node takes; None: as long as from the store.
-        stager: Whether a node outside the training's machines keeps what is staged.
-        notice: Whether a preemption notice leads to a checkpoint.
-    """
+    """One way to checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     stall_seconds: _Seconds
-    staged_seconds: _Seconds | None = None
-    durable_seconds: _Seconds
-    restore_seconds: _Seconds
-    restore_staged_seconds: _Seconds | None = None
+    staged_seconds: _Seconds | None = None  # from `save()` until the stager's node has it; None without one
+    durable_seconds: _Seconds  # from `save()` until it is in the store
+    restore_seconds: _Seconds  # from the store
+    restore_staged_seconds: _Seconds | None = None  # from the stager's node; None: as long as from the store
     in_flight_max: Annotated[int, Field(ge=1, le=64)] = 1
-    stager: bool = False
-    notice: bool = False
+    stager: bool = False  # a node outside the training's machines keeps what is staged
+    notice: bool = False  # a preemption notice leads to a checkpoint
 
     @model_validator(mode="after")
     def _levels(self) -> Measured:
@@ -71,16 +60,16 @@ class Measured(BaseModel):
         return self
 
     def strategy(self, name: str) -> Strategy:
-        safe = (
-            self.staged_seconds if self.stager and self.staged_seconds is not None else self.durable_seconds
-        )
-        near = self.restore_staged_seconds if self.stager else None
+        safe, near = self.durable_seconds, self.restore_seconds
+        if self.stager:
+            safe = self.durable_seconds if self.staged_seconds is None else self.staged_seconds
+            near = near if self.restore_staged_seconds is None else self.restore_staged_seconds
         return Strategy(
             name,
             stall_us=microseconds(self.stall_seconds),
             safe_us=microseconds(safe),
             durable_us=microseconds(self.durable_seconds),
-            restore_near_us=microseconds(self.restore_seconds if near is None else near),
+            restore_near_us=microseconds(near),
             restore_store_us=microseconds(self.restore_seconds),
             in_flight_max=self.in_flight_max,
             stager=self.stager,
@@ -88,20 +77,13 @@ class Measured(BaseModel):
 
 
 class TrainingProfile(BaseModel):
-    """A training job, and the ways to checkpoint it.
-
-    Attributes:
-        source: Where the figures come from; it stands beside every result.
-        iteration_seconds: Time of one iteration on all machines, without a checkpoint.
-        restart_seconds: From a loss until the processes run again, before they restore.
-        strategies: Name of a way to checkpoint → its figures.
-    """
+    """A training job, and the ways to checkpoint it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    source: Annotated[str, Field(min_length=1, max_length=4096)]
-    iteration_seconds: _Positive
-    restart_seconds: _Seconds
+    source: Annotated[str, Field(min_length=1, max_length=4096)]  # of the figures; beside every result
+    iteration_seconds: _Positive  # time of one iteration on all machines, without a checkpoint
+    restart_seconds: _Seconds  # from a loss until the processes run again, before they restore
     strategies: Annotated[dict[str, Measured], Field(min_length=1, max_length=64)]
 
     def lanes(self, leads_seconds: Sequence[float]) -> list[Strategy]:
@@ -114,10 +96,8 @@ class TrainingProfile(BaseModel):
 
 
 def load_profile(path: Path) -> TrainingProfile:
-    """Read a profile from its own file, or from a document of `holdfast simulate --json`.
-
-    Raises:
-        ConfigError: The file cannot be read, or values are missing or wrong; the message names each.
+    """Read a profile from its own file, or from a document of `holdfast simulate --json`. Raises `ConfigError`: the
+    file cannot be read, or values are missing or wrong; the message names each.
     """
     document = _json(path)
     if isinstance(document, dict) and isinstance(document.get("profile"), dict):
@@ -137,10 +117,8 @@ def measured_profile(folder: Path = MEASURED) -> TrainingProfile:
     """The medians of what `make bench` measured and `make figures` left in the tree.
 
     Restores were measured for holdfast and for `torch.load`, which stands for every other way. None was measured from
-    the stager's node, so that one counts as long as from the store.
-
-    Raises:
-        ConfigError: The figures are missing or incomplete; the message asks for `--profile`.
+    the stager's node, so that one counts as long as from the store. Raises `ConfigError`: the figures are missing or
+    incomplete; the message asks for `--profile`.
     """
     try:
         table, restore, makespan = (

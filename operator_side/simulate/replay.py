@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,69 +42,42 @@ Booleans = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """The training.
+    """The training."""
 
-    Attributes:
-        nodes: Number of machines that it uses when it can have them.
-        nodes_min: Smallest number of machines that it runs with.
-        iteration_us: Time of one iteration on `nodes` machines.
-        restart_us: From a loss until the processes run again, before they restore.
-        target: Number of iterations after which the job ends; None: it runs to the window's end.
-    """
-
-    nodes: int
+    nodes: int  # number of machines that it uses when it can have them
     nodes_min: int
-    iteration_us: int
-    restart_us: int
-    target: int | None = None
+    iteration_us: int  # time of one iteration on `nodes` machines; at least 1
+    restart_us: int  # from a loss until the processes run again, before they restore; at least 0
+    target: int | None = None  # iterations after which the job ends; None: it runs to the window's end
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes_min <= self.nodes:
             raise ConfigError(f"nodes_min: expected 1 to {self.nodes} (nodes), got {self.nodes_min}")
-        if self.iteration_us < 1:
-            raise ConfigError("iteration_seconds: expected at least a microsecond; measure an iteration")
-        if self.restart_us < 0:
-            raise ConfigError(f"restart_seconds: expected 0 or more, got {self.restart_us / 1e6:g}")
-        if self.target is not None and self.target < 1:
-            raise ConfigError(f"iterations: expected at least 1, got {self.target}")
 
 
-@dataclass(frozen=True, slots=True)
-class StrategyLane:
+class StrategyLane(NamedTuple):
     strategy: Strategy
-    every: int
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError(f"interval: expected at least 1 iteration, got {self.every}")
+    every: int  # at least 1
 
 
 @dataclass(frozen=True)
 class ReplayOutcome:
-    """The results of a replay; arrays are (lane, window).
-
-    Attributes:
-        redone: Iterations that were lost and have to be repeated.
-        finished_us: When the target was reached; -1: not within the window, or no target.
-        event_steps: Number of rounds of the replay's loop; it does not depend on the number of lanes.
-    """
+    """The results of a replay; arrays are (lane, window)."""
 
     useful: Integers
-    redone: Integers
+    redone: Integers  # iterations that were lost and have to be repeated
     interruptions: Integers
     training_us: Integers
-    finished_us: Integers
-    event_steps: int
+    finished_us: Integers  # when the target was reached; -1: not within the window, or no target
+    event_steps: int  # number of rounds of the replay's loop; it does not depend on the number of lanes
 
 
 def replay(job: TrainingJob, lanes: Sequence[StrategyLane], windows: TraceWindows) -> ReplayOutcome:
     run = _Replay(job, lanes, windows)
     steps = 0
-    for number in range(len(windows.time_us)):
+    while steps < len(windows.time_us) and not run.all_finished():
+        run.event(steps)
         steps += 1
-        run.event(number)
-        if run.all_finished():
-            break
     run.close()
     return ReplayOutcome(run.step, run.redone, run.interruptions, run.training_us, run.finished_us, steps)
 
@@ -116,19 +90,16 @@ class _Replay:
             raise ConfigError("simulate: expected at least one strategy and one interval, got none")
         strategies = [lane.strategy for lane in lanes]
 
-        def column(values: list[int]) -> Integers:
-            return np.array(values, dtype=np.int64)[:, None]
+        def column(name: str) -> Integers:
+            return np.array([getattr(one, name) for one in strategies], dtype=np.int64)[:, None]
 
         self.job, self.windows = job, windows
-        self.every = column([1 if lane.strategy.every_iteration else lane.every for lane in lanes])
-        self.stall_us = column([strategy.stall_us for strategy in strategies])
-        self.safe_us = column([strategy.safe_us for strategy in strategies])
-        self.durable_us = column([strategy.durable_us for strategy in strategies])
-        self.near_us = column([strategy.restore_near_us for strategy in strategies])
-        self.store_us = column([strategy.restore_store_us for strategy in strategies])
-        self.places = column([strategy.in_flight_max for strategy in strategies])
-        self.lead_us = column([strategy.lead_us for strategy in strategies])
-        self.stager = column([int(strategy.stager) for strategy in strategies]) > 0
+        every = [1 if lane.strategy.every_iteration else lane.every for lane in lanes]
+        self.every = np.array(every, dtype=np.int64)[:, None]
+        self.stall_us, self.safe_us = column("stall_us"), column("safe_us")
+        self.durable_us, self.lead_us = column("durable_us"), column("lead_us")
+        self.near_us, self.store_us = column("restore_near_us"), column("restore_store_us")
+        self.places, self.stager = column("in_flight_max"), column("stager") > 0
         self.shape = (len(lanes), len(windows.first_count))
         _check_span(self, job, windows)
 

@@ -1,8 +1,7 @@
-"""Costs of a checkpoint at a size too large to try: messages, journal, memory, and the stager's network.
+"""Costs of a checkpoint at a size too large to try: memory and network of the stager.
 
-    Shape (ranks, image, chunk) ─► Load: what one checkpoint is made of
-    rates in and out, memory    ─► Ring: how large, and when all of it is staged
-    Machine                     ─► how often one stager can take a whole image
+    Shape, rates in and out, memory ─► Ring: how large, and when all of it is staged
+    Machine                         ─► how often one stager can take a whole image
 
 Computed from the rules of docs/wire.md and docs/ring.md, not measured. A checkpoint comes into the stager whole and
 goes out whole. A network card does both at once, so the slower of card and store says how often there can be one.
@@ -11,7 +10,6 @@ goes out whole. A network card does both at once, so the slower of card and stor
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import ConfigError
@@ -19,21 +17,14 @@ from holdfast.errors import ConfigError
 _GIB = 1 << 30
 _BITS = 8
 _BESIDE_RING_BYTES = _GIB  # docs/stager.md: the processes and the system
-_JOURNAL_STATES = 3  # FILLING, FULL, FREE
 _JOURNAL_HEADER_BYTES, _JOURNAL_RECORD_BYTES = 4096, 8192  # docs/ring.md
-_MESSAGES_PER_RANK = 4  # OFFER, DONE, STAGED, DURABLE
-_MESSAGES_PER_FRAME = 2  # CREDIT, SENT
 _RING_CHUNKS_MIN = 8  # holdfast.config
 _PARTS_MAX = 10_000  # of a file in S3; a ring must hold one of them
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The size of a job.
-
-    Attributes:
-        chunk_bytes: Size of a chunk, as in the settings.
-    """
+    """The size of a job; `chunk_bytes` as in the settings."""
 
     ranks: int
     image_bytes: int
@@ -44,45 +35,14 @@ class Shape:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
+    @property
+    def chunks(self) -> int:
+        return -(-self.image_bytes // self.chunk_bytes)
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The messages, chunks and bytes of one checkpoint.
 
-    Attributes:
-        slice_bytes: Bytes that one rank sends, and the size of each of its staging areas.
-        frames_max: Most frames of all ranks together. A chunk comes as one frame from each rank with bytes in it; a
-            rank shares at most its first and its last chunk with others, unless values have an owner.
-        control_messages_max: Most messages to and from the stager when no step is declined and no part is repeated.
-        part_bytes_min: Smallest size of a part in S3 for such a file, in whole chunks.
-    """
-
-    slice_bytes: int
-    chunks: int
-    frames_max: int
-    control_messages_max: int
-    journal_writes: int
-    part_bytes_min: int
-
-    @classmethod
-    def of(cls, shape: Shape) -> Load:
-        slice_bytes = -(-shape.image_bytes // shape.ranks)
-        chunks = -(-shape.image_bytes // shape.chunk_bytes)
-        frames = chunks + shape.ranks - 1
-        part_chunks = -(-shape.image_bytes // (_PARTS_MAX * shape.chunk_bytes))
-        return cls(
-            slice_bytes,
-            chunks,
-            frames,
-            cls.control_messages(shape.ranks, frames),
-            _JOURNAL_STATES * chunks,
-            part_chunks * shape.chunk_bytes,
-        )
-
-    @staticmethod
-    def control_messages(ranks: int, frames: int) -> int:
-        """Largest number of messages to and from the stager for this number of frames of all ranks."""
-        return _MESSAGES_PER_RANK * ranks + _MESSAGES_PER_FRAME * frames
+def part_bytes_min(shape: Shape) -> int:
+    """Smallest size of a part in S3 for a file of this size, in whole chunks."""
+    return -(-shape.image_bytes // (_PARTS_MAX * shape.chunk_bytes)) * shape.chunk_bytes
 
 
 # -- the ring --------------------------------------------------------------------------------------------------------
@@ -90,19 +50,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class RingSize:
-    """The size of a ring.
+    """The size of a ring."""
 
-    Attributes:
-        ring_bytes: Size of the ring, in whole chunks.
-        staged_seconds: From the first byte until a checkpoint is staged.
-        images: How many whole images it holds: 2, 1 or 0.
-        journal_bytes: Size of its journal, in the same shared memory.
-    """
-
-    ring_bytes: int
-    staged_seconds: float
-    images: int
-    journal_bytes: int
+    ring_bytes: int  # in whole chunks
+    staged_seconds: float  # from the first byte until a checkpoint is staged
+    images: int  # how many whole images it holds: 2, 1 or 0
+    journal_bytes: int  # size of its journal, in the same shared memory
 
 
 def staged_seconds(image_bytes: int, ring_bytes: int, in_rate: float, out_rate: float) -> float:
@@ -114,27 +67,25 @@ def best_ring(shape: Shape, *, in_rate: float, out_rate: float, memory_bytes: in
     """Choose the ring for a stager with `memory_bytes` of memory.
 
     Twice the image where there is room: then the next checkpoint comes in while a slow store still takes the last one,
-    and a restart finds one whole. Else the image once. Else all the room there is, and the rest streams through.
-
-    Raises:
-        ConfigError: A rate is not more than 0, or the smallest ring does not fit; the message says what is needed.
+    and a restart finds one whole. Else the image once. Else all the room there is, and the rest streams through. Raises
+    `ConfigError`: a rate is not more than 0, or the smallest ring does not fit; the message says what is needed.
     """
     for name, rate in (("into the stager", in_rate), ("into the store", out_rate)):
         if not 0 < rate < math.inf:
             raise ConfigError(f"bytes per second {name}: expected more than 0, got {rate:g}")
-    load, chunk = Load.of(shape), shape.chunk_bytes
+    chunk = shape.chunk_bytes
     room_chunks = (memory_bytes - _BESIDE_RING_BYTES - _JOURNAL_HEADER_BYTES) // (
         chunk + _JOURNAL_RECORD_BYTES
     )
-    least_chunks = max(_RING_CHUNKS_MIN, load.part_bytes_min // chunk)
+    least_chunks = max(_RING_CHUNKS_MIN, part_bytes_min(shape) // chunk)
     if room_chunks < least_chunks:
         raise ConfigError(
             f"a stager with {memory_bytes} bytes of memory: expected room for a ring of {least_chunks} chunks of "
             f"{chunk} bytes and 1 GiB beside it, at least {least_chunks * chunk + _BESIDE_RING_BYTES} bytes; take a "
             "larger machine, or smaller chunks"
         )
-    images = next((times for times in (2, 1) if times * load.chunks <= room_chunks), 0)
-    chunks = max(least_chunks, images * load.chunks if images else room_chunks)
+    images = next((times for times in (2, 1) if times * shape.chunks <= room_chunks), 0)
+    chunks = max(least_chunks, images * shape.chunks if images else room_chunks)
     seconds = staged_seconds(shape.image_bytes, chunks * chunk, in_rate, out_rate)
     return RingSize(chunks * chunk, seconds, images, _JOURNAL_HEADER_BYTES + chunks * _JOURNAL_RECORD_BYTES)
 
@@ -144,11 +95,7 @@ def best_ring(shape: Shape, *, in_rate: float, out_rate: float, memory_bytes: in
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A type of machine on AWS.
-
-    Attributes:
-        gigabits: Sustained gigabits per second, each way.
-    """
+    """A type of machine on AWS; `gigabits` are sustained per second, each way."""
 
     name: str
     gigabits: int
@@ -174,11 +121,7 @@ STAGERS = (
 
 
 def machine(name: str) -> Machine:
-    """Look up a machine by name.
-
-    Raises:
-        ConfigError: The table has no machine of this name.
-    """
+    """Look up a machine by name. Raises `ConfigError`: the table has none of this name."""
     for one in STAGERS:
         if one.name == name:
             return one
@@ -194,26 +137,17 @@ def stagers_needed(
     """How many such machines take in an image each interval, where the store gives each of them `store_rate`.
 
     A run has one stager. If more are needed, checkpoints must come less often, or go another way.
-
-    Raises:
-        ConfigError: The interval is not more than 0.
     """
     if not 0 < interval_seconds < math.inf:
         raise ConfigError(f"interval: expected more than 0 s, got {interval_seconds:g}")
     return math.ceil(image_bytes / (interval_seconds * min(one.rate, store_rate)))
 
 
-def least_machine(
-    image_bytes: int,
-    interval_seconds: float,
-    store_rate: float = math.inf,
-    *,
-    among: Sequence[Machine] = STAGERS,
-) -> Machine | None:
+def least_machine(image_bytes: int, interval_seconds: float, store_rate: float = math.inf) -> Machine | None:
     """The smallest machine that takes in an image each interval and has room for a ring of one image; None if none is.
 
     Where no machine has that room, the smallest that is fast enough: the image then streams through its ring.
     """
-    fast = [one for one in among if stagers_needed(image_bytes, interval_seconds, one, store_rate) == 1]
+    fast = [one for one in STAGERS if stagers_needed(image_bytes, interval_seconds, one, store_rate) == 1]
     roomy = [one for one in fast if one.memory_bytes - _BESIDE_RING_BYTES >= image_bytes]
     return next(iter(roomy or fast), None)

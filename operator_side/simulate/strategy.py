@@ -16,28 +16,18 @@ def microseconds(seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to checkpoint, as the replay sees it.
-
-    Attributes:
-        safe_us: From `save()` until it survives the loss of training machines: staged with a stager, else durable.
-        durable_us: From `save()` until it is in the store; it counts as in flight until then.
-        restore_near_us: How long a restore takes while the stager still has the checkpoint.
-        restore_store_us: How long a restore from the store takes.
-        stager: Whether a node of its own keeps staged checkpoints; it may be lost, too.
-        lead_us: Time from a preemption notice, which leads to a checkpoint, to the loss; 0: notices are not used.
-        every_iteration: Whether it saves after each iteration, whatever the interval.
-    """
+    """One way to checkpoint, as the replay sees it."""
 
     name: str
-    stall_us: int
-    safe_us: int
-    durable_us: int
-    restore_near_us: int
+    stall_us: int  # how long a save holds the training thread
+    safe_us: int  # from `save()` until it survives the loss of training machines: staged with a stager, else durable
+    durable_us: int  # from `save()` until it is in the store; it counts as in flight until then
+    restore_near_us: int  # how long a restore takes while the stager still has the checkpoint
     restore_store_us: int
     in_flight_max: int = 1
-    stager: bool = False
-    lead_us: int = 0
-    every_iteration: bool = False
+    stager: bool = False  # a node of its own keeps staged checkpoints; it may be lost, too
+    lead_us: int = 0  # from a preemption notice, which leads to a checkpoint, to the loss; 0: not used
+    every_iteration: bool = False  # it saves after each iteration, whatever the interval
 
     def with_lead(self, lead_us: int) -> Strategy:
         """The same way to checkpoint, with a notice `lead_us` before each loss."""

@@ -52,13 +52,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class StrategyGoodput:
-    """One strategy at one interval over all windows.
-
-    Attributes:
-        strategy, every: Its name, and the iterations between two checkpoints.
-        training: Share of the wall time in which training ran; the rest are restarts, restores and waits for machines.
-        dollars: Price of a useful iteration on spot machines; None without prices or without a useful iteration.
-    """
+    """One strategy at one interval over all windows."""
 
     strategy: Strategy
     every: int
@@ -66,8 +60,8 @@ class StrategyGoodput:
     useful_per_hour: Spread
     redone: Spread
     interruptions: Spread
-    training: Spread
-    dollars: Spread | None
+    training: Spread  # share of the wall time; the rest are restarts, restores and waits for machines
+    dollars: Spread | None  # for a useful iteration on spot machines; None without prices, or without one
 
 
 def goodput(
@@ -78,10 +72,7 @@ def goodput(
     prices: Prices | None = None,
 ) -> tuple[list[StrategyGoodput], ReplayOutcome]:
     """Replay every strategy at every interval, and the ideal once. Returns the rows and the replay itself."""
-    lanes = [
-        StrategyLane(strategy, every) for strategy in strategies for every in intervals if strategy != IDEAL
-    ]
-    lanes.append(StrategyLane(IDEAL, 1))
+    lanes = lanes_of(strategies, intervals)
     outcome = replay(job, lanes, windows)
     ideal = np.maximum(outcome.useful[-1], 1)
     node_hours = windows.node_microseconds(job.nodes) / HOUR_US
@@ -108,6 +99,12 @@ def goodput(
     return rows, outcome
 
 
+def lanes_of(strategies: Sequence[Strategy], intervals: Sequence[int]) -> list[StrategyLane]:
+    """Every strategy at every interval; at last the ideal, once."""
+    some = [strategy for strategy in strategies if strategy != IDEAL]
+    return [StrategyLane(one, every) for one in some for every in intervals] + [StrategyLane(IDEAL, 1)]
+
+
 def on_demand_dollars(job: TrainingJob, prices: Prices) -> float:
     """Price of an iteration on machines that are never taken away: no loss, no checkpoint, no stager."""
     return job.nodes * prices.on_demand * job.iteration_us / HOUR_US
@@ -115,72 +112,48 @@ def on_demand_dollars(job: TrainingJob, prices: Prices) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """One strategy at one interval and one MTBF.
-
-    Attributes:
-        hours: Time until all iterations were done; None: in some sample over 256 times the ideal's time.
-    """
+    """One strategy at one interval and one MTBF."""
 
     strategy: Strategy
     every: int
     mtbf_hours: float
-    hours: Spread | None
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedLosses:
-    """Random losses of machines.
-
-    Attributes:
-        stager_mtbf_us: Mean time between losses of the stager's machine; None: it is never lost.
-    """
-
-    mtbf_hours: float
-    provision_us: int = 0
-    stager_mtbf_us: int | None = None
+    hours: (
+        Spread | None
+    )  # until all iterations were done; None: in some sample over 256 times the ideal's time
 
 
 def total_times(
     job: TrainingJob,
-    strategies: Sequence[Strategy],
-    intervals: Sequence[int],
-    losses: SimulatedLosses,
+    lanes: Sequence[StrategyLane],
     *,
+    mtbf_hours: float,
     samples: int,
     seed: int,
+    provision_us: int = 0,
+    stager_mtbf_us: int | None = None,
 ) -> list[Total]:
-    """Time until `job.target` is reached, for every strategy at every interval."""
+    """Time until `job.target` is reached under random losses, for every lane."""
     if job.target is None:
         raise ConfigError("total training time: expected a number of iterations; give --iterations")
-    mtbf_hours = losses.mtbf_hours
     if not 0 < mtbf_hours < math.inf:
         raise ConfigError(f"mean time between losses: expected more than 0 hours, got {mtbf_hours:g}")
-    lanes = [
-        StrategyLane(strategy, every) for strategy in strategies for every in intervals if strategy != IDEAL
-    ]
-    lanes.append(StrategyLane(IDEAL, 1))
     alone_us = job.restart_us + job.target * job.iteration_us
     times = _HORIZON_FIRST
     while True:
         windows = poisson(
             nodes=job.nodes,
             mtbf_us=max(1, round(mtbf_hours * HOUR_US)),
-            provision_us=losses.provision_us,
+            provision_us=provision_us,
             length_us=times * alone_us,
             samples=samples,
             rng=np.random.default_rng([seed, times]),
-            stager_mtbf_us=losses.stager_mtbf_us,
+            stager_mtbf_us=stager_mtbf_us,
         )
         finished = replay(job, lanes, windows).finished_us
         if (finished >= 0).all() or times >= _HORIZON_LAST:
             break
         times *= _HORIZON_FIRST
     return [
-        Total(
-            lane.strategy,
-            lane.every,
-            mtbf_hours,
-            Spread.of(of / HOUR_US) if (of >= 0).all() else None,
-        )
+        Total(lane.strategy, lane.every, mtbf_hours, Spread.of(of / HOUR_US) if (of >= 0).all() else None)
         for lane, of in zip(lanes, finished, strict=True)
     ]

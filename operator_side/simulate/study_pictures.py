@@ -14,40 +14,27 @@ _SIZE_INCHES = (7.0, 4.0)
 
 
 def draw_goodput(rows: Sequence[StrategyGoodput], name: str, folder: Path) -> Path:
-    """Goodput by interval, one line for each strategy with the least and the greatest of the windows.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the folder cannot be written.
+    """Goodput by interval, one line for each strategy with the least and the greatest of the windows. Raises
+    `ConfigError`: matplotlib is not installed, or the folder cannot be written.
     """
-    series: dict[str, list[tuple[float, Spread]]] = {
-        strategy: [(row.every, row.share) for row in rows if row.strategy.name == strategy]
-        for strategy in dict.fromkeys(row.strategy.name for row in rows)
-    }
-    path = folder / f"goodput-{_plain(name)}.svg"
+    series: dict[str, list[tuple[float, Spread]]] = {}
+    for row in rows:
+        series.setdefault(row.strategy.name, []).append((row.every, row.share))
+    plain_name = re.sub(r"[^\w.-]", "-", name)
+    path = folder / f"goodput-{plain_name}.svg"
     return _draw(series, path, x="iterations between two checkpoints", y="goodput, share of the ideal")
 
 
 def draw_totals(rows: Sequence[Total], folder: Path) -> Path:
-    """Total training time by MTBF, each strategy at its own best interval.
-
-    Raises:
-        ConfigError: As `draw_goodput`.
-    """
-    series = {
-        strategy: [
-            (row.mtbf_hours, row.hours)
-            for row in rows
-            if row.strategy.name == strategy and row.hours is not None
-        ]
-        for strategy in dict.fromkeys(row.strategy.name for row in rows)
-    }
+    """Total training time by MTBF, each strategy at its own best interval. Raises as `draw_goodput`."""
+    series: dict[str, list[tuple[float, Spread]]] = {}
+    for row in rows:
+        points = series.setdefault(row.strategy.name, [])
+        if row.hours is not None:
+            points.append((row.mtbf_hours, row.hours))
     return _draw(
         series, folder / "total-time.svg", x="hours between two losses (MTBF)", y="total training time, hours"
     )
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^\w.-]", "-", name)
 
 
 def _draw(series: dict[str, list[tuple[float, Spread]]], path: Path, *, x: str, y: str) -> Path:

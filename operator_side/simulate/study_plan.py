@@ -15,10 +15,10 @@ from operator_side.simulate.replay import TrainingJob
 from operator_side.simulate.strategy import HOUR_US, Strategy, microseconds
 from operator_side.simulate.study import (
     Prices,
-    SimulatedLosses,
     StrategyGoodput,
     Total,
     goodput,
+    lanes_of,
     on_demand_dollars,
     total_times,
 )
@@ -28,22 +28,15 @@ from operator_side.simulate.traces import Trace
 
 @dataclass(frozen=True)
 class Replayed:
-    """The results of one trace.
-
-    Attributes:
-        trace, job: The trace and the job that were replayed.
-        event_steps: See `ReplayOutcome`.
-        on_demand_dollars: Price of an iteration on demand; None without prices.
-        advice: Strategy → the advice, or the reason why its bound cannot be kept.
-    """
+    """The results of one trace."""
 
     trace: Trace
     job: TrainingJob
     window_hours: float
     rows: list[StrategyGoodput]
-    event_steps: int
-    on_demand_dollars: float | None
-    advice: list[tuple[str, Advice | ConfigError]]
+    event_steps: int  # see `ReplayOutcome`
+    on_demand_dollars: float | None  # price of an iteration on demand; None without prices
+    advice: list[tuple[str, Advice | ConfigError]]  # of a strategy, or why its bound cannot be kept
 
     def best(self) -> list[StrategyGoodput]:
         """The best interval of each strategy; the longest where several are equal, since it costs least."""
@@ -57,32 +50,22 @@ class Replayed:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """The traces' replays that were asked for.
-
-    Attributes:
-        profile, leads_seconds: Measured costs, and the notice times to try.
-        nodes: Number of machines of the job; None: as many as a trace ever has.
-        nodes_min: Smallest number of machines that it runs with.
-        offsets, seed: How many windows or made-up traces, and from which seed.
-        window_hours: Length of a window; None: half of the trace.
-        overhead_max: Largest share of training time that checkpoints may cost, for the advice.
-        stager_mtbf_hours: Mean hours between losses of the stager's node; None: it is never lost.
-    """
+    """The traces' replays that were asked for; the options of `holdfast simulate` say what each means."""
 
     profile: TrainingProfile
     leads_seconds: Sequence[float]
     intervals: Sequence[int]
-    nodes: int | None
+    nodes: int | None  # None: as many as a trace ever has
     nodes_min: int
-    offsets: int
+    offsets: int  # windows of a trace, or made-up traces
     seed: int
-    window_hours: float | None
     overhead_max: float
-    prices: Prices | None
-    stager_mtbf_hours: float | None
-    mtbf_hours: Sequence[float]
-    iterations: int | None
-    provision_seconds: float
+    window_hours: float | None = None  # None: half of the trace
+    prices: Prices | None = None
+    stager_mtbf_hours: float | None = None  # None: it is never lost
+    mtbf_hours: Sequence[float] = ()
+    iterations: int | None = None
+    provision_seconds: float = 0.0
 
     @property
     def strategies(self) -> list[Strategy]:
@@ -90,11 +73,7 @@ class StudyPlan:
         return self.profile.lanes(self.leads_seconds)
 
     def replay(self, trace: Trace) -> Replayed:
-        """Replay a trace.
-
-        Raises:
-            ConfigError: The plan does not fit the trace.
-        """
+        """Replay a trace. Raises `ConfigError`: the plan does not fit it."""
         nodes = self.nodes or trace.count_max
         if not nodes:
             raise ConfigError(f"{trace.name}: expected a trace with at least one machine, got none")
@@ -114,10 +93,8 @@ class StudyPlan:
         )
 
     def totals(self) -> list[Total]:
-        """The best interval of each strategy at each MTBF; nothing without an MTBF.
-
-        Raises:
-            ConfigError: The job's size is not known, or there are more losses than can be replayed.
+        """The best interval of each strategy at each MTBF; nothing without an MTBF. Raises `ConfigError`: the job's
+        size is not known, or there are more losses than can be replayed.
         """
         found: list[Total] = []
         for mtbf in self.mtbf_hours:
@@ -127,11 +104,12 @@ class StudyPlan:
                 )
             rows = total_times(
                 self._job(self.nodes, self.iterations),
-                self.strategies,
-                self.intervals,
-                SimulatedLosses(mtbf, microseconds(self.provision_seconds), self._stager_mtbf_us),
+                lanes_of(self.strategies, self.intervals),
+                mtbf_hours=mtbf,
                 samples=self.offsets,
                 seed=self.seed,
+                provision_us=microseconds(self.provision_seconds),
+                stager_mtbf_us=self._stager_mtbf_us,
             )
             for name in dict.fromkeys(row.strategy.name for row in rows):
                 theirs = [row for row in rows if row.strategy.name == name]

@@ -15,12 +15,7 @@ from operator_side.simulate.traces import Integers
 
 
 class Timeline:
-    """Stretches of training, one for each lane of an array.
-
-    Args:
-        stall_us: How long a save holds the training thread.
-        places: How many checkpoints may be in flight (N).
-    """
+    """Stretches of training, one for each lane of an array; `places`: how many checkpoints may be in flight (N)."""
 
     def __init__(
         self,

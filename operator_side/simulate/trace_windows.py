@@ -18,18 +18,13 @@ _EVENTS_MAX = 1_000_000  # in a window; more is no training
 
 @dataclass(frozen=True)
 class Column:
-    """One window.
-
-    Attributes:
-        time_us, lost, count, stager_lost: For each event its time, the machines lost, the machines left, and whether
-            the stager's node was lost (0 or 1).
-    """
+    """One window; the arrays have a value for each event."""
 
     first_count: int
     time_us: Integers
-    lost: Integers
-    count: Integers
-    stager_lost: Integers
+    lost: Integers  # machines
+    count: Integers  # machines left
+    stager_lost: Integers  # 0 or 1
 
     def losing_the_stager(self, times_us: Integers) -> Column:
         """The same window with losses of the stager's node at `times_us`; at equal times these come last."""
@@ -93,18 +88,9 @@ def stack(columns: list[Column], length_us: int) -> TraceWindows:
 
 
 def cut(
-    trace: Trace,
-    *,
-    length_us: int,
-    offsets: int,
-    rng: np.random.Generator,
-    stager_mtbf_us: int | None = None,
+    trace: Trace, *, length_us: int, offsets: int, rng: np.random.Generator, stager_mtbf_us: int | None = None
 ) -> TraceWindows:
-    """Cut windows out of a trace, at random places.
-
-    Raises:
-        ConfigError: The trace is shorter than a window.
-    """
+    """Cut windows out of a trace, at random places. Raises `ConfigError`: the trace is shorter than a window."""
     if not 0 < length_us <= trace.end_us:
         raise ConfigError(
             f"{trace.name}: expected a window of at most {trace.end_us / 3.6e9:.2f} h, which the trace has, "

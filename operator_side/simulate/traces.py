@@ -36,17 +36,12 @@ _NODE_ROW = re.compile(r"[^,]+,\s*(?:add|remove)\s*,\s*[^,\s]+\s*")
 
 @dataclass(frozen=True)
 class Trace:
-    """How many machines there were, and from when on; row 0 is the beginning.
-
-    Attributes:
-        time_us: Time of each row since the first one, never less than that of the row before.
-        lost: Number of machines that were lost at that moment.
-    """
+    """How many machines there were, and from when on; row 0 is the beginning."""
 
     name: str
-    time_us: Integers
+    time_us: Integers  # time of each row since the first one, never less than that of the row before
     count: Integers
-    lost: Integers
+    lost: Integers  # number of machines that were lost at that moment
     end_us: int
 
     @property
@@ -65,10 +60,8 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace in any of the three forms.
-
-    Raises:
-        ConfigError: The file cannot be read or has another form, or a line is wrong; the message names file and line.
+    """Read a trace in any of the three forms. Raises `ConfigError`: the file cannot be read or has another form, or a
+    line is wrong; the message names file and line.
     """
     try:
         if path.stat().st_size > _TRACE_BYTES_MAX:

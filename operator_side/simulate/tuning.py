@@ -8,7 +8,8 @@ image, rates, the stager's memory ─► ring, machine                     trace
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+import textwrap
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.config import IN_FLIGHT_MAX
@@ -38,19 +39,15 @@ _OFFSETS = 20
 
 @dataclass(frozen=True)
 class Question:
-    """The facts and wishes that settings are chosen from.
+    """The facts and wishes that settings are chosen from; the options of `holdfast tune` say what each means.
 
     Attributes:
         profile: Measured figures. Strategies whose name begins with `strategy` count; where they were measured with
             different numbers of checkpoints in flight, the best number is taken.
         trace, mtbf_hours: How often machines are lost; one of the two.
-        nodes: Number of machines of the job; None: as many as the trace ever has, or 1.
-        spot_dollars, stager_dollars: Price of an hour of one machine, and of the stager's; None: no price is shown.
-        overhead_max: Largest share of training time that checkpoints may cost; 0.03 means 3 %.
-        lead_seconds: Seconds from a preemption notice to the loss; 0: no notice.
-        ranks, image_bytes: Size of the job; without `image_bytes` no ring is chosen.
+        nodes: None: as many as the trace ever has, or 1.
+        image_bytes: None: no ring is chosen.
         stager: The stager's machine; None: one is chosen.
-        stager_memory_bytes: Memory of the stager's machine, where the table does not have its type.
         store_rate: Bytes per second into the store; None: as measured.
     """
 
@@ -73,11 +70,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of `holdfast.toml`.
-
-    Attributes:
-        table: Its table; empty: the top, which holds for every role.
-    """
+    """One line of `holdfast.toml`. `table`: empty for the top, which holds for every role."""
 
     table: str
     name: str
@@ -87,17 +80,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The chosen settings.
-
-    Attributes:
-        every: Iterations between two checkpoints: an argument of `Checkpointer`, and no setting.
-    """
+    """The chosen settings."""
 
     question: Question
-    every: int
+    every: int  # iterations between two checkpoints: an argument of `Checkpointer`, and no setting
     advice: Advice
     settings: list[Setting]
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
     def to_toml(self) -> str:
         """The text of the file; equal questions give equal bytes."""
@@ -113,11 +102,8 @@ class Tuned:
 
 
 def tune(question: Question) -> Tuned:
-    """Choose the settings.
-
-    Raises:
-        ConfigError: The strategy was not measured, it is not known how often machines are lost, or the bound cannot be
-            kept; the message says which bound can.
+    """Choose the settings. Raises `ConfigError`: the strategy was not measured, it is not known how often machines are
+    lost, or the bound cannot be kept; the message says which bound can.
     """
     name, measured, why_places = _chosen(question)
     hazard, nodes = _hazard(question)
@@ -132,9 +118,7 @@ def tune(question: Question) -> Tuned:
     ]
     if question.trace is not None:
         notes.append(_replayed(question, name, measured, advice.every, nodes))
-    settings = [
-        Setting("trainer", "in_flight_max", measured.in_flight_max, why_places),
-    ]
+    settings = [Setting("trainer", "in_flight_max", measured.in_flight_max, why_places)]
     if cost.durable_seconds / cost.in_flight_max > advice.every * cost.iteration_seconds:
         why = (
             "A checkpoint takes longer than the interval: save() waits for a staging area, and skips no step."
@@ -183,19 +167,13 @@ def _chosen(question: Question) -> tuple[str, Measured, str]:
     durable = {places: max(measured.durable_seconds, 1e-6) for places, (_, measured) in by_places.items()}
     places = best_in_flight(durable, places_max=IN_FLIGHT_MAX - 1)
     times = ", ".join(f"{seconds:g} s with {count}" for count, seconds in sorted(durable.items()))
-    name, measured = by_places[places]
     only = " (no other number was measured)" if len(durable) == 1 else ""
-    return (
-        name,
-        measured,
-        f"Checkpoints in flight, by the smallest time to durable for each checkpoint: {times}{only}.",
-    )
+    why = f"Checkpoints in flight, by the smallest time to durable for each checkpoint: {times}{only}."
+    return *by_places[places], why
 
 
 def _hazard(question: Question) -> tuple[Hazard, int]:
     trace = question.trace
-    if (trace is None) == (question.mtbf_hours is None):
-        raise ConfigError("expected either a trace or mtbf_hours, to know how often machines are lost")
     nodes = question.nodes or (trace.count_max if trace is not None else 1)
     price = None
     if question.spot_dollars is not None:
@@ -216,19 +194,13 @@ def _replayed(question: Question, name: str, measured: Measured, every: int, nod
     assert question.trace is not None
     plan = StudyPlan(
         question.profile.model_copy(update={"strategies": {name: measured}}),
-        (question.lead_seconds,),
-        (every,),
-        nodes,
-        1,
-        _OFFSETS,
-        _SEED,
-        None,
-        question.overhead_max,
-        None,
-        None,
-        (),
-        None,
-        0.0,
+        leads_seconds=(question.lead_seconds,),
+        intervals=(every,),
+        nodes=nodes,
+        nodes_min=1,
+        offsets=_OFFSETS,
+        seed=_SEED,
+        overhead_max=question.overhead_max,
     )
     row = plan.replay(question.trace).rows[0]
     share = row.share
@@ -329,13 +301,14 @@ def _size(nbytes: int) -> str:
 def _comment(text: str) -> list[str]:
     """Lines of a comment. No text can become a setting."""
     words = "".join(c if c.isprintable() else " " for c in text).split()
-    lines, line = [], "#"
-    for word in words:
-        if len(line) + 1 + len(word) > _LINE_CHARACTERS_MAX and line != "#":
-            lines.append(line)
-            line = "#"
-        line += f" {word}"
-    return [*lines, line]
+    return textwrap.wrap(
+        " ".join(words),
+        _LINE_CHARACTERS_MAX,
+        initial_indent="# ",
+        subsequent_indent="# ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _toml(value: Any) -> str:

@@ -6,7 +6,6 @@
     store ───┴► run_watch.py ─► run_status.py: the state of the run ─► operator_side/commands/status_output.py,
                   │               └ loss.py: the loss if the run      │ operator_side/live (`--web`)
                   │                 were killed now                   └ status_text.py: the words of both
-                  └ run_watches.py: all runs of this machine
 
 docs/status.md says what each word means; reasons in docs/design/015-tools-read-evidence.md.
 """

@@ -28,39 +28,26 @@ class SavedPoint:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The facts that the loss follows from.
-
-    Attributes:
-        running_since_unix: When the job's stager was ready; None: no job runs.
-        staged: The newest checkpoint that is whole in ring or store. `durable`: the newest in the store.
-        newest: The newest checkpoint that a rank has saved, also if it was lost.
-        step_seconds: Wall time of a step, from the last saves; None: not known yet.
-    """
+    """The facts that the loss follows from."""
 
     now_unix: float
-    running_since_unix: float | None
-    staged: SavedPoint | None = None
-    durable: SavedPoint | None = None
-    newest: SavedPoint | None = None
-    step_seconds: float | None = None
+    running_since_unix: float | None  # when the job's stager was ready; None: no job runs
+    staged: SavedPoint | None = None  # the newest checkpoint that is whole in ring or store
+    durable: SavedPoint | None = None  # the newest in the store
+    newest: SavedPoint | None = None  # the newest checkpoint that a rank has saved, also if it was lost
+    step_seconds: float | None = None  # wall time of a step, from the last saves; None: not known yet
     dollars_per_hour: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The loss.
+    """The loss."""
 
-    Attributes:
-        steps: Lost steps; None: not known.
-        is_estimate: Whether the steps since the newest save are estimated.
-        since_step: The step that training would resume from; None: the beginning.
-    """
-
-    steps: int | None
-    is_estimate: bool
+    steps: int | None  # lost steps; None: not known
+    is_estimate: bool  # the steps since the newest save are estimated
     seconds: float
     dollars: float | None
-    since_step: int | None
+    since_step: int | None  # the step that training would resume from; None: the beginning
 
 
 def lost_with_trainers(known: LossInputs) -> Lost:
@@ -86,9 +73,12 @@ def _lost(known: LossInputs, safe: SavedPoint | None, earlier_seconds: float) ->
         )
         seconds += max(0.0, known.now_unix - begun)
     steps, is_estimate = _steps(known, safe)
-    price = known.dollars_per_hour
-    dollars = None if price is None else seconds * price / _HOUR_SECONDS
+    dollars = price(seconds, known.dollars_per_hour)
     return Lost(steps, is_estimate, seconds, dollars, None if safe is None else safe.step)
+
+
+def price(seconds: float, dollars_per_hour: float | None) -> float | None:
+    return None if dollars_per_hour is None else seconds * dollars_per_hour / _HOUR_SECONDS
 
 
 def _steps(known: LossInputs, safe: SavedPoint | None) -> tuple[int | None, bool]:

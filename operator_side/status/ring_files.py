@@ -36,36 +36,26 @@ _WORD_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class RingCheckpoint:
-    """One checkpoint in the ring.
-
-    Attributes:
-        image_bytes: Size of the image; None: its layout cannot be read.
-        ring_bytes: Its bytes in FULL chunks of the ring, which the store does not have yet.
-        written_bytes: Its bytes in the store; None: there is no record of them.
-        record: Times of ranks and stager, once it is staged; input from outside.
-    """
+    """One checkpoint in the ring."""
 
     attempt: int
     step: int
-    state: Literal["receiving", "staged"]
-    image_bytes: int | None
-    ring_bytes: int
-    written_bytes: int | None
-    record: dict[str, Any]
+    state: Literal["receiving", "staged"]  # `staged`: all of it is in the ring or the store
+    image_bytes: int | None  # size of the image; None: its layout cannot be read
+    ring_bytes: int  # its bytes in FULL chunks of the ring, which the store does not have yet
+    written_bytes: int | None  # its bytes in the store; None: there is no record of them
+    record: dict[str, Any]  # times of ranks and stager, once it is staged; input from outside
+    held: str = ""  # why it waits for the store, as the flusher says; empty if it does not wait
 
 
 @dataclass(frozen=True, slots=True)
 class RingLook:
-    """The state of a ring at one moment.
-
-    Attributes:
-        chunks: Name of a state → number of chunks.
-    """
+    """The state of a ring at one moment."""
 
     attempt: int
     chunk_bytes: int
     ring_chunks: int
-    chunks: dict[str, int]
+    chunks: dict[str, int]  # name of a state → number
     checkpoints: tuple[RingCheckpoint, ...]
     trouble: str = ""
 

@@ -33,17 +33,12 @@ _HISTORY = 32  # values of each timing
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Stager or flusher.
+    """Stager or flusher."""
 
-    Attributes:
-        state: `here`: it answers; `silent`: it has a socket, and does not answer; `gone`: it is not running.
-        note: A sentence about it, for people.
-    """
-
-    state: Literal["here", "silent", "gone"]
+    state: Literal["here", "silent", "gone"]  # `silent`: it has a socket, and does not answer
     pid: int | None = None
     since_unix: float | None = None
-    note: str = ""
+    note: str = ""  # a sentence about it, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +49,6 @@ class Level:
     step: int
     at_unix: float | None
     nonfinite: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class UnderWay:
-    """A checkpoint on its way.
-
-    Attributes:
-        state: `receiving`, or `staged`: all of it is in the ring or the store.
-        held: Why it waits for the store; empty if it does not wait.
-    """
-
-    attempt: int
-    step: int
-    state: Literal["receiving", "staged"]
-    image_bytes: int | None
-    ring_bytes: int
-    written_bytes: int | None
-    held: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +68,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The distance between the last two saves of the job.
-
-    Attributes:
-        why: With `every="auto"` the reason for the current interval, as the stager states it; else empty.
-    """
+    """The distance between the last two saves of the job."""
 
     steps: int
     seconds: float
-    why: str = ""
+    why: str = ""  # with `every="auto"` the reason for the current interval, as the stager states it
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +101,7 @@ class RunStatus:
     loss_trainers: Lost
     loss_node: Lost
     ring: RingLook | None
-    flights: tuple[UnderWay, ...]
+    flights: tuple[RingCheckpoint, ...]
     pgt1: Timings
     pgt2: Timings
     stall: Timings
@@ -159,34 +132,23 @@ class RunStatus:
         )
         for name in ("checkpoints", "declined", "notices", "problems", "ranks"):
             found[name] = [row.model_dump() for row in getattr(self, name)]
-        found["flights"] = list(found["flights"])
+        for flight in found["flights"]:
+            del flight["record"]
         found["notes"] = list(self.notes)
-        found["ring"] = None
         if self.ring is not None:
             found["ring"] = {
                 name: getattr(self.ring, name) for name in ("attempt", "chunk_bytes", "ring_chunks", "chunks")
             }
         for name in ("pgt1", "pgt2", "stall"):
-            timings: Timings = getattr(self, name)
-            found.pop(name)
-            found[f"{name}_seconds"] = {
-                "last": timings.last,
-                "median": timings.median,
-                "history": list(timings.seconds),
-            }
+            of: Timings = getattr(self, name)
+            del found[name]
+            found[f"{name}_seconds"] = {"last": of.last, "median": of.median, "history": list(of.seconds)}
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class RunEvidence:
-    """Everything that one look found out about a run.
-
-    Attributes:
-        flusher_said: Answer of the flusher; None: it gave none.
-        stager_said: Answer of the stager; None: it gave none.
-        ring: The ring, from its files, if any.
-        stored: Checkpoints in the store, as far as it was read.
-    """
+    """Everything that one look found out about a run. The stored checkpoints are those that were read."""
 
     flusher: Peer
     stager: Peer
@@ -200,14 +162,7 @@ class RunEvidence:
 def compose(
     run: str, now_unix: float, found: RunEvidence, *, dollars_per_hour: float | None = None
 ) -> RunStatus:
-    """Put the status together from what was found.
-
-    Args:
-        run: URL of the run, or another name for it.
-        now_unix: Current time.
-        found: Facts from one look.
-        dollars_per_hour: Price of all machines; None: not known.
-    """
+    """Put the status together from what one look found. `run`: URL of the run, or another name for it."""
     flusher, stager, ring = found.flusher, found.stager, found.ring
     flusher_said, stager_said = found.flusher_said, found.stager_said
     rows = _rows(flusher_said, stager_said, ring, found.stored)
@@ -241,10 +196,10 @@ def compose(
         is_running=is_running,
         flusher=flusher,
         stager=stager,
-        transport=stager_said.transport if stager_said is not None else None,
-        waits_at=stager_said.waits_at if stager_said is not None else "",
-        resume=stager_said.resume if stager_said is not None else "",
-        resume_text=stager_said.resume_text if stager_said is not None else "",
+        transport=stager_said.transport if stager_said else None,
+        waits_at=stager_said.waits_at if stager_said else "",
+        resume=stager_said.resume if stager_said else "",
+        resume_text=stager_said.resume_text if stager_said else "",
         ranks=ranks,
         ranks_total=ranks_total,
         levels=levels,
@@ -369,19 +324,13 @@ def _timings(rows: Mapping[CheckpointId, CheckpointStatus], name: str) -> Timing
     return Timings(tuple(value for value in values if value is not None)[-_HISTORY:])
 
 
-def _flights(ring: RingLook | None, rows: Mapping[CheckpointId, CheckpointStatus]) -> Iterable[UnderWay]:
+def _flights(
+    ring: RingLook | None, rows: Mapping[CheckpointId, CheckpointStatus]
+) -> Iterable[RingCheckpoint]:
     for here in ring.checkpoints if ring else ():
         row = rows[CheckpointId(here.attempt, here.step)]
         if row.durable_at_unix is None:
-            yield UnderWay(
-                here.attempt,
-                here.step,
-                here.state,
-                here.image_bytes,
-                here.ring_bytes,
-                here.written_bytes,
-                row.held,
-            )
+            yield dataclasses.replace(here, held=row.held)
 
 
 # -- ranks and lines ---------------------------------------------------------------------------------------------------

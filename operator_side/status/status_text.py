@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from datetime import UTC, datetime
 
 from holdfast.command.output import seconds
 from holdfast.telemetry.status_document import StatusLine
+from operator_side.page.words import clock
 from operator_side.status.loss import Lost
 from operator_side.status.run_status import Peer, RunStatus
 
@@ -15,8 +15,8 @@ _OVER = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
 
 def head_lines(status: RunStatus) -> list[str]:
     """The attempt, the time and the ranks; then stager and flusher."""
-    clock = datetime.fromtimestamp(status.now_unix, UTC).strftime("%H:%M:%S UTC")
-    where = f"attempt {status.attempt}, {clock}" if status.attempt else clock
+    now = clock(status.now_unix)
+    where = f"attempt {status.attempt}, {now}" if status.attempt else now
     stager = f"{_peer('stager', status.stager, status)}{_OVER.get(status.transport or '', '')}"
     return [f"{where}; {ranks_text(status)}", f"{stager}; {_peer('flusher', status.flusher, status)}"]
 

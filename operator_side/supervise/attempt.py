@@ -19,8 +19,7 @@ from typing import IO
 from operator_side.supervise.tied import tied
 
 _SWEEP_SECONDS_MAX = 10.0
-_SESSION_FIELD = 3  # of /proc/PID/stat, counted from behind the command's name
-_STATE_FIELD = 0
+_SESSION_FIELD = 3  # of `stat_fields`
 _READ_BYTES = 1 << 16
 
 
@@ -49,7 +48,6 @@ class Attempt:
 
     @property
     def pid(self) -> int:
-        """Process id of mpirun."""
         return self._process.pid
 
     def read(self) -> bytes:
@@ -65,33 +63,23 @@ class Attempt:
         """Exit status of mpirun; None while it runs."""
         return self._process.poll()
 
-    def ask(self) -> None:
-        """Ask the trainers on all hosts to end."""
-        # mpirun passes SIGURG on to every process; rank.py turns it into SIGTERM for the trainer.
-        self._signal(signal.SIGURG)
+    def send(self, number: int) -> None:
+        """Send mpirun a signal. It passes SIGURG, SIGUSR1 and SIGUSR2 on to every process of the job."""
+        self._process.send_signal(number)
 
-    def pass_on(self, number: int) -> None:
-        """Send the signal to mpirun, which passes it on to every process of the job."""
-        self._signal(number)
-
-    def terminate(self) -> None:
-        """Ask mpirun to end the job."""
-        self._signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """SIGKILL mpirun and every process of its session."""
-        self._signal(signal.SIGKILL)
-        for pid in processes_of_session(self.pid):
+    def kill(self) -> list[int]:
+        """SIGKILL mpirun and every process of its session. Returns those that were there."""
+        self.send(signal.SIGKILL)
+        found = processes_of_session(self.pid)
+        for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        return found
 
     def sweep(self) -> list[int]:
         """After mpirun has ended: kill what is left of its session. Returns processes that live after ten seconds."""
         deadline = time.monotonic() + _SWEEP_SECONDS_MAX
-        while (left := processes_of_session(self.pid)) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        while (left := self.kill()) and time.monotonic() < deadline:
             time.sleep(0.02)
         return left
 
@@ -99,21 +87,22 @@ class Attempt:
         self.output.close()
         os.close(self._end)
 
-    def _signal(self, number: int) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(number)
-
 
 def processes_of_session(session: int) -> list[int]:
     """Running processes of a session; zombies do not count."""
     found = []
-    for directory in Path("/proc").iterdir():
-        if not directory.name.isdigit():
-            continue
-        try:
-            fields = (directory / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[_SESSION_FIELD]) == session and fields[_STATE_FIELD] not in "ZX":
-            found.append(int(directory.name))
+    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        fields = stat_fields(pid)
+        if fields and int(fields[_SESSION_FIELD]) == session:
+            found.append(pid)
     return found
+
+
+def stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; empty for a process that has ended, also if it is a zombie."""
+    try:
+        # The command's name before them may have spaces and brackets: what follows its last one counts.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+    return [] if fields[0] in "ZX" else fields

@@ -71,10 +71,10 @@ class Core:
     Args:
         pause_seconds: Random pause before restart number n (1, 2, …) in a row without progress; number 1 follows an
             attempt that made progress, or the first one.
-        newest_step: Newest step in the store, -1 for none.
 
     Attributes:
-        newest_step: The newest step that was staged, durable or restored; one that is set aside does not count.
+        newest_step: The newest step that was staged, durable or restored, at first the newest in the store, -1 for
+            none; one that is set aside does not count.
     """
 
     def __init__(
@@ -218,7 +218,10 @@ class Core:
                 self._waiting_said = False
                 return [LookAtFleet()]
             case SupervisorPhase.FINDING:
-                return self._over(self._too_few(f"within {self._limits.hosts_seconds_max:g} s"))
+                limits = self._limits
+                when = f"within {limits.hosts_seconds_max:g} s"
+                message = f"no hosts for {limits.ranks_min} ranks were found {when}"
+                return self._over(Verdict(Cause.LOST, message, "no hosts", exit_code=9))
         return []
 
     # -- ending it -------------------------------------------------------------------------------------------------
@@ -277,9 +280,7 @@ class Core:
         placed: tuple[Host, ...] | None = None
         ranks = limits.ranks
         if hosts is not None:
-            placed = place([host for host in hosts if not host.noticed], limits.ranks)
-            if sum(host.slots for host in placed) < limits.ranks_min:
-                placed = place(hosts, limits.ranks)
+            placed = place(hosts, limits.ranks)
             ranks = sum(host.slots for host in placed)
         if ranks < limits.ranks_min:
             if self._waiting_said:
@@ -305,10 +306,6 @@ class Core:
             Note("launched", message, fields),
             Launch(self._attempt.number, ranks, placed, self._suspicion.set_aside),
         ]
-
-    def _too_few(self, when: str) -> Verdict:
-        message = f"no hosts for {self._limits.ranks_min} ranks were found {when}"
-        return Verdict(Cause.LOST, message, "no hosts", exit_code=9)
 
     # -- the end of an attempt -------------------------------------------------------------------------------------
 

@@ -2,12 +2,12 @@
 
     how the command ended, reports of the ranks, the end of its stderr, signals ─► Seen ─► Evidence ─► judge ─► code
 
-One wrapper does not see other hosts. The survivors report the loss of a peer: a rank with a
-bug ends with a code of its own, in its own wrapper, and that code is not 75.
+One wrapper does not see other hosts. The survivors report the loss of a peer: a rank with a bug ends with a code of its
+own, in its own wrapper, and that code is not 75.
 
-Failed starts of a run are not counted here, because this machine may be gone the next time. Each job that
-joins has an attempt of its own, one more than the one before, recorded in the store; and the checkpoint that it has
-restored names the attempt that saved it. The difference is the number of attempts without a newer checkpoint.
+Failed starts of a run are not counted here, because this machine may be gone the next time. Each job that joins has an
+attempt number one above the one before, and the checkpoint that it has restored names the attempt that saved it. The
+difference is the number of attempts without a newer checkpoint.
 """
 
 from __future__ import annotations
@@ -35,26 +35,17 @@ _ROOT_CAUSE = "Root Cause (first observed failure):"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """All that a wrapper knows when its command has ended.
-
-    Attributes:
-        command: Name of the command, for people.
-        rank: This rank, as far as the launcher tells; else 0.
-        status: Its exit code, or minus the number of the signal.
-        told: Signals that this wrapper got, and passed on.
-        tail: The end of what the command wrote to stderr.
-        out_of_memory: Whether the kernel has killed a process of this cgroup to free memory.
-    """
+    """All that a wrapper knows when its command has ended."""
 
     command: str
     host: str
-    rank: int
+    rank: int  # this rank, as far as the launcher tells; else 0
     pid: int
-    status: int
-    told: frozenset[int] = frozenset()
+    status: int  # its exit code, or minus the number of the signal
+    told: frozenset[int] = frozenset()  # signals that this wrapper got, and passed on
     reports: Sequence[dict[str, Any]] = ()
-    tail: str = ""
-    out_of_memory: bool = False
+    tail: str = ""  # the end of what the command wrote to stderr
+    out_of_memory: bool = False  # the kernel has killed a process of this cgroup to free memory
 
 
 class CodedEnd(NamedTuple):
@@ -103,11 +94,8 @@ class _Job:
 
 
 def coded_end(seen: Seen, *, restarts_max: int) -> CodedEnd:
-    """Judge the end of the command.
-
-    Args:
-        seen: The facts about it.
-        restarts_max: The largest number of attempts in a row without a newer checkpoint that ends with 75.
+    """Judge the end of the command. `restarts_max`: the largest number of attempts in a row without a newer checkpoint
+    that ends with 75.
     """
     job = _job(seen.reports)
     noticed = signal.SIGTERM in seen.told or any(rank.noticed for rank in job.ranks.values())
@@ -186,11 +174,9 @@ def _death(failure: _Failure, job: _Job, seen: Seen) -> Death:
     exception, text = (known.exception, known.text) if known is not None else ("", "")
     if not exception and failure.status > 0 and failure.pid == seen.pid:
         exception, text = exception_of(seen.tail.splitlines()), seen.tail
-    if (
-        failure.status == -signal.SIGABRT and job.size > 1
-    ):  # so NCCL's watchdog ends a rank whose peer is gone
-        text = seen.tail
-        lost_peer = says_lost_connection(text)
+    # NCCL's watchdog ends a rank whose peer is gone with SIGABRT.
+    if failure.status == -signal.SIGABRT and job.size > 1:
+        lost_peer = says_lost_connection(seen.tail)
     else:
         lost_peer = says_lost_peer(exception.rpartition(".")[2], text)
     lost_peer |= failure.status == AGAIN

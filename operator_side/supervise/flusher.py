@@ -10,16 +10,15 @@ from pathlib import Path
 
 from holdfast.ring.directory import make_private_directory
 from holdfast.ring.ring_keeper import RingKeeper
+from operator_side.supervise.attempt import stat_fields
 
 _LOOK_SECONDS = 0.05
-_STATE_FIELD, _STARTED_FIELD = 0, 19  # of /proc/PID/stat, counted from behind the command's name
+_STARTED_FIELD = 19  # of `stat_fields`
 
 
 class KeptFlusher:
-    """The flusher, which a stager started and whose process id is in its pid file.
-
-    Raises:
-        ConfigError: The directory belongs to another user, or others may write to it.
+    """The flusher, which a stager started and whose process id is in its pid file. Raises `ConfigError`: the directory
+    belongs to another user, or others may write to it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -57,21 +56,16 @@ class KeptFlusher:
 
 def _started(pid: int) -> str:
     """Start time of a process, which tells apart two processes with the same id; empty if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[_STATE_FIELD] in "ZX" else fields[_STARTED_FIELD]
-    except (OSError, IndexError):
-        return ""
+    fields = stat_fields(pid)
+    return fields[_STARTED_FIELD] if fields else ""
 
 
 _VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 
 
 class Segments:
-    """The folder for the shared-memory segments of one supervisor's MPI jobs, named by its process id.
-
-    Args:
-        ring: Runtime directory of the run; the folder is made beside it.
+    """The folder for the shared-memory segments of one supervisor's MPI jobs, named by its process id. `ring`: runtime
+    directory of the run; the folder is made beside it.
     """
 
     def __init__(self, ring: Path) -> None:
@@ -81,29 +75,17 @@ class Segments:
     def make(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Make the folder, and name it in the environment of a job. Folders of supervisors that are gone are removed.
 
-        An environment that names such a folder already is not changed.
-
-        Raises:
-            ConfigError: The folder belongs to another user, or others may write to it.
+        An environment that names such a folder already is not changed. Raises `ConfigError`: the folder belongs to
+        another user, or others may write to it.
         """
         if _VARIABLE in environment:
             return dict(environment)
         for left in self._folder.parent.glob(f"{self._stem}*"):
             number = left.name.removeprefix(self._stem)
-            if number.isdigit() and not _lives(int(number)):
+            if number.isdigit() and not stat_fields(int(number)):
                 shutil.rmtree(left, ignore_errors=True)
         make_private_directory(self._folder)
         return {**environment, _VARIABLE: str(self._folder)}
 
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # a process of another user
-    return True

@@ -21,6 +21,8 @@ from typing import NamedTuple, Protocol
 
 from holdfast.errors import ConfigError
 
+# Starts a command on a host, as any other agent: `AGENT HOST COMMAND`.
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9._:\-\[\]]+)(?P<rest>(\s+\S+)*)")
 _SLOTS = re.compile(r"(?:slots|max[-_]slots)=(\d{1,6})")
 _PROBE_SECONDS_MAX = 10.0
@@ -30,67 +32,47 @@ _SLURM_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 class Host(NamedTuple):
-    """A host for training ranks.
-
-    Attributes:
-        noticed: Whether the cloud has announced that the host will be taken away.
-    """
+    """A host for training ranks."""
 
     name: str
     slots: int
-    noticed: bool = False
 
 
 class Fleet(Protocol):
-    """A source of hosts. `look` may take seconds and is called in a thread of its own."""
+    """A source of hosts; `name` is for messages. `look` may take seconds and is called in a thread of its own."""
 
-    @property
-    def name(self) -> str:
-        """Name of the source, for messages."""
+    name: str
 
     def look(self) -> tuple[Host, ...] | None:
-        """The hosts that can be used now; None: this machine alone, with as many ranks as are wanted.
-
-        Raises:
-            HoldfastError: The source cannot tell now; the hosts of the last look still count.
+        """The hosts that can be used now; None: this machine alone, with as many ranks as are wanted. Raises
+        `HoldfastError`: the source cannot tell now; the hosts of the last look still count.
         """
 
     def replace(self, wanted: int) -> None:
-        """Ask the source for hosts for this many more ranks, if it can. Called in the thread of `look`."""
+        """Ask the source for hosts for this many more ranks. Called in the thread of `look`."""
+        # A person changes the hostfile, and an allocation of Slurm does not grow.
+        del wanted
 
 
-class Here:
+class Here(Fleet):
     """Everything runs on this machine."""
 
     name = "this machine"
 
-    def look(self) -> tuple[Host, ...] | None:
+    def look(self) -> None:
         return None
 
-    def replace(self, wanted: int) -> None:
-        """This machine cannot be replaced."""
 
-
-class HostFile:
-    """The hosts of an mpirun hostfile, `name slots=8` on each line. The file is read again at each look.
-
-    Args:
-        path: The file; to replace a host, change it there.
-        agent: Command that starts another command on a host, as ssh does: `AGENT HOST COMMAND`.
-    """
+class HostFile(Fleet):
+    """The hosts of an mpirun hostfile, `name slots=8` on each line. The file is read again at each look."""
 
     def __init__(self, path: Path, *, agent: Sequence[str] | None = None) -> None:
-        self._path = path
-        self._agent = agent or ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+        self._path, self._agent = path, agent or SSH
         self.name = str(path)
         self.read()
 
     def read(self) -> tuple[Host, ...]:
-        """The hosts in the file.
-
-        Raises:
-            ConfigError: The file cannot be read, or a line of it is not a host.
-        """
+        """The hosts in the file. Raises `ConfigError`: it cannot be read, or a line of it is not a host."""
         try:
             text = self._path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -115,9 +97,6 @@ class HostFile:
             there = list(probes.map(lambda host: is_here(host.name) or self._answers(host.name), hosts))
         return tuple(host for host, is_there in zip(hosts, there, strict=True) if is_there)
 
-    def replace(self, wanted: int) -> None:
-        """A person adds a line to the file."""
-
     def _answers(self, host: str) -> bool:
         try:
             done = subprocess.run(
@@ -132,15 +111,9 @@ class HostFile:
         return done.returncode == 0
 
 
-class Slurm:
-    """The hosts that this Slurm job has, and that Slurm has not marked as down.
-
-    Args:
-        environment: SLURM_JOB_ID, SLURM_JOB_NODELIST, and SLURM_NTASKS_PER_NODE or SLURM_TASKS_PER_NODE.
-        scontrol: Runs scontrol with these arguments and returns its output.
-
-    Raises:
-        ConfigError: This is not a Slurm job, or its description cannot be read.
+class Slurm(Fleet):
+    """The hosts that this Slurm job has, and that Slurm has not marked as down. Raises `ConfigError`: this is not a
+    Slurm job, or its description cannot be read.
     """
 
     name = "the Slurm allocation"
@@ -182,9 +155,6 @@ class Slurm:
         return tuple(
             h for h in self._hosts if h.name in states and not any(word in states[h.name] for word in bad)
         )
-
-    def replace(self, wanted: int) -> None:
-        """An allocation does not grow; `scontrol requeue` would start the whole batch script again."""
 
 
 def _scontrol(arguments: Sequence[str]) -> str:
@@ -231,12 +201,11 @@ def is_here(name: str) -> bool:
 
 
 def place(hosts: Sequence[Host], wanted: int) -> tuple[Host, ...]:
-    """Place `wanted` ranks, or as many as fit, on the hosts in their order. Hosts with a notice come last.
-
-    The slots of each returned host are the number of ranks to run on it.
+    """Place `wanted` ranks, or as many as fit, on the hosts in their order. The slots of each returned host are the
+    number of ranks to run on it.
     """
     left, placed = wanted, []
-    for host in sorted(hosts, key=lambda host: host.noticed):  # a stable sort, which keeps the given order
+    for host in hosts:
         taken = min(left, host.slots)
         if taken:
             placed.append(host._replace(slots=taken))

@@ -19,20 +19,19 @@ from holdfast.supervised import LAST_WORDS, MARK
 from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise.supervisor_messages import (
     Ended,
-    Event,
     Joined,
     Noticed,
     ProcessBegan,
     RankDead,
     RankRestored,
     RankSilence,
+    Report,
     ResumeCompared,
     StepDurable,
     Stepped,
     StepStaged,
+    Told,
 )
-
-Report = ProcessBegan | Ended | RankRestored | Stepped | ResumeCompared
 
 _TAG = re.compile(r"\[\d+,(\d+)\]<(stdout|stderr)>: ?")
 _LINE_BYTES_MAX = 1 << 20  # a progress bar that never ends its line
@@ -110,7 +109,7 @@ class Output:
     """The log files of one attempt.
 
     Args:
-        directory: Directory for the files; made if needed.
+        directory: Made if needed.
         ranks: Number of trainers; the process after them is the stager.
         relay: Called with (stream, text) for each line, to show it.
     """
@@ -171,7 +170,7 @@ class Output:
         self._relay(line.stream, line.text)
 
 
-def meaning(said: dict[str, Any]) -> Event | None:
+def meaning(said: dict[str, Any]) -> Told | None:
     """The event for the core in one line of an event log; None if it does not matter."""
     step, role = said.get("step"), said.get("role")
     if type(step) is int:

@@ -6,6 +6,7 @@ launch ─► mpirun ── output ─► a log file for each process, reports f
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,33 +15,24 @@ from holdfast.process import wait_readable
 from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
 from operator_side.supervise.attempt import Attempt
 from operator_side.supervise.flusher import Segments
-from operator_side.supervise.job_output import Output, Report
-from operator_side.supervise.supervisor_messages import Launch
+from operator_side.supervise.job_output import Output
+from operator_side.supervise.supervisor_messages import Launch, Report
 from operator_side.supervise.verdict import Verdict
 
 _log = logging.getLogger("holdfast.run")
 
 
 class RunFiles(NamedTuple):
-    """Where a supervised run keeps its files, all on this machine, which is not taken away.
+    """Where a supervised run keeps its files, all on this machine, which is not taken away."""
 
-    Attributes:
-        ring: Runtime directory of the run, which the supervisor keeps for the next attempt.
-        logs: `status.jsonl`, with a line for each decision, and a folder for each attempt.
-        events: The event log that stager and flusher write.
-    """
-
-    ring: Path
-    logs: Path
-    events: Path
+    ring: Path  # runtime directory of the run, which the supervisor keeps for the next attempt
+    logs: Path  # `status.jsonl`, with a line for each decision, and a folder for each attempt
+    events: Path  # the event log that stager and flusher write
 
 
 class JobProcesses:
     """Starts an attempt, hears it, ends it. Main thread: the kernel ties processes to the thread that starts them.
-
-    Args:
-        files: Where the log files go, and where the ring is.
-        relay: Called with (stream, text) for each line of the job.
+    `relay`: called with (stream, text) for each line of the job.
     """
 
     def __init__(
@@ -92,13 +84,13 @@ class JobProcesses:
 
     def terminate(self, *, gently: bool) -> None:
         """Ask the trainers to end, or else mpirun."""
-        if self._attempt is not None:
-            self._attempt.ask() if gently else self._attempt.terminate()
+        # rank.py turns SIGURG into SIGTERM for the trainer.
+        self.pass_on(signal.SIGURG if gently else signal.SIGTERM)
 
     def pass_on(self, number: int) -> None:
-        """Send SIGUSR1 to every rank, by mpirun. Ranks that do not watch it ignore it."""
+        """Send a signal to mpirun, and so SIGUSR1 to every rank. Ranks that do not watch it ignore it."""
         if self._attempt is not None:
-            self._attempt.pass_on(number)
+            self._attempt.send(number)
 
     def kill(self) -> None:
         if self._attempt is not None:
@@ -107,7 +99,6 @@ class JobProcesses:
     def close(self) -> None:
         """Kill what still runs, and remove the folder for shared memory."""
         if self._attempt is not None:
-            self._attempt.kill()
             self._attempt.sweep()
             self._attempt.close()
         self._segments.remove()

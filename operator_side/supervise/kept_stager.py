@@ -32,18 +32,13 @@ _ASK_SECONDS_MAX = 2.0
 class KeptStager:
     """See the module. Main thread: the kernel ties processes to the thread that starts them.
 
-    Args:
-        arguments: Arguments of `holdfast stager`, without its address.
-        environment: Environment of the stager.
-        ring: Runtime directory of the run.
-        pause_seconds: Pause before restart number n (1, 2, …) in a row.
+    `arguments` are those of `holdfast stager`, without its address; `pause_seconds` gives the pause before restart
+    number n (1, 2, …) in a row. Raises `ConfigError`: the runtime directory belongs to another user, or others may
+    write to it.
 
     Attributes:
         address: Where it listens.
         restarts: Restarts in a row; the owner sets it to 0 when there is a newer checkpoint.
-
-    Raises:
-        ConfigError: The runtime directory belongs to another user, or others may write to it.
     """
 
     def __init__(

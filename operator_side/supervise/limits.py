@@ -9,39 +9,27 @@ from operator_side.supervise.verdict import Cause, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Settings of a supervised run, units in the names.
-
-    Attributes:
-        crashes_max: The run ends after this many equal crashes in a row without progress.
-        set_aside_max: Largest number of checkpoints in a row to set aside first, if crashes came after their restore.
-        restarts_max: The run ends after this many restarts in a row without progress, whatever the cause.
-        silent_seconds_max: Time without a sign of life, beyond the stager's own deadline, after which a rank is lost.
-        lost_seconds_max: Time that the others may go on after a process of the job has died; none if it was killed
-            before all had joined.
-        stall_seconds_max: Time without a newly staged step after which the attempt is ended; None: no limit.
-        grace_seconds: Time from asking the ranks to end until mpirun is asked to end them.
-        look_seconds_max: Time to wait for the fleet's answer before a verdict.
-    """
+    """Settings of a supervised run, units in the names."""
 
     ranks: int
     ranks_min: int
-    crashes_max: int = 2
-    set_aside_max: int = 2
-    restarts_max: int = 8
+    crashes_max: int = 2  # the run ends after this many equal crashes in a row without progress
+    set_aside_max: int = 2  # checkpoints in a row to set aside first, if crashes came after their restore
+    restarts_max: int = 8  # the run ends after this many in a row without progress, whatever the cause
+    # Without a sign of life, beyond the stager's own deadline, until a rank is lost.
     silent_seconds_max: float = 30.0
+    # That the others may go on after a death; none if it was a kill before all had joined.
     lost_seconds_max: float = 30.0
-    stall_seconds_max: float | None = None
-    grace_seconds: float = 30.0
+    stall_seconds_max: float | None = None  # without a newly staged step until the attempt is ended
+    grace_seconds: float = 30.0  # from asking the ranks to end until mpirun is asked to end them
     kill_seconds: float = 5.0
     hosts_seconds_max: float = 1800.0
-    look_seconds_max: float = 30.0
+    look_seconds_max: float = 30.0  # to wait for the fleet's answer before a verdict
 
 
 class Patience:
-    """Counts attempts without progress.
-
-    Attributes:
-        restarts: Attempts in a row that ended without progress, and the one before them that made progress.
+    """Counts attempts without progress. `restarts`: attempts in a row that ended without progress, and the one before
+    them that made progress.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -50,12 +38,10 @@ class Patience:
         self._mark = ""
 
     def last_word(self, verdict: Verdict, *, progressed: bool, may_go_back: bool = False) -> Verdict | None:
-        """Count an attempt. Returns the verdict to end the run with, or None if the job is to be restarted.
+        """Count an attempt, which `progressed` if it has staged a newer step.
 
-        Args:
-            verdict: Why the attempt has ended.
-            progressed: Whether it has staged a newer step.
-            may_go_back: Whether the checkpoint may be to blame, so that an equal crash is not the end yet.
+        Where the checkpoint may be to blame (`may_go_back`), an equal crash is not the end yet. Returns the verdict to
+        end the run with, or None if the job is to be restarted.
         """
         if progressed:
             self.restarts = self._same = 0

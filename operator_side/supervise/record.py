@@ -15,43 +15,29 @@ from operator_side.supervise.verdict import Death, Evidence
 
 @dataclass(slots=True)
 class RunRecord:
-    """The running attempt.
-
-    Attributes:
-        ranks: Number of trainers; the stager has this number as its rank.
-        hosts: Hosts of the attempt; None: everything runs on this machine.
-        met: Whether all ranks and the stager have joined.
-        restored_from: The checkpoint that every rank has restored; None before that, and in a new run.
-        before: The checkpoint that they would restore if that one were set aside, if any.
-        staged_step: The highest step that this attempt has staged; -1: none.
-        lost_first: Ranks that the stager lost before any process had reported a failure of its own.
-        silent_since: Ranks that the stager does not hear, and since when.
-        gone: Hosts that two looks in a row missed.
-        given_up: Why the supervisor ends the attempt; empty while it does not.
-        first_death_at: When the first process was lost, or the stager ended.
-        progressed: Whether the attempt has staged a step newer than any before.
-    """
+    """The running attempt."""
 
     number: int
-    ranks: int
-    hosts: tuple[Host, ...] | None
+    ranks: int  # number of trainers; the stager has this number as its rank
+    hosts: tuple[Host, ...] | None  # None: everything runs on this machine
     begun_at: float
     began: dict[int, str] = field(default_factory=dict)
-    met: bool = False
+    met: bool = False  # all ranks and the stager have joined
     restored: set[int] = field(default_factory=set)
-    restored_from: CheckpointId | None = None
-    before: CheckpointId | None = None
-    staged_step: int = -1
+    restored_from: CheckpointId | None = None  # by every rank; None before that, and in a new run
+    before: CheckpointId | None = None  # they would restore it if that one were set aside
+    staged_step: int = -1  # the highest step that this attempt has staged; -1: none
     stepped: set[int] = field(default_factory=set)
     deaths: list[Death] = field(default_factory=list)
+    # By the stager, before any process had reported a failure of its own.
     lost_first: list[int] = field(default_factory=list)
-    silent_since: dict[int, float] = field(default_factory=dict)
+    silent_since: dict[int, float] = field(default_factory=dict)  # ranks that the stager does not hear
     noticed: set[str] = field(default_factory=set)
     missed: set[str] = field(default_factory=set)
-    gone: set[str] = field(default_factory=set)
-    given_up: str = ""
-    first_death_at: float | None = None
-    progressed: bool = False
+    gone: set[str] = field(default_factory=set)  # hosts that two looks in a row missed
+    given_up: str = ""  # why the supervisor ends the attempt; empty while it does not
+    first_death_at: float | None = None  # when the first process was lost, or the stager ended
+    progressed: bool = False  # the attempt has staged a step newer than any before
     progress_at: float = 0.0
     mpirun_status: int = 0
 
@@ -71,7 +57,6 @@ class RunRecord:
             return False
         ours = {host.name for host in self.hosts}
         missed = ours - {host.name for host in hosts}
-        self.noticed |= ours & {host.name for host in hosts if host.noticed}
         self.gone |= missed & self.missed
         self.missed = missed
         return not missed <= self.gone

@@ -52,17 +52,13 @@ _DRAIN_SECONDS_MAX = 600.0  # at the end, until the flusher has made everything 
 
 
 class FleetWatch(threading.Thread):
-    """Asks the fleet for its hosts, in a thread of its own: at intervals, and at once when told to.
-
-    Attributes:
-        replace: Number of further slots to ask for at each look.
-    """
+    """Asks the fleet for its hosts, in a thread of its own: at intervals, and at once when told to."""
 
     def __init__(self, fleet: Fleet, poll_seconds: float) -> None:
         super().__init__(name="fleet", daemon=True)
         self._fleet, self._poll_seconds = fleet, poll_seconds
         self._wake, self._over = threading.Event(), False
-        self.replace = 0
+        self.replace = 0  # number of further slots to ask for at each look
         self._seen: queue.SimpleQueue[tuple[Host, ...] | None] = queue.SimpleQueue()
         self._answers = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -134,10 +130,8 @@ class Supervisor:
         self._verdict: Verdict | None = None
 
     def run(self) -> Verdict:
-        """Supervise until the end. Returns the verdict on the last attempt; no process of the job is left then.
-
-        Raises:
-            ConfigError: The runtime directory belongs to another user, or others may write to it.
+        """Supervise until the end. Returns the verdict on the last attempt; no process of the job is left then. Raises
+        `ConfigError`: the runtime directory belongs to another user, or others may write to it.
         """
         flusher = KeptFlusher(self._ring)
         before = {
@@ -259,7 +253,7 @@ def next_attempt(logs: Path) -> int:
     return max(numbers, default=0) + 1
 
 
-def environment_of_job(more: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment_of_job() -> dict[str, str]:
     """This process's environment without the variables of another MPI launcher, such as Slurm's PMI."""
     prefixes = ("OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_", "PMI_", "PRTE_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)} | dict(more or {})
+    return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}

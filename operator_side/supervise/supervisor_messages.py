@@ -22,8 +22,6 @@ class HostsSeen(NamedTuple):
 
 
 class ProcessBegan(NamedTuple):
-    """A process of the job has begun."""
-
     rank: int
     host: str
 
@@ -33,17 +31,10 @@ class Joined(NamedTuple):
 
 
 class RankRestored(NamedTuple):
-    """A rank has its state back; -1: there was none, the run begins.
-
-    Attributes:
-        attempt: The attempt that wrote the checkpoint; 0: not known.
-        before: The checkpoint that would be restored if this one were set aside; None: none is known.
-    """
-
     rank: int
-    step: int
-    attempt: int = 0
-    before: CheckpointId | None = None
+    step: int  # -1: there was none, the run begins
+    attempt: int = 0  # that wrote the checkpoint; 0: not known
+    before: CheckpointId | None = None  # would be restored if this one were set aside
 
 
 class Stepped(NamedTuple):
@@ -62,12 +53,13 @@ class ResumeCompared(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A process of the job has ended, with an exit code or minus a signal. `out_of_memory`: see `Death`."""
-
     rank: int
-    status: int
+    status: int  # exit code, or minus a signal
     exception: str = ""
-    out_of_memory: bool = False
+    out_of_memory: bool = False  # see `Death`
+
+
+Report = ProcessBegan | Ended | RankRestored | Stepped | ResumeCompared  # of a process of the job, on itself
 
 
 class Exited(NamedTuple):
@@ -77,16 +69,12 @@ class Exited(NamedTuple):
 
 
 class StepStaged(NamedTuple):
-    """A step was reported staged."""
-
     step: int
 
 
 class StepDurable(NamedTuple):
-    """A step was reported durable. `attempt`: which saved it; 0: not known."""
-
     step: int
-    attempt: int = 0
+    attempt: int = 0  # that saved it; 0: not known
 
 
 class RankSilence(NamedTuple):
@@ -97,40 +85,21 @@ class RankSilence(NamedTuple):
 
 
 class RankDead(NamedTuple):
-    """The stager was told by MPI that a rank is dead."""
-
     rank: int
 
 
 class Noticed(NamedTuple):
-    """A rank was told that its host will be taken away."""
-
     rank: int
 
 
 class Stop(NamedTuple):
-    """This supervisor is to end."""
-
     reason: str
 
 
-Event = (
-    ClockTick
-    | HostsSeen
-    | ProcessBegan
-    | Joined
-    | RankRestored
-    | Stepped
-    | ResumeCompared
-    | Ended
-    | Exited
-    | StepStaged
-    | StepDurable
-    | RankSilence
-    | RankDead
-    | Noticed
-    | Stop
-)
+Told = (
+    Joined | StepStaged | StepDurable | RankSilence | RankDead | Noticed
+)  # by stager and flusher, in the event log
+Event = ClockTick | HostsSeen | Exited | Stop | Report | Told
 
 
 class LookAtFleet(NamedTuple):
@@ -174,8 +143,6 @@ class Note(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """The run is over."""
-
     verdict: Verdict
 
 

@@ -28,15 +28,7 @@ def tied_to_any(command: Sequence[str]) -> list[str]:
 
 
 def _line(command: Sequence[str], by: signal.Signals, parent: int) -> list[str]:
-    return [
-        sys.executable,
-        "-P",
-        "-m",
-        "operator_side.supervise.tied",
-        str(int(by)),
-        str(parent),
-        *command,
-    ]
+    return [sys.executable, "-P", "-m", "operator_side.supervise.tied", str(int(by)), str(parent), *command]
 
 
 def main() -> None:

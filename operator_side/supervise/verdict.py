@@ -53,22 +53,14 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How one process of the job ended.
+    """How one process of the job ended."""
 
-    Attributes:
-        rank: Its rank in the whole job; the stager's is the number of trainers.
-        status: Exit code, or minus the number of the signal.
-        exception: The exception at the end of its log, such as `ValueError`, or an empty text.
-        by_us: Whether the supervisor had already begun to end the attempt.
-        lost_peer: Whether the loss of another process ended it, by its own words.
-        out_of_memory: Whether the kernel has killed a process of its control group to free memory while it ran.
-    """
-
-    rank: int
-    status: int
-    exception: str = ""
-    by_us: bool = False
-    lost_peer: bool = False
+    rank: int  # the stager's is the number of trainers
+    status: int  # exit code, or minus the number of the signal
+    exception: str = ""  # at the end of its log, such as `ValueError`, or an empty text
+    by_us: bool = False  # the supervisor had already begun to end the attempt
+    lost_peer: bool = False  # the loss of another process ended it, by its own words
+    # The kernel has killed a process of its control group to free memory while it ran.
     out_of_memory: bool = False
 
     @property
@@ -88,47 +80,32 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that is known when the launcher has ended.
-
-    Attributes:
-        mpirun_status: Exit code of the launcher, or minus the number of the signal.
-        deaths: Processes that reported how they ended, in this order.
-        lost_first: Ranks that the stager lost before any process reported a failure of its own.
-        noticed: Hosts of this attempt with a preemption notice.
-        given_up: Why the supervisor ended the attempt; empty if it did not.
-    """
+    """All that is known when the launcher has ended."""
 
     ranks: int
-    mpirun_status: int
+    mpirun_status: int  # exit code of the launcher, or minus the number of the signal
     began: Mapping[int, str] = field(default_factory=dict)
-    deaths: tuple[Death, ...] = ()
+    deaths: tuple[Death, ...] = ()  # processes that reported how they ended, in this order
+    # Ranks that the stager lost before any process reported a failure of its own.
     lost_first: tuple[int, ...] = ()
     gone: Collection[str] = ()
     noticed: Collection[str] = ()
-    given_up: str = ""
+    given_up: str = ""  # why the supervisor ended the attempt; empty if it did not
     stopping: bool = False
     launcher: str = "mpirun"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why an attempt ended.
-
-    Attributes:
-        mark: Equal for two attempts that ended in the same way.
-        rank: The process whose log says more, or None.
-        exit_code: Exit code of the command if this was the last attempt.
-        exception: The exception of that process; empty if none is known.
-        hopeless: Whether a restart cannot help before a person has changed something.
-    """
+    """Why an attempt ended."""
 
     cause: Cause
     message: str
-    mark: str
-    rank: int | None = None
-    exit_code: int = 1
-    exception: str = ""
-    hopeless: bool = False
+    mark: str  # equal for two attempts that ended in the same way
+    rank: int | None = None  # the process whose log says more, or None
+    exit_code: int = 1  # exit code of the command if this was the last attempt
+    exception: str = ""  # the exception of that process; empty if none is known
+    hopeless: bool = False  # a restart cannot help before a person has changed something
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -136,12 +113,8 @@ def judge(evidence: Evidence) -> Verdict:
     if all(rank in ended and ended[rank].status == 0 for rank in range(evidence.ranks)):
         return Verdict(Cause.DONE, "every rank has ended with exit code 0", "done", exit_code=0)
     if evidence.stopping:
-        return Verdict(
-            Cause.STOPPED,
-            "the job was ended because this command was told to end",
-            "stopped",
-            exit_code=INTERRUPTED,
-        )
+        how = "the job was ended because this command was told to end"
+        return Verdict(Cause.STOPPED, how, "stopped", exit_code=INTERRUPTED)
     for reason, hosts in (
         ("is gone", evidence.gone),
         ("had a notice that it will be taken away", evidence.noticed),
@@ -192,10 +165,8 @@ def _killed(evidence: Evidence) -> Verdict | None:
 def _given_up(evidence: Evidence) -> Verdict | None:
     if not evidence.given_up:
         return None
-    crash = _crashed(evidence)
-    if crash is not None:  # it had crashed before the supervisor ended the other processes
-        return crash
-    return Verdict(Cause.LOST, evidence.given_up, f"lost {evidence.given_up.split(':')[0]}", None, 9)
+    lost = Verdict(Cause.LOST, evidence.given_up, f"lost {evidence.given_up.split(':')[0]}", None, 9)
+    return _crashed(evidence) or lost  # it may have crashed before the supervisor ended the other processes
 
 
 def _crashed(evidence: Evidence) -> Verdict | None:

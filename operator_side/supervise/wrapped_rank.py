@@ -16,9 +16,7 @@ them, else to the ranks that have reported and handle them, and until there is o
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -29,8 +27,10 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.process import ENDING_SIGNALS, memory_kills, tie
+from holdfast.process import ENDING_SIGNALS, memory_kills, tie, wait_readable
 from holdfast.supervised import REPORTS_VARIABLE, own_rank
+from holdfast.telemetry.event_follower import json_objects
+from operator_side.supervise.attempt import stat_fields
 from operator_side.supervise.exit_codes import Seen
 
 _PASSED_ON = (*ENDING_SIGNALS, signal.SIGQUIT)
@@ -40,6 +40,7 @@ _READ_BYTES = 1 << 16
 _LOOK_SECONDS = 0.1
 _REPORTS_BYTES_MAX = 16 << 20  # a rank writes six lines at most, and one more for each notice
 _STDIN, _STDERR = 0, 2
+_PARENT_FIELD = 1  # of `stat_fields`
 
 
 class WrappedRank:
@@ -57,10 +58,8 @@ class WrappedRank:
         self._own_group = not os.isatty(_STDIN)
 
     def run(self) -> Seen:
-        """Run the command to its end. The signals that were passed on are ignored from then on.
-
-        Raises:
-            ConfigError: The command cannot be started, or there is no place for the reports of the ranks.
+        """Run the command to its end. The signals that were passed on are ignored from then on. Raises `ConfigError`:
+        the command cannot be started, or there is no place for the reports of the ranks.
         """
         if "TORCHELASTIC_RUN_ID" in os.environ:
             tie()  # the rank below asks for the same, and its parent is this process
@@ -129,9 +128,7 @@ class WrappedRank:
                 if self._kept:
                     self._send_kept(process.pid, reports)
                 if is_open:
-                    poll = select.poll()
-                    poll.register(descriptor, select.POLLIN)
-                    poll.poll(_LOOK_SECONDS * 1000)
+                    wait_readable([descriptor], _LOOK_SECONDS)
                     is_open = self._copy(descriptor)
                     status = process.poll()
                 else:
@@ -202,13 +199,10 @@ def _handles(pid: int, number: int) -> bool:
 
 def _descends(pid: int, ancestor: int) -> bool:
     """Whether `ancestor`, or a process that it has started, has started `pid`."""
-    with contextlib.suppress(OSError, ValueError):
-        while pid > 1:
-            if pid == ancestor:
-                return True
-            # The name may have spaces and brackets: what follows its last one counts.
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return False
+    while pid > 1 and pid != ancestor:
+        fields = stat_fields(pid)
+        pid = int(fields[_PARENT_FIELD]) if fields else 0
+    return pid == ancestor
 
 
 @contextlib.contextmanager
@@ -228,8 +222,4 @@ def _reports_file() -> Iterator[Path]:
 
 def _read_reports(path: Path) -> Iterator[dict[str, Any]]:
     with contextlib.suppress(OSError), path.open("rb") as file:
-        for line in file.read(_REPORTS_BYTES_MAX).splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                said = json.loads(line)
-                if isinstance(said, dict):
-                    yield said
+        yield from json_objects(file.read(_REPORTS_BYTES_MAX).splitlines())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from operator_side.cluster.ec2 import Ec2, FleetAnswer, Node, Price
+from operator_side.cluster.ec2 import Ec2, FleetAnswer, Node
 from operator_side.cluster.ladder import Order
 
 
@@ -27,11 +27,7 @@ class FakeCloud(Ec2):
         self.calls = self.made = 0
         self.all: dict[str, Node] = {}
         self.orders: list[Order] = []
-        self.prices: tuple[Price, ...] = (
-            Price("a.large", "zone-a", 0.5),
-            Price("b.large", "zone-a", 0.4),
-            Price("a.large", "zone-b", 0.1),
-        )
+        self.prices = {("a.large", "zone-a"): 0.5, ("b.large", "zone-a"): 0.4, ("a.large", "zone-b"): 0.1}
         self.price_max: float | None = None
         self.rest: tuple[str, ...] = ()
         self.stubborn = False
@@ -81,8 +77,8 @@ class FakeCloud(Ec2):
         with _Call(self):
             return self.rest
 
-    def spot_prices(self, types: Sequence[str]) -> tuple[Price, ...]:
-        return tuple(price for price in self.prices if price.type in types)
+    def spot_prices(self, types: Sequence[str]) -> dict[tuple[str, str], float]:
+        return {place: price for place, price in self.prices.items() if place[0] in types}
 
     def set_state(self, i: str, state: str, reason: str = "") -> None:
         n = self.all[i]

@@ -192,7 +192,7 @@ def test_the_newest_price_of_each_zone(stub: Any) -> None:
         {"SpotPriceHistory": [price(3, "0.3"), price(5, "0.5"), price(1, "0.1")]},
         expected,
     )
-    assert [p.per_hour for p in ec2(stub).spot_prices(["a.large"])] == [0.5]
+    assert [*ec2(stub).spot_prices(["a.large"]).values()] == [0.5]
 
 
 def test_ending_what_is_gone_already_is_no_error(stub: Any) -> None:

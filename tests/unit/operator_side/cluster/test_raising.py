@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import BusyError, ConfigError, FencedError, PeerLost
-from operator_side.cluster.ec2 import Price
 from operator_side.cluster.file import ClusterFile
 from operator_side.cluster.ladder import FleetWish
 from operator_side.cluster.raising import STAGE, TRAIN, Budget, Cluster
@@ -206,7 +205,7 @@ def test_a_standing_cluster_is_priced_per_hour(tmp_path: Path) -> None:
     made = cluster(cloud, tmp_path)
     made.up(WISH, FREE)
     assert made.standing(Budget(None, 0.25)).per_hour == pytest.approx(3 * 0.5 + 0.25)
-    cloud.prices = (Price("b.large", "zone-a", 0.4),)
+    cloud.prices = {("b.large", "zone-a"): 0.4}
     assert made.standing(FREE).per_hour is None
 
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from holdfast.errors import ConfigError
-from operator_side.commands.init import _LAUNCHERS, init
+from operator_side.commands.init import init
 from operator_side.script_lines import Launcher, script_lines, start_lines
 from tests.support.doc_commands import why_not
 from tests.support.job import REPOSITORY
@@ -112,7 +112,3 @@ def test_start_lines_name_the_options_for_several_machines(launcher: Launcher) -
     where, line = start_lines(launcher, "train.py", ranks=2, store="/mnt/run")[-1]
     assert "torchrun" in line
     assert all(option in where for option in ("--nnodes", "--rdzv-backend", "--rdzv-endpoint"))
-
-
-def test_command_offers_each_launcher() -> None:
-    assert tuple(Launcher) == _LAUNCHERS

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 from importlib import resources
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from operator_side.page.chart import COLOURS, Chart, Series, Span
+from operator_side.page.chart import Chart, Colour, Series, Span
 from operator_side.page.render_page import render_page
 from tests.unit.operator_side.page.reading import loads_nothing, policy_of, style_of
 
@@ -37,12 +37,12 @@ def contrast(one: str, other: str) -> float:
 def test_colours_have_enough_contrast(is_dark: bool) -> None:
     light, _, dark = style_of(frame()).partition("@media (prefers-color-scheme:dark)")
     colours = dict(re.findall(r"--(\w+):(#\w{6});", dark if is_dark else light))
-    meanings = [colours[name] for name in COLOURS]
+    meanings = [colours[name] for name in get_args(Colour)]
     assert len(set(meanings)) == len(meanings)
     for behind in ("paper", "panel"):
         for text in ("ink", "faint", "link"):
             assert contrast(colours[text], colours[behind]) >= 4.5, (text, behind)
-        for name in COLOURS:
+        for name in get_args(Colour):
             assert contrast(colours[name], colours[behind]) >= 3, (name, behind)
 
 

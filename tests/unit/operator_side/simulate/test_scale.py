@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from benchmarks.message_load import MessageLoad
 from holdfast.errors import ConfigError, ProtocolError
 from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.layout import SOURCES_MAX, Layout
@@ -14,7 +15,6 @@ from holdfast.store.s3_upload import part_bytes_for
 from holdfast.wire.frames import Kind
 from operator_side.simulate.scale import (
     STAGERS,
-    Load,
     Machine,
     Shape,
     best_ring,
@@ -39,7 +39,7 @@ def _layout(image_bytes: int, ranks: int) -> Layout:
 def test_frames_are_those_of_a_real_layout(chunks: int, ranks: int) -> None:
     layout = _layout(chunks * _CHUNK - 100, ranks)
     frames = sum(len(layout.senders(chunk)) for chunk in range(layout.chunks))
-    load = Load.of(Shape(ranks, layout.image_bytes, _CHUNK))
+    load = MessageLoad.of(Shape(ranks, layout.image_bytes, _CHUNK))
     assert load.chunks == layout.chunks
     assert frames <= load.frames_max, "no more than is said"
     assert load.frames_max - frames < ranks, "and not many fewer: those whose slice ends with a chunk"
@@ -60,7 +60,7 @@ def test_messages_and_journal_are_those_of_a_real_session() -> None:
     assert [(tell.rank, tell.kind) for tell in stager.of(Tell)] == [(None, Kind.DURABLE)], "to all"
     assert len(stager.of(MarkStaged)) == 1, "which says STAGED to all"
     said = to_stager + frames + 2 * layout.ranks
-    load = Load.of(Shape(layout.ranks, layout.image_bytes, _CHUNK))
+    load = MessageLoad.of(Shape(layout.ranks, layout.image_bytes, _CHUNK))
     assert load.control_messages_max - said == 2 * (load.frames_max - frames)
     freed = layout.chunks  # by the flusher
     assert len(stager.of(FillSlot)) + len(stager.of(MarkFull)) + freed == load.journal_writes
@@ -68,8 +68,10 @@ def test_messages_and_journal_are_those_of_a_real_session() -> None:
 
 def test_parts_are_at_least_what_s3_asks_for() -> None:
     for image_bytes in (1, 10**9, 10**12, 4 * 10**12):
-        assert Load.of(Shape(1024, image_bytes)).part_bytes_min <= part_bytes_for(image_bytes, 16 << 20)
-    assert Load.of(Shape(1024, 10**12)).part_bytes_min == part_bytes_for(10**12, 16 << 20)
+        assert MessageLoad.of(Shape(1024, image_bytes)).part_bytes_min <= part_bytes_for(
+            image_bytes, 16 << 20
+        )
+    assert MessageLoad.of(Shape(1024, 10**12)).part_bytes_min == part_bytes_for(10**12, 16 << 20)
 
 
 def test_more_ranks_than_a_chunk_takes_senders_can_meet_in_one_chunk() -> None:

@@ -20,7 +20,7 @@ from operator_side.simulate.profiles import (
 )
 from operator_side.simulate.replay import StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import HOUR_US, IDEAL, SECOND_US, Strategy
-from operator_side.simulate.study import Prices, SimulatedLosses, goodput, on_demand_dollars, total_times
+from operator_side.simulate.study import Prices, goodput, lanes_of, on_demand_dollars, total_times
 from operator_side.simulate.trace_windows import Column, poisson, stack
 
 _JOB = TrainingJob(nodes=8, nodes_min=1, iteration_us=SECOND_US, restart_us=20 * SECOND_US)
@@ -108,7 +108,7 @@ def test_total_time_grows_as_losses_come_more_often_and_never_below_the_work() -
     job = TrainingJob(8, 8, SECOND_US, 20 * SECOND_US, target=20_000)
     medians = []
     for mtbf_hours in (0.5, 2.0, 1000.0):
-        some, ideal = total_times(job, [_STRATEGY], [50], SimulatedLosses(mtbf_hours), samples=20, seed=1)
+        some, ideal = total_times(job, lanes_of([_STRATEGY], [50]), mtbf_hours=mtbf_hours, samples=20, seed=1)
         assert some.hours is not None
         assert ideal.hours is not None
         assert ideal.strategy == IDEAL
@@ -120,17 +120,17 @@ def test_total_time_grows_as_losses_come_more_often_and_never_below_the_work() -
 
 def test_never_saving_has_no_end_where_losses_come_before_the_first_checkpoint() -> None:
     job = TrainingJob(8, 8, SECOND_US, 20 * SECOND_US, target=2000)
-    never, ideal = total_times(job, [_STRATEGY], [2000], SimulatedLosses(0.05), samples=2, seed=1)
+    never, ideal = total_times(job, lanes_of([_STRATEGY], [2000]), mtbf_hours=0.05, samples=2, seed=1)
     assert never.hours is None
     assert ideal.hours is not None
 
 
 def test_total_time_needs_an_end_and_a_mean() -> None:
     with pytest.raises(ConfigError, match="--iterations"):
-        total_times(_JOB, [_STRATEGY], [50], SimulatedLosses(1.0), samples=1, seed=1)
+        total_times(_JOB, lanes_of([_STRATEGY], [50]), mtbf_hours=1.0, samples=1, seed=1)
     job = TrainingJob(8, 8, SECOND_US, 0, target=10)
     with pytest.raises(ConfigError, match="more than 0 hours"):
-        total_times(job, [_STRATEGY], [50], SimulatedLosses(0.0), samples=1, seed=1)
+        total_times(job, lanes_of([_STRATEGY], [50]), mtbf_hours=0.0, samples=1, seed=1)
 
 
 # -- profiles -----------------------------------------------------------------------------------------------------

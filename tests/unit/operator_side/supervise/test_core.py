@@ -265,8 +265,8 @@ def test_no_newer_step_for_too_long_ends_it() -> None:
     assert story.of(Terminate)
 
 
-def hosts(*names: str, slots: int = 1, noticed: str = "") -> tuple[Host, ...]:
-    return tuple(Host(name, slots, name == noticed) for name in names)
+def hosts(*names: str, slots: int = 1) -> tuple[Host, ...]:
+    return tuple(Host(name, slots) for name in names)
 
 
 def test_a_host_that_is_gone_ends_the_attempt_and_the_rest_goes_on() -> None:
@@ -358,15 +358,6 @@ def test_too_few_hosts_are_waited_for_and_asked_for() -> None:
 def test_hosts_that_never_come_end_it() -> None:
     story = Story(3, 2, hosts_seconds_max=600).tell(HostsSeen(())).tell(ClockTick(), seconds=600)
     assert story.verdict.exit_code == 9
-
-
-def test_a_host_with_a_notice_is_used_only_if_it_must_be() -> None:
-    story = Story(3, 2)
-    story.hosts = hosts("a", "b", "c", noticed="a")
-    assert story.launch().of(Launch)[0].hosts == hosts("b", "c")
-    story = Story(3, 3)
-    story.hosts = hosts("a", "b", "c", noticed="a")
-    assert story.launch().of(Launch)[0].ranks == 3
 
 
 def test_a_notice_makes_a_crash_a_preemption() -> None:

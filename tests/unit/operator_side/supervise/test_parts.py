@@ -23,7 +23,6 @@ from operator_side.supervise.hosts import Host, HostFile, Slurm, place
 from operator_side.supervise.job_output import (
     Output,
     OutputLine,
-    Report,
     exception_of,
     meaning,
     parse_line,
@@ -38,6 +37,7 @@ from operator_side.supervise.supervisor_messages import (
     ProcessBegan,
     RankRestored,
     RankSilence,
+    Report,
     StepDurable,
     Stepped,
     StepStaged,

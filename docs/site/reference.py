@@ -1,4 +1,4 @@
-"""Makes docs/cli.md from the commands: `python -m operator_side.commands.reference docs/cli.md`.
+"""Makes docs/cli.md from the commands: `python docs/site/reference.py docs/cli.md`.
 
 each command ─► synopsis, description, options (defaults, environment), examples      settings of roles, exit codes
 """
@@ -27,8 +27,7 @@ _STORE_OF = {"run": StagerConfig}  # commands whose --store is the role's settin
 _HEAD = """\
 # The command line
 
-`python -m operator_side.commands.reference docs/cli.md` makes this page from the help of each command, which `--help`
-shows as well.
+`python docs/site/reference.py docs/cli.md` makes this page from the help of each command, which `--help` shows as well.
 
 ```text
 holdfast [-v|-vv] COMMAND [OPTIONS] ARGUMENTS...
