@@ -39,8 +39,8 @@ from holdfast.checkpoints.publish import (
     Times,
     build_manifest,
     choose_name,
-    list_file,
     names_of,
+    publish_manifest,
     writer_id,
 )
 from holdfast.crc import combine_all
@@ -124,11 +124,14 @@ class Jobs:
                 return self._open(job)
             case Verify():
                 with self._timed(job.key, "verify_seconds"):
-                    crcs = verify_chunk(self._ring.slot_memory(job.slots[0]), job)
+                    memory = self._ring.slot_memory(job.slots[0])
+                    crcs = verify_chunk(memory, job.index, job.chunk, job.sources, key=job.key)
                 return Verified(job.key, job.chunk, crcs)
             case Patch():
                 with self._timed(job.key, "verify_seconds"):
-                    patched = patch_chunk(self._ring.slot_memory(job.slots[0]), job)
+                    memory = self._ring.slot_memory(job.slots[0])
+                    crcs_so_far = job.entry_crcs, job.verified_crcs
+                    patched = patch_chunk(memory, job.index, job.chunk, *crcs_so_far, key=job.key)
                 return Patched(job.key, job.chunk, patched)
             case WritePart():
                 buffers = [self._ring.slot_memory(slot)[:nbytes] for slot, nbytes in job.pieces]
@@ -287,7 +290,7 @@ class Jobs:
                 target.progress.add_published()
         now = self._clock()
         manifest = build_manifest(
-            job,
+            job.image,
             run=self._run,
             file=target.file,
             write_id=target.write_id,
@@ -298,7 +301,7 @@ class Jobs:
             ),
             writer_record=self.record(job.key),
         )
-        self.manifests[job.key] = list_file(self._store, manifest)
+        self.manifests[job.key] = publish_manifest(self._store, manifest)
         reach(Point.MANIFEST_WRITTEN)
         self._lease.keep_whole(self.manifests[job.key])
         return Published(job.key)

@@ -46,6 +46,7 @@ from flusher.steps import (
     Verify,
     WritePart,
 )
+from holdfast.checkpoints.publish import Finished
 from holdfast.crc import combine_all
 from holdfast.errors import BusyError, ConfigError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
@@ -349,7 +350,8 @@ class Pipeline:
         image_crc = combine_all(
             (crc, layout.chunk_extent(chunk).nbytes) for chunk, crc in enumerate(chunk_crcs)
         )
-        return self._start(flight, [Publish(flight.key, flight.index, image_crc, chunk_crcs, entry_crcs)])
+        image = Finished(flight.key, flight.index, image_crc, chunk_crcs, entry_crcs)
+        return self._start(flight, [Publish(image)])
 
     def _start(self, flight: Flight, jobs: list[Open | Verify | Patch | WritePart | Publish]) -> list[Action]:
         for job in jobs:

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
+from holdfast.checkpoints.publish import Finished
 from holdfast.crc import combine_all
 from holdfast.errors import ProtocolError
 from holdfast.faultpoint import Point, reach
-from holdfast.image.checkpoint_id import CheckpointId
-from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.process import available_memory_bytes
 from holdfast.ring.pages import direct_window
@@ -43,17 +42,6 @@ class Parts(Protocol):
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         """Write part `index`, whose bytes are `buffers` back to back."""
         ...
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The facts of an image that a manifest states."""
-
-    key: CheckpointId
-    index: LayoutIndex
-    image_crc32: int
-    chunk_crc32s: tuple[int, ...]
-    entry_crc32s: tuple[int, ...]
 
 
 class Image(Protocol):

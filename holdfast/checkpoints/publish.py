@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.errors import BusyError, DamageError, StoreError, StoreMissing
 from holdfast.image.best_rule import BestRule
@@ -46,23 +46,15 @@ class ManifestFacts:
     best: BestRule | None = None
 
 
-class Publishing(Protocol):
-    """A checkpoint whose bytes are all in the store: what its manifest says of them."""
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a manifest says of the bytes of a checkpoint, once all of them are in the store."""
 
-    @property
-    def key(self) -> CheckpointId: ...
-
-    @property
-    def index(self) -> LayoutIndex: ...
-
-    @property
-    def image_crc32(self) -> int: ...
-
-    @property
-    def chunk_crc32s(self) -> tuple[int, ...]: ...
-
-    @property
-    def entry_crc32s(self) -> tuple[int, ...]: ...
+    key: CheckpointId
+    index: LayoutIndex
+    image_crc32: int
+    chunk_crc32s: tuple[int, ...]
+    entry_crc32s: tuple[int, ...]
 
 
 def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
@@ -121,7 +113,7 @@ def _exists(store: Store, name: str) -> bool:
     return True
 
 
-def list_file(store: Store, manifest: Manifest) -> Manifest:
+def publish_manifest(store: Store, manifest: Manifest) -> Manifest:
     """Write the manifest of a published file, which makes it a checkpoint. Nothing that stands there is replaced.
 
     Returns:
@@ -166,7 +158,7 @@ def writer_attempt(write_id: str) -> int:
 
 
 def build_manifest(
-    job: Publishing,
+    image: Finished,
     *,
     run: str,
     file: str,
@@ -175,21 +167,21 @@ def build_manifest(
     writer_record: Mapping[str, float],
 ) -> Manifest:
     """The commit record of a checkpoint whose bytes are all in the store."""
-    layout = job.index.layout
+    layout = image.index.layout
     times, record = facts.times, StepRecord.from_json(facts.record)
     saved = record.saved_at_unix
     began = times.staged_at_unix if saved is None else saved
     return Manifest(
         run=run,
-        attempt=job.key.attempt,
-        step=job.key.step,
+        attempt=image.key.attempt,
+        step=image.key.step,
         file=file,
-        drift=drift_of(record, job.key.step),
+        drift=drift_of(record, image.key.step),
         doubt=facts.doubt,
         image_bytes=layout.image_bytes,
-        image_crc32=job.image_crc32,
+        image_crc32=image.image_crc32,
         chunk_bytes=layout.chunk_bytes,
-        chunk_crc32s=job.chunk_crc32s,
+        chunk_crc32s=image.chunk_crc32s,
         ranks=layout.ranks,
         layout_digest=layout.digest,
         write_id=write_id,
@@ -201,9 +193,9 @@ def build_manifest(
         best=facts.best,
         entries=tuple(
             EntryRecord(name=entry.name, offset=entry.offset, nbytes=entry.nbytes, crc32=crc)
-            for entry, crc in zip(layout.entries, job.entry_crc32s, strict=True)
+            for entry, crc in zip(layout.entries, image.entry_crc32s, strict=True)
         ),
-        tensors=job.index.tensor_records,
+        tensors=image.index.tensor_records,
         splits=tuple(map(SplitRecord.of, layout.patterns[:SPLITS_MAX])),
         record={**facts.record, facts.writer: dict(writer_record)},
     )
