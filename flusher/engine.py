@@ -456,7 +456,7 @@ class Engine:
         self._running += 1
         self._maintenance.under_way(job.key)
         workers = self._writers if isinstance(job, WritePart) else self._checkers
-        if _is_store_only(job):
+        if not job.slots:  # opening and publishing wait for the store, and must not take a writer's place
             workers = self._publishers
         workers.submit((0, *job.key), lambda: self._run(job, round_number))  # older checkpoints first
 
@@ -517,8 +517,3 @@ class _Retry(NamedTuple):
 class _Discarded(NamedTuple):
     key: CheckpointId
     error: HoldfastError
-
-
-def _is_store_only(job: Job) -> bool:
-    """Opening and publishing wait for the store and hold no slot: they must not take a writer's place."""
-    return not job.slots

@@ -58,10 +58,7 @@ _log = logging.getLogger("holdfast.flusher")
 
 def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None:
     """Be the flusher of a run until all is done. Main thread only: it handles signals, and ignores them when it ends.
-
-    Args:
-        config: The settings.
-        ready: Called once when stagers may connect, with `{"directory", "attempt"}`.
+    `ready` is called once when stagers may connect, with `{"directory", "attempt"}`.
 
     Raises:
         FencedError: Another flusher serves this run, here or elsewhere, or took it over.

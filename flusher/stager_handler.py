@@ -32,10 +32,8 @@ _SLOTS_TOLD_MAX = 4096  # in one message; the numbers of a larger ring would not
 
 
 class StagerHandler(FlushListener):
-    """Talks to one stager. For the loop's thread.
-
-    Attributes:
-        attempt: The attempt whose ring it still has, as its hello says; 0 for a new job.
+    """Talks to one stager. For the loop's thread. `attempt`: the attempt whose ring it still has, as its hello says; 0
+    for a new job.
     """
 
     def __init__(self, channel: Channel, ring: Ring, store_url: str) -> None:

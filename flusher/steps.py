@@ -14,10 +14,8 @@ from holdfast.image.index import LayoutIndex
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A checkpoint that a dead flusher has begun, and how far it came.
-
-    Attributes:
-        parts: Per part that the store has, for each of its chunks the CRCs of the segments as they stand there.
+    """A checkpoint that a dead flusher has begun, and how far it came. `parts`: per part that the store has, for each
+    of its chunks the CRCs of the segments as they stand there.
     """
 
     part_chunks: int

@@ -101,13 +101,8 @@ class Maintenance:
         set_aside: Callable[[], Sequence[CheckpointId]] = tuple,
         pace: ReadPace | None = None,
     ) -> None:
-        store = context.store
-        self._store, self._lease, self._inbox, self._events = (
-            store,
-            context.lease,
-            context.inbox,
-            context.events,
-        )
+        self._store = store = context.store
+        self._lease, self._inbox, self._events = context.lease, context.inbox, context.events
         self._rules, self._set_aside = rules, set_aside
         self._remove = store.retire if rules.reuse else store.delete
         self._pace = pace or ReadPace()
@@ -133,11 +128,9 @@ class Maintenance:
             return self._pending == 0
 
     def give_way(self, busy: bool) -> None:
-        """Tell whether something is being written."""
         self._pace.busy(busy)
 
     def wrote(self, nbytes: int) -> None:
-        """Note that `nbytes` have been written."""
         self._pace.wrote(nbytes)
 
     def under_way(self, key: CheckpointId) -> None:

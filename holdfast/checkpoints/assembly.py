@@ -25,7 +25,6 @@ from holdfast.checkpoints.publish import (
     ASSEMBLY,
     Finished,
     ManifestFacts,
-    Times,
     build_manifest,
     choose_name,
     publish_manifest,
@@ -194,6 +193,8 @@ def assemble(
         StoreError: The store failed.
     """
     assembler, read = _assembler_of(store, loaded)
+    # A slice in the store is durable at once: staged and durable are when the last rank had sealed its own.
+    last = max(seal.sealed_at_unix for seal in loaded.seals) or time.time()
     manifest = publish_image(
         LeasedRun(store, attempt, check),
         loaded.found.order,
@@ -201,7 +202,8 @@ def assemble(
         read,
         progress=progress,
         facts=ManifestFacts(
-            _times(loaded),
+            last,
+            last,
             {"ranks": {str(seal.rank): _small(seal.record) for seal in loaded.seals}},
             "assembly",
             doubt_about(read_doubts_of(store, store.list()), loaded.found.order),
@@ -314,12 +316,6 @@ def _assembler_of(store: Store, loaded: LoadedSet) -> tuple[Assembler, Read]:
             ) from error
 
     return Assembler(loaded, lambda rank: f"{store.url}/{loaded.found.name(rank).slice}"), read
-
-
-def _times(loaded: LoadedSet) -> Times:
-    """A slice in the store is durable at once: staged and durable are when the last rank had sealed its own."""
-    last = max(seal.sealed_at_unix for seal in loaded.seals) or time.time()
-    return Times(last, last)
 
 
 def _small(record: Mapping[str, Any]) -> dict[str, Any]:

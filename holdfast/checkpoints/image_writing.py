@@ -76,17 +76,11 @@ class _PartAtWork:
 def write_parts(
     upload: Parts, image: Image, read: Read, readers: ConcurrencyLimit, writers: ConcurrencyLimit
 ) -> Generator[int, None, None]:
-    """Write all parts; gives the bytes of each when it is written. Blocks; a consumer that stops closes it.
+    """Write all parts; gives the bytes of each when it is written. Blocks; a consumer that stops closes it. With a
+    limit of one writer, `upload` gets the parts in their order. `read`: from any thread.
 
     Memory is two parts where one is written at a time; else one for each request, within a quarter of the available
     memory and 4 GiB, the copies among it that frames of several pieces take while they are read.
-
-    Args:
-        upload: Where the parts go. With a limit of one writer it gets them in their order.
-        image: Makes the chunks.
-        read: Reads a rank's bytes. Any thread.
-        readers: The limit for frames.
-        writers: The limit for parts.
 
     Raises:
         ProtocolError: The parts are no multiple of the chunks.

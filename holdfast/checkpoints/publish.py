@@ -20,26 +20,20 @@ from holdfast.image.split_record import SPLITS_MAX, SplitRecord
 from holdfast.store.base import Store
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """When a checkpoint was staged and when it became durable, in Unix seconds."""
-
-    staged_at_unix: float
-    durable_at_unix: float
-
-
 @dataclass(frozen=True)
 class ManifestFacts:
     """Facts about a checkpoint that its manifest states beside the bytes.
 
     Attributes:
+        staged_at_unix: When it was staged; `durable_at_unix`: when it became durable.
         record: Times and bytes of the ranks and the stager, for people.
         writer: Key in the record with the times of the process that wrote the file.
         doubt: Why the checkpoint may be torn, as far as is known; empty where nobody doubts it.
         best: The rule by which the writer keeps the best checkpoints; None: by none.
     """
 
-    times: Times
+    staged_at_unix: float
+    durable_at_unix: float
     record: Mapping[str, Any]
     writer: str = "flusher"
     doubt: str = ""
@@ -48,7 +42,7 @@ class ManifestFacts:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a manifest says of the bytes of a checkpoint, once all of them are in the store."""
+    """The facts about the bytes of a checkpoint, all of which are in the store, for its manifest."""
 
     key: CheckpointId
     index: LayoutIndex
@@ -59,14 +53,10 @@ class Finished:
 
 def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
     """The name under which a checkpoint is published. No other attempt ever writes it, however late it wakes up.
+    `taken`: names that other checkpoints on their way have chosen.
 
     The first attempt of a run has the plain names, each later one carries its number. A name that is in use is left
     alone, whoever wrote it.
-
-    Args:
-        store: The run.
-        key: The checkpoint.
-        taken: Names that other checkpoints on their way have chosen.
 
     Raises:
         BusyError: This step of this attempt is already published, or foreign files stand at its names.
@@ -115,9 +105,7 @@ def _exists(store: Store, name: str) -> bool:
 
 def publish_manifest(store: Store, manifest: Manifest) -> Manifest:
     """Write the manifest of a published file, which makes it a checkpoint. Nothing that stands there is replaced.
-
-    Returns:
-        The manifest as it stands in the store: of an earlier try, if its answer was lost.
+    Returns the manifest as it stands in the store: of an earlier try, if its answer was lost.
 
     Raises:
         BusyError: The manifest of another write stands there.
@@ -168,9 +156,9 @@ def build_manifest(
 ) -> Manifest:
     """The commit record of a checkpoint whose bytes are all in the store."""
     layout = image.index.layout
-    times, record = facts.times, StepRecord.from_json(facts.record)
+    record = StepRecord.from_json(facts.record)
     saved = record.saved_at_unix
-    began = times.staged_at_unix if saved is None else saved
+    began = facts.staged_at_unix if saved is None else saved
     return Manifest(
         run=run,
         attempt=image.key.attempt,
@@ -185,10 +173,10 @@ def build_manifest(
         ranks=layout.ranks,
         layout_digest=layout.digest,
         write_id=write_id,
-        created=datetime.fromtimestamp(times.durable_at_unix, UTC).isoformat(timespec="milliseconds"),
+        created=datetime.fromtimestamp(facts.durable_at_unix, UTC).isoformat(timespec="milliseconds"),
         # Clocks of two machines: a difference may come out below zero, a duration may not.
-        pgt1_seconds=max(0.0, times.staged_at_unix - began),
-        pgt2_seconds=max(0.0, times.durable_at_unix - began),
+        pgt1_seconds=max(0.0, facts.staged_at_unix - began),
+        pgt2_seconds=max(0.0, facts.durable_at_unix - began),
         metrics=record.metrics,
         best=facts.best,
         entries=tuple(

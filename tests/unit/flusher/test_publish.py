@@ -10,7 +10,6 @@ import pytest
 from holdfast.checkpoints.publish import (
     Finished,
     ManifestFacts,
-    Times,
     build_manifest,
     choose_name,
     names_of,
@@ -48,7 +47,7 @@ def manifest(file: str, **changes: Any) -> Manifest:
         file=file,
         write_id="w",
         facts=ManifestFacts(
-            Times(10.0, 12.5), {"ranks": {"0": {"saved_at_unix": 9.0}, "1": {"saved_at_unix": 9.5}}}
+            10.0, 12.5, {"ranks": {"0": {"saved_at_unix": 9.0}, "1": {"saved_at_unix": 9.5}}}
         ),
         writer_record={"write_seconds": 1.0},
     )
@@ -74,7 +73,7 @@ def test_a_manifest_has_the_metrics_of_rank_0_and_the_rule_of_the_writer() -> No
         run="run",
         file="step-000000007.pt",
         write_id="w",
-        facts=ManifestFacts(Times(10.0, 12.5), record, best=rule),
+        facts=ManifestFacts(10.0, 12.5, record, best=rule),
         writer_record={},
     )
     assert (made.metrics, made.best) == ({"loss": 0.5}, rule)
@@ -90,7 +89,7 @@ def test_a_manifest_says_how_tensors_were_split_for_split_ones_only() -> None:
         run="run",
         file="step-000000007.pt",
         write_id="w",
-        facts=ManifestFacts(Times(10.0, 12.5), {}),
+        facts=ManifestFacts(10.0, 12.5, {}),
         writer_record={},
     )
     assert [tensor.split for tensor in made.tensors] == [0, None]
