@@ -218,15 +218,13 @@ class Maintenance:
 
     def _assemble(self) -> None:
         """In the worker thread."""
-        made: list[Manifest] = []
 
         def make() -> None:
             manifest = self._slices.assemble_newest(lambda: frozenset(self._under_way))
-            made.extend([] if manifest is None else [manifest])
+            if manifest is not None:
+                self.published(manifest.order, manifest)
 
         self._guarded(make, "the slices in the store are not made into a file; they stay for the next start")
-        for manifest in made:
-            self.published(manifest.order, manifest)
 
     def _look_for_unread(self) -> None:
         """In the worker thread."""
