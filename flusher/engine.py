@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from flusher.flusher_context import FlusherContext
 from flusher.jobs import Jobs
@@ -67,6 +68,9 @@ class Engine:
     Args:
         context: The run that they go to, and where the threads answer.
         want_room: Told of each new image's chunks. True: it will answer, and its last `RingGrown` has a note.
+
+    Attributes:
+        listener: May be replaced between two turns.
     """
 
     def __init__(
@@ -76,12 +80,12 @@ class Engine:
         maintenance: Maintenance,
         *,
         writers: ConcurrencyLimit,
-        listener: FlushListener,
+        listener: FlushListener | None = None,
         want_room: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._ring, self._maintenance, self._want_room = ring, maintenance, want_room
         self._inbox, self._events = context.inbox, context.events
-        self._listener = listener
+        self.listener = listener or FlushListener()
         self._pipeline = Pipeline(ring.ring_chunks)
         self._jobs = Jobs(ring, context.store, context.lease, best=context.best)
         # Apart from the writers: a chunk that waits to be checked behind parts on their way leaves the store idle.
@@ -91,7 +95,7 @@ class Engine:
         self._indexes: dict[str, LayoutIndex] = {}
         self._later = RetryQueue()
         self._held = RetryCounts(context.events)
-        self._ends = EndedCheckpoints(self._jobs, self._publishers, context.inbox, listener)
+        self._ends = EndedCheckpoints(self._jobs, self._publishers, context.inbox)
         self._opened: dict[CheckpointId, int] = {}  # how many chunks must be in the ring together
         self._discards: set[CheckpointId] = set()
         self._given_up: set[CheckpointId] = set()  # and the stager was told
@@ -114,7 +118,7 @@ class Engine:
         if self._pipeline.knows(key):
             self._tell(Begin(key, self._indexes[layout.digest]))
             if key in self._opened:
-                self._listener.began(key, self._opened[key])
+                self.listener.began(key, self._opened[key])
             return
         resume = self._found(key, layout)
         self._events.emit(
@@ -137,7 +141,9 @@ class Engine:
 
     def ask(self, key: CheckpointId) -> None:
         """Repeat the end of a checkpoint that the ring no longer knows: it ended while no stager listened."""
-        self._ends.ask(key)
+        ended = self._ends.ask(key)
+        if ended is not None:
+            self._say_end(key, ended)
 
     def chunk(self, record: SlotRecord) -> None:
         """A slot is FULL. Raises `ProtocolError` when the journal does not say so."""
@@ -282,7 +288,7 @@ class Engine:
                 self._maintenance.given_up(key)
                 told = {"attempt": key.attempt, "code": error.code, "message": str(error)}
                 self._events.emit("flush_failed", told, step=key.step)
-                self._listener.failed(key, error)
+                self.listener.failed(key, error)
             case ReadBack():
                 self._read_back(item)
             case Pruned():
@@ -292,7 +298,7 @@ class Engine:
                 self._progressed(key)
                 self._published(key)
             case LookedUp(key, ended):
-                self._ends.say(key, ended)
+                self._say_end(key, ended)
             case JobFailed(key):
                 self._running -= 1
                 self._fail(item)
@@ -316,7 +322,7 @@ class Engine:
         together = self._pipeline.chunks_together(key) or event.part_chunks
         if key in self._opened:
             self._opened[key] = together
-        self._listener.began(key, together)
+        self.listener.began(key, together)
 
     def _grow(self, grown: RingGrown) -> None:
         ring = self._ring
@@ -330,7 +336,7 @@ class Engine:
                 "ring_grown", {"ring_bytes": ring.ring_chunks * ring.chunk_bytes, "message": grown.note}
             )
             self._growing = False
-        self._listener.grown(grown.note)
+        self.listener.grown(grown.note)
         while self._opened_early and not self._growing:
             self._take(self._opened_early.pop(0))
 
@@ -352,7 +358,7 @@ class Engine:
             },
             step=key.step,
         )
-        self._listener.durable(key, durable)
+        self.listener.durable(key, durable)
         self._maintenance.published(key, manifest)
 
     def _read_back(self, item: ReadBack) -> None:
@@ -364,12 +370,18 @@ class Engine:
         if item.nonfinite:
             told = {"attempt": key.attempt, "values": item.nonfinite, "message": item.numbers}
             self._events.emit("nonfinite", told, step=key.step)
-        self._listener.read_back(item)
+        self.listener.read_back(item)
 
     def _end(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
         self._opened.pop(key, None)
         self._held.forget(key)
         self._ends.remember(key, ended)
+
+    def _say_end(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
+        if isinstance(ended, DurableStep):
+            self.listener.durable(key, ended)
+        else:
+            self.listener.failed(key, ended)
 
     def _fail(self, failed: JobFailed) -> None:
         """A job failed for good. If its bytes are lost, the flush may start over, but not at once."""
@@ -423,7 +435,7 @@ class Engine:
         error = ended or self._pipeline.given_up(key)
         if error is not None and key not in self._given_up:
             self._given_up.add(key)
-            self._listener.failed(key, error)
+            self.listener.failed(key, error)
 
     def _act(self, action: Action) -> None:
         match action:
@@ -431,7 +443,7 @@ class Engine:
                 for slot in slots:
                     self._ring.free(slot)
                 if slots:
-                    self._listener.freed(slots)
+                    self.listener.freed(slots)
             case Discard(key, error):
                 self._discards.add(key)
                 self._publishers.submit((0, *key), lambda: self._discard(key, error))
@@ -444,7 +456,7 @@ class Engine:
         self._running += 1
         self._maintenance.under_way(job.key)
         workers = self._writers if isinstance(job, WritePart) else self._checkers
-        if _is_store_only(job):
+        if not job.slots:  # opening and publishing wait for the store, and must not take a writer's place
             workers = self._publishers
         workers.submit((0, *job.key), lambda: self._run(job, round_number))  # older checkpoints first
 
@@ -496,20 +508,12 @@ class Engine:
         self._inbox.put(_Discarded(key, error))
 
 
-class _Retry:
-    __match_args__ = ("job", "round_number", "error")
-
-    def __init__(self, job: Job, round_number: int, error: StoreError) -> None:
-        self.job, self.round_number, self.error = job, round_number, error
-
-
-class _Discarded:
-    __match_args__ = ("key", "error")
-
-    def __init__(self, key: CheckpointId, error: HoldfastError) -> None:
-        self.key, self.error = key, error
+class _Retry(NamedTuple):
+    job: Job
+    round_number: int
+    error: StoreError
 
 
-def _is_store_only(job: Job) -> bool:
-    """Opening and publishing wait for the store and hold no slot: they must not take a writer's place."""
-    return not job.slots
+class _Discarded(NamedTuple):
+    key: CheckpointId
+    error: HoldfastError

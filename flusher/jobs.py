@@ -36,11 +36,10 @@ from flusher.steps import (
 from holdfast.checkpoints.intents import Intent, take_back
 from holdfast.checkpoints.publish import (
     ManifestFacts,
-    Times,
     build_manifest,
     choose_name,
-    list_file,
     names_of,
+    publish_manifest,
     writer_id,
 )
 from holdfast.crc import combine_all
@@ -89,13 +88,7 @@ class _Tally:
 
 
 class Jobs:
-    """Args:
-    ring: Where the chunks lie.
-    store: Where they go.
-    lease: The claim; its attempt is in the write-ids.
-    clock: Unix seconds, for the manifest.
-    best: The rule by which the best checkpoints are kept, for the manifest.
-    """
+    """Takes chunks from the ring to the store; see the module. `clock`: Unix seconds, for the manifest."""
 
     def __init__(
         self,
@@ -124,11 +117,14 @@ class Jobs:
                 return self._open(job)
             case Verify():
                 with self._timed(job.key, "verify_seconds"):
-                    crcs = verify_chunk(self._ring.slot_memory(job.slots[0]), job)
+                    memory = self._ring.slot_memory(job.slots[0])
+                    crcs = verify_chunk(memory, job.index, job.chunk, job.sources, key=job.key)
                 return Verified(job.key, job.chunk, crcs)
             case Patch():
                 with self._timed(job.key, "verify_seconds"):
-                    patched = patch_chunk(self._ring.slot_memory(job.slots[0]), job)
+                    memory = self._ring.slot_memory(job.slots[0])
+                    crcs_so_far = job.entry_crcs, job.verified_crcs
+                    patched = patch_chunk(memory, job.index, job.chunk, *crcs_so_far, key=job.key)
                 return Patched(job.key, job.chunk, patched)
             case WritePart():
                 buffers = [self._ring.slot_memory(slot)[:nbytes] for slot, nbytes in job.pieces]
@@ -147,15 +143,9 @@ class Jobs:
 
     def discard(self, key: CheckpointId) -> None:
         """Take back what was written of a checkpoint that will not be published. Raises `StoreError`."""
-        target, found = self._targets.get(key), self._progress.get(key)
+        target, dead = self._targets.get(key), self._progress.get(key)
         self.forget(key)
-        if target is not None:
-            target.upload.abort()
-            take_back(self._store, target.write_id)
-        elif found is not None:
-            with contextlib.suppress(StoreMissing):  # nothing is left of it
-                self._resume_upload(found, self._ring.layout(found.head.layout_digest)).abort()
-            take_back(self._store, found.head.write_id)
+        self._abort(target, dead)
 
     def forget(self, key: CheckpointId) -> None:
         """Nothing more will be asked about this checkpoint."""
@@ -224,18 +214,21 @@ class Jobs:
 
     def _take_back(self, key: CheckpointId) -> None:
         """Remove the bytes of an upload that starts over: written by us before, or by a dead flusher."""
-        before, dead = self._targets.pop(key, None), self._progress.pop(key, None)
         try:
-            if before is not None:
-                before.upload.abort()
-                take_back(self._store, before.write_id)
-            elif dead is not None:
-                with contextlib.suppress(StoreMissing):
-                    self._resume_upload(dead, self._ring.layout(dead.head.layout_digest)).abort()
-                take_back(self._store, dead.head.write_id)
+            self._abort(self._targets.pop(key, None), self._progress.pop(key, None))
         except StoreError as error:
             _log.debug("%s: nothing to take back: %s", key, error)
         progress_path(self._ring.directory, key).unlink(missing_ok=True)
+
+    def _abort(self, target: _Target | None, dead: Progress | None) -> None:
+        """Abort an upload of this flusher, else one of a dead flusher, and take back its intent."""
+        if target is not None:
+            target.upload.abort()
+            take_back(self._store, target.write_id)
+        elif dead is not None:
+            with contextlib.suppress(StoreMissing):  # nothing is left of it
+                self._resume_upload(dead, self._ring.layout(dead.head.layout_digest)).abort()
+            take_back(self._store, dead.head.write_id)
 
     def _go_on(self, job: Open) -> Event:
         """Open the upload of a dead flusher, and check that the store has the parts that the record names."""
@@ -287,18 +280,19 @@ class Jobs:
                 target.progress.add_published()
         now = self._clock()
         manifest = build_manifest(
-            job,
+            job.image,
             run=self._run,
             file=target.file,
             write_id=target.write_id,
             facts=ManifestFacts(
-                Times(self.staged_at_unix.get(job.key, now), now),
+                self.staged_at_unix.get(job.key, now),
+                now,
                 said.record if said else {},
                 best=self._best,
             ),
             writer_record=self.record(job.key),
         )
-        self.manifests[job.key] = list_file(self._store, manifest)
+        self.manifests[job.key] = publish_manifest(self._store, manifest)
         reach(Point.MANIFEST_WRITTEN)
         self._lease.keep_whole(self.manifests[job.key])
         return Published(job.key)

@@ -19,13 +19,13 @@ from typing import Any
 
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
-from flusher.listener import DurableStep
+from flusher.listener import DurableStep, FlushListener
 from flusher.progress import Progress
 from flusher.recovery import recorded, settle
 from flusher.retention import Keep
 from flusher.ring_room import RingRoom
 from flusher.service import FlusherService
-from flusher.verify_and_prune import Maintenance, MaintenanceRules, ReadBack
+from flusher.verify_and_prune import Maintenance, MaintenanceRules
 from flusher.workers import Inbox
 from flusher.writer_lease import InstanceLease, WriterLease
 from holdfast.checkpoints.catalog import Catalog
@@ -58,10 +58,7 @@ _log = logging.getLogger("holdfast.flusher")
 
 def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None:
     """Be the flusher of a run until all is done. Main thread only: it handles signals, and ignores them when it ends.
-
-    Args:
-        config: The settings.
-        ready: Called once when stagers may connect, with `{"directory", "attempt"}`.
+    `ready` is called once when stagers may connect, with `{"directory", "attempt"}`.
 
     Raises:
         FencedError: Another flusher serves this run, here or elsewhere, or took it over.
@@ -240,7 +237,7 @@ def _publish_leftovers(
 ) -> None:
     """Publish what is staged in a ring of another size, which no stager can use any more."""
     engine = Engine(
-        ring, context, maintenance, writers=writing(config.store, config.writers), listener=_Quiet()
+        ring, context, maintenance, writers=writing(config.store, config.writers), listener=_Log()
     )
     try:
         settle(engine, ring, "its flusher ended, and the ring has another size now")
@@ -251,23 +248,11 @@ def _publish_leftovers(
         engine.stop()
 
 
-class _Quiet:
-    """A listener for a flusher without a stager; the event log has everything."""
-
-    def began(self, key: CheckpointId, part_chunks: int) -> None:
-        pass
-
-    def freed(self, slots: tuple[int, ...]) -> None:
-        pass
-
-    def grown(self, note: str) -> None:
-        pass
+class _Log(FlushListener):
+    """A listener for a flusher without a stager; the event log has the rest."""
 
     def durable(self, key: CheckpointId, durable: DurableStep) -> None:
         _log.info("%s: recovered from the ring as %s", key, durable.file)
-
-    def read_back(self, result: ReadBack) -> None:
-        pass
 
     def failed(self, key: CheckpointId, error: HoldfastError) -> None:
         _log.error("%s: could not be recovered from the ring: %s", key, error)

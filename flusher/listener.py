@@ -1,10 +1,10 @@
-"""Listeners that are told how checkpoints end: the stager's handler, or none while there is no stager."""
+"""The listener that is told how checkpoints end: the stager's handler while one is attached."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from flusher.jobs import Jobs
 from flusher.verify_and_prune import ReadBack
@@ -14,28 +14,24 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest
 
 
-class FlushListener(Protocol):
-    """The interface of a listener; its methods are called in the loop's thread."""
+class FlushListener:
+    """Base of listeners, and the one that passes over everything. Its methods are called in the loop's thread."""
 
     def began(self, key: CheckpointId, part_chunks: int) -> None:
         """The upload takes parts of this many chunks: the ring must keep that many slots for the lowest one."""
-        ...
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
 
     def grown(self, note: str) -> None:
         """The ring has more slots, as its journal says. `note`: to be told, once it grows no further; or empty."""
-        ...
 
     def durable(self, key: CheckpointId, durable: DurableStep) -> None: ...
 
     def read_back(self, result: ReadBack) -> None:
         """Verified, bad, or not known."""
-        ...
 
     def failed(self, key: CheckpointId, error: HoldfastError) -> None:
         """Given up; nothing of it is in the store."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +51,18 @@ class DurableStep:
 _KEPT = 256
 
 
-class LookedUp:
+class LookedUp(NamedTuple):
     """An answer of the store, for the inbox."""
 
-    __match_args__ = ("key", "ended")
-
-    def __init__(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
-        self.key, self.ended = key, ended
+    key: CheckpointId
+    ended: DurableStep | HoldfastError
 
 
 class EndedCheckpoints:
-    """See the module. For the loop's thread."""
+    """How the last checkpoints ended; of others the store knows it. For the loop's thread."""
 
-    def __init__(self, jobs: Jobs, workers: Workers, inbox: Inbox, listener: FlushListener) -> None:
-        self._jobs, self._workers, self._inbox, self._listener = jobs, workers, inbox, listener
+    def __init__(self, jobs: Jobs, workers: Workers, inbox: Inbox) -> None:
+        self._jobs, self._workers, self._inbox = jobs, workers, inbox
         self._ended: OrderedDict[CheckpointId, DurableStep | HoldfastError] = OrderedDict()
 
     def remember(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
@@ -76,19 +70,12 @@ class EndedCheckpoints:
         while len(self._ended) > _KEPT:
             self._ended.popitem(last=False)
 
-    def ask(self, key: CheckpointId) -> None:
-        """Have the listener told how it ended, now or when the store has answered."""
+    def ask(self, key: CheckpointId) -> DurableStep | HoldfastError | None:
+        """How it ended; None: the store is asked, and the inbox gets a `LookedUp`."""
         ended = self._ended.get(key)
         if ended is None:
             self._workers.submit((0, *key), lambda: self._look_up(key))
-        else:
-            self.say(key, ended)
-
-    def say(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
-        if isinstance(ended, DurableStep):
-            self._listener.durable(key, ended)
-        else:
-            self._listener.failed(key, ended)
+        return ended
 
     def _look_up(self, key: CheckpointId) -> None:
         """In a worker thread."""

@@ -46,6 +46,7 @@ from flusher.steps import (
     Verify,
     WritePart,
 )
+from holdfast.checkpoints.publish import Finished
 from holdfast.crc import combine_all
 from holdfast.errors import BusyError, ConfigError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
@@ -94,13 +95,9 @@ class Pipeline:
         return any(flight.staged and flight.error is None for flight in self._flights.values())
 
     def superseded(self, *, begun: bool) -> tuple[CheckpointId, CheckpointId] | None:
-        """The oldest whole checkpoint that can make room, and the newest whole one, which takes its place.
-
-        Args:
-            begun: Whether one may go of which the store has parts already.
-
-        Returns:
-            None: there is room for all that comes in, or nothing can go.
+        """The oldest whole checkpoint that can make room, and the newest whole one, which takes its place. `begun`:
+        whether a checkpoint may go of which the store has parts already. Returns None while there is room for all that
+        comes in, or if nothing can go.
         """
         flights = [flight for flight in self._flights.values() if flight.error is None]
         if sum(flight.staged for flight in flights) < 2:
@@ -194,14 +191,14 @@ class Pipeline:
 
     def _chunk_full(self, flight: Flight, event: ChunkFull) -> list[Action]:
         if flight.error is not None:
-            return self._keep_or_free(flight, event)
+            said_again = event.slot in flight.slots.values()
+            return [] if said_again else [FreeSlots((event.slot,))]
         if flight.slots.get(event.chunk) == event.slot:
             return []  # said again
         if flight.is_written(event.chunk) and event.chunk not in flight.slots:
             if flight.opened and not flight.keeps_slots:
-                return [
-                    FreeSlots((event.slot,))
-                ]  # recorded as written, and the flusher died before it freed it
+                # Recorded as written, and the flusher died before it freed it.
+                return [FreeSlots((event.slot,))]
             self._note(flight, event)
             return []
         complaint = chunk_complaint(flight, event)
@@ -217,10 +214,6 @@ class Pipeline:
         flight.seen.add(event.chunk)
         flight.slots[event.chunk] = event.slot
         flight.came[event.chunk] = event
-
-    def _keep_or_free(self, flight: Flight, event: ChunkFull) -> list[Action]:
-        said_again = event.slot in flight.slots.values()
-        return [] if said_again else [FreeSlots((event.slot,))]
 
     def _keep(self, flight: Flight, event: ChunkFull) -> list[Action]:
         """A chunk of a checkpoint that will start over: looked at then."""
@@ -349,7 +342,8 @@ class Pipeline:
         image_crc = combine_all(
             (crc, layout.chunk_extent(chunk).nbytes) for chunk, crc in enumerate(chunk_crcs)
         )
-        return self._start(flight, [Publish(flight.key, flight.index, image_crc, chunk_crcs, entry_crcs)])
+        image = Finished(flight.key, flight.index, image_crc, chunk_crcs, entry_crcs)
+        return self._start(flight, [Publish(image)])
 
     def _start(self, flight: Flight, jobs: list[Open | Verify | Patch | WritePart | Publish]) -> list[Action]:
         for job in jobs:

@@ -60,10 +60,8 @@ def progress_path(directory: Path, key: CheckpointId) -> Path:
 
 
 class Progress:
-    """The record of one checkpoint. Get one by `begin` or `load`; parts may be added from any thread.
-
-    Attributes:
-        parts: Per part that the store has, the CRCs of the segments of each of its chunks.
+    """The record of one checkpoint. Get one by `begin` or `load`; parts may be added from any thread. `parts`: per part
+    that the store has, the CRCs of the segments of each of its chunks.
     """
 
     def __init__(self, path: Path, head: Head) -> None:

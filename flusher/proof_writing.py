@@ -51,10 +51,8 @@ class ProofWriter:
         self._store.delete(proof_name(file))
 
     def write_all(self, under_way: Collection[CheckpointId]) -> None:
-        """Write the proofs of all published checkpoints.
-
-        Args:
-            under_way: Checkpoints that are not published yet; nobody need look for them.
+        """Write the proofs of all published checkpoints. Nobody looks for those of `under_way`, which are not published
+        yet.
 
         Raises:
             StoreError: The store refuses one.

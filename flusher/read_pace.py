@@ -17,10 +17,8 @@ _WAITS_SECONDS_MAX = 2.0
 
 
 class ReadPace:
-    """See the module. Any thread.
-
-    Args:
-        waits_seconds_max: How long one read waits while something is being written, and nothing of it gets done.
+    """See the module. Any thread. `waits_seconds_max`: how long one read waits while something is being written, and
+    nothing of it gets done.
     """
 
     def __init__(self, waits_seconds_max: float = _WAITS_SECONDS_MAX) -> None:

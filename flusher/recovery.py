@@ -35,12 +35,8 @@ def take_up(engine: Engine, ring: Ring) -> list[CheckpointId]:
 
 
 def settle(engine: Engine, ring: Ring, why: str) -> None:
-    """No stager will come back: publish what is staged, give up the rest.
-
-    Args:
-        engine: The engine on this ring.
-        ring: The ring; no other process changes it any more.
-        why: The stager's fate, for the checkpoints that are given up.
+    """No stager will come back: publish what is staged, give up the rest. `why`: the fate of the stager, for the
+    checkpoints that are given up.
     """
     engine.doubt()  # the word of it may have been lost
     engine.prove()

@@ -140,15 +140,10 @@ def to_remove(
     set_aside: Sequence[CheckpointId] = (),
     branches: Branches | None = None,
 ) -> list[StoredStep]:
-    """The checkpoints of `known` that need not be kept, oldest first.
-
-    Args:
-        known: All whose manifests are readable, in any order.
-        keep: The rule.
-        set_aside: Checkpoints that restore passes over while a supervised run goes on, oldest first. The older ones
-            that it goes back to are kept as if these were not there.
-        branches: The branches of the run, if it was rewound. None of an older branch takes the place of one of the
-            current line.
+    """The checkpoints of `known` that need not be kept, oldest first. `set_aside`: checkpoints that restore passes over
+    while a supervised run goes on, oldest first; the older ones that it goes back to are kept as if these were not
+    there. `branches`: of a run that was rewound; no checkpoint of an older branch takes the place of one of the current
+    line.
     """
     if branches is None:
         return _to_remove(known, keep, set_aside)

@@ -82,7 +82,6 @@ class RetryCounts:
         return hold is not None
 
     def forget(self, key: CheckpointId) -> None:
-        """It is durable, or given up."""
         self._holds.pop(key, None)
 
 

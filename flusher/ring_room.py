@@ -36,10 +36,8 @@ class RingGrown(NamedTuple):
 
 
 class RingRoom:
-    """See the module. A context: the thread ends with it.
-
-    Args:
-        grows: Whether it may grow; else the thread only cares for huge pages.
+    """See the module. A context: the thread ends with it. `grows`: whether it may grow; else the thread only cares for
+    huge pages.
     """
 
     def __init__(self, ring: Ring, inbox: Inbox, *, grows: bool) -> None:
@@ -60,10 +58,8 @@ class RingRoom:
         self._thread.join()
 
     def want(self, image_chunks: int) -> bool:
-        """A checkpoint of `image_chunks` chunks begins. For the loop's thread; never waits.
-
-        Returns:
-            True: a `RingGrown` with a note will come. Memory that was short is asked for again by a larger image only.
+        """A checkpoint of `image_chunks` chunks begins. For the loop's thread; never waits. Returns True if a
+        `RingGrown` with a note will come. Memory that was short is asked for again by a larger image only.
         """
         wanted = wanted_chunks(image_chunks)
         if not self._grows or wanted <= self._wanted_chunks:

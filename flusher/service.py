@@ -22,13 +22,12 @@ from types import FrameType
 
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
-from flusher.listener import DurableStep
+from flusher.listener import FlushListener
 from flusher.recovery import settle, take_up
 from flusher.stager_handler import StagerHandler
-from flusher.verify_and_prune import Maintenance, ReadBack
+from flusher.verify_and_prune import Maintenance
 from holdfast.config import FlusherConfig
 from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
-from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.doorbell import Listener
 from holdfast.ring.ring import Ring
@@ -74,7 +73,6 @@ class FlusherService:
             context,
             maintenance,
             writers=writing(config.store, config.writers),
-            listener=_Relay(self),
             want_room=want_room,
         )
         self._handler: StagerHandler | None = None
@@ -93,11 +91,6 @@ class FlusherService:
             wait_seconds = max(_OLD_STAGER_SECONDS_MIN, config.grace_seconds)
         self._ends_at: float | None = time.monotonic() + wait_seconds
         self._selector = selectors.DefaultSelector()
-
-    @property
-    def handler(self) -> StagerHandler | None:
-        """The attached stager, if there is one."""
-        return self._handler
 
     def run(self) -> None:
         """Serve until all is done. Raises `FencedError`: another writer has taken the run over, and is responsible for
@@ -216,7 +209,7 @@ class FlusherService:
         channel = self._listener.accept(busy=busy)
         if channel is None:
             return
-        self._handler = StagerHandler(channel, self._ring, self._store.url)
+        self._handler = self._engine.listener = StagerHandler(channel, self._ring, self._store.url)
         self._drained_said = False
         self._selector.register(channel, selectors.EVENT_READ)
         self._hear()  # hello may be there already
@@ -247,7 +240,7 @@ class FlusherService:
 
     def _stager_gone(self, handler: StagerHandler) -> None:
         self._forget_channel(handler)
-        self._handler = None
+        self._handler, self._engine.listener = None, FlushListener()
         if handler.welcomed:
             self._events.emit("stager_gone", {"pid": handler.channel.peer_pid, "finished": handler.finishing})
             if not handler.finishing and self._ring.is_held():
@@ -364,34 +357,3 @@ class FlusherService:
             self._watch_writable()
             self._selector.select(0.1)
             self._handler.channel.flush()
-
-
-class _Relay:
-    """Passes on to whichever stager is attached when it happens."""
-
-    def __init__(self, service: FlusherService) -> None:
-        self._service = service
-
-    def began(self, key: CheckpointId, part_chunks: int) -> None:
-        if self._service.handler is not None:
-            self._service.handler.began(key, part_chunks)
-
-    def freed(self, slots: tuple[int, ...]) -> None:
-        if self._service.handler is not None:
-            self._service.handler.freed(slots)
-
-    def grown(self, note: str) -> None:
-        if self._service.handler is not None:
-            self._service.handler.grown(note)
-
-    def durable(self, key: CheckpointId, durable: DurableStep) -> None:
-        if self._service.handler is not None:
-            self._service.handler.durable(key, durable)
-
-    def read_back(self, result: ReadBack) -> None:
-        if self._service.handler is not None:
-            self._service.handler.read_back(result)
-
-    def failed(self, key: CheckpointId, error: HoldfastError) -> None:
-        if self._service.handler is not None:
-            self._service.handler.failed(key, error)

@@ -15,7 +15,7 @@ import logging
 import os
 
 from flusher.engine import Engine
-from flusher.listener import DurableStep
+from flusher.listener import DurableStep, FlushListener
 from flusher.verify_and_prune import ReadBack
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
 from holdfast.faultpoint import Point, reach
@@ -31,11 +31,9 @@ _TEXT_CHARACTERS_MAX = 4000  # a message must fit its packet, whatever an error 
 _SLOTS_TOLD_MAX = 4096  # in one message; the numbers of a larger ring would not fit a packet
 
 
-class StagerHandler:
-    """Talks to one stager. For the loop's thread.
-
-    Attributes:
-        attempt: The attempt whose ring it still has, as its hello says; 0 for a new job.
+class StagerHandler(FlushListener):
+    """Talks to one stager. For the loop's thread. `attempt`: the attempt whose ring it still has, as its hello says; 0
+    for a new job.
     """
 
     def __init__(self, channel: Channel, ring: Ring, store_url: str) -> None:
@@ -168,23 +166,19 @@ class StagerHandler:
         return self.welcomed and key.attempt == self._ring.attempt
 
     def began(self, key: CheckpointId, part_chunks: int) -> None:
-        """As `flusher.listener.FlushListener`."""
         if self._concerns(key):
             self.channel.send("began", **key._asdict(), part_chunks=part_chunks)
 
     def freed(self, slots: tuple[int, ...]) -> None:
-        """As `flusher.listener.FlushListener`."""
         if self.welcomed:
             for first in range(0, len(slots), _SLOTS_TOLD_MAX):
                 self.channel.send("freed", slots=list(slots[first : first + _SLOTS_TOLD_MAX]))
 
     def grown(self, note: str) -> None:
-        """As `flusher.listener.FlushListener`."""
         if self.welcomed:
             self.channel.send("grown", note=note)
 
     def durable(self, key: CheckpointId, durable: DurableStep) -> None:
-        """As `flusher.listener.FlushListener`."""
         if self._concerns(key):
             self.channel.send(
                 "durable",
@@ -195,7 +189,6 @@ class StagerHandler:
             )
 
     def read_back(self, result: ReadBack) -> None:
-        """As `flusher.listener.FlushListener`."""
         if self._concerns(result.key):
             if result.state is State.VERIFIED:
                 self.channel.send("verified", **result.key._asdict(), note=result.note[:_TEXT_CHARACTERS_MAX])
@@ -203,7 +196,6 @@ class StagerHandler:
                 self.channel.send("bad", **result.key._asdict(), note=result.note[:_TEXT_CHARACTERS_MAX])
 
     def failed(self, key: CheckpointId, error: HoldfastError) -> None:
-        """As `flusher.listener.FlushListener`."""
         if self._concerns(key):
             message = str(error)[:_TEXT_CHARACTERS_MAX]
             self.channel.send("failed", **key._asdict(), code=error.code, message=message)

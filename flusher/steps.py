@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from holdfast.checkpoints.publish import Finished
 from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source
@@ -13,10 +14,8 @@ from holdfast.image.index import LayoutIndex
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A checkpoint that a dead flusher has begun, and how far it came.
-
-    Attributes:
-        parts: Per part that the store has, for each of its chunks the CRCs of the segments as they stand there.
+    """A checkpoint that a dead flusher has begun, and how far it came. `parts`: per part that the store has, for each
+    of its chunks the CRCs of the segments as they stand there.
     """
 
     part_chunks: int
@@ -176,13 +175,12 @@ class WritePart:
 class Publish:
     """Make it visible and write its manifest. Answer: `Published`."""
 
-    key: CheckpointId
-    index: LayoutIndex
-    image_crc32: int
-    chunk_crc32s: tuple[int, ...]
-    entry_crc32s: tuple[int, ...]
-
+    image: Finished
     slots: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> CheckpointId:
+        return self.image.key
 
 
 # -- actions: done at once, not answered ---------------------------------------------------------------------

@@ -50,9 +50,7 @@ class Slices:
 
     def assemble_newest(self, under_way: Callable[[], Collection[CheckpointId]]) -> Manifest | None:
         """Publish the newest complete set that is good and newer than every good manifest; None without one.
-
-        Args:
-            under_way: Checkpoints that come from the ring: the same step need not be made twice.
+        `under_way`: checkpoints that come from the ring; the same step need not be made twice.
 
         Raises:
             FencedError: The run is another's.

@@ -101,13 +101,8 @@ class Maintenance:
         set_aside: Callable[[], Sequence[CheckpointId]] = tuple,
         pace: ReadPace | None = None,
     ) -> None:
-        store = context.store
-        self._store, self._lease, self._inbox, self._events = (
-            store,
-            context.lease,
-            context.inbox,
-            context.events,
-        )
+        self._store = store = context.store
+        self._lease, self._inbox, self._events = context.lease, context.inbox, context.events
         self._rules, self._set_aside = rules, set_aside
         self._remove = store.retire if rules.reuse else store.delete
         self._pace = pace or ReadPace()
@@ -133,11 +128,9 @@ class Maintenance:
             return self._pending == 0
 
     def give_way(self, busy: bool) -> None:
-        """Tell whether something is being written."""
         self._pace.busy(busy)
 
     def wrote(self, nbytes: int) -> None:
-        """Note that `nbytes` have been written."""
         self._pace.wrote(nbytes)
 
     def under_way(self, key: CheckpointId) -> None:
@@ -225,15 +218,13 @@ class Maintenance:
 
     def _assemble(self) -> None:
         """In the worker thread."""
-        made: list[Manifest] = []
 
         def make() -> None:
             manifest = self._slices.assemble_newest(lambda: frozenset(self._under_way))
-            made.extend([] if manifest is None else [manifest])
+            if manifest is not None:
+                self.published(manifest.order, manifest)
 
         self._guarded(make, "the slices in the store are not made into a file; they stay for the next start")
-        for manifest in made:
-            self.published(manifest.order, manifest)
 
     def _look_for_unread(self) -> None:
         """In the worker thread."""

@@ -26,7 +26,6 @@ class Inbox:
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """For `selectors`: readable when something is in it."""
         return self._eventfd
 
     def put(self, item: Any) -> None:
@@ -56,9 +55,7 @@ class Inbox:
 
 class Workers:
     """Threads for one kind of job; the most urgent job first. A thread begins when a job finds all others busy.
-
-    Args:
-        limit: Lets them run; None: all at once.
+    `limit`: lets them run; None: all at once.
     """
 
     def __init__(self, name: str, threads: int, limit: ConcurrencyLimit | None = None) -> None:

@@ -43,9 +43,8 @@ class Point(StrEnum):
     STAGED = "staged"  # stager: written down as staged, neither flusher nor ranks were told
     DOUBT_HEARD = "doubt_heard"  # stager: a rank doubts steps, nothing says so
     DOUBT_WRITTEN = "doubt_written"  # stager: that is beside the ring, neither flusher nor ranks were told
-    PROOF_WRITTEN = (
-        "proof_written"  # stager: the step after a checkpoint is beside the ring, the flusher was not told
-    )
+    # stager: the step after a checkpoint is beside the ring, the flusher was not told
+    PROOF_WRITTEN = "proof_written"
     STAGED_HEARD = "staged_heard"  # flusher: was told that it is staged
     # flusher: an older whole checkpoint is to make room, nothing names it any more, its slots are FULL
     SUPERSEDED = "superseded"
@@ -59,9 +58,8 @@ class Point(StrEnum):
     FILE_PUBLISHED = "file_published"  # flusher: the file is in place, its manifest is not
     MANIFEST_WRITTEN = "manifest_written"  # flusher: durable, and nobody was told
     PROOF_HEARD = "proof_heard"  # flusher: the checkpoint is published, its proof is not
-    DOUBT_MARKED = (
-        "doubt_marked"  # flusher: one manifest says that its checkpoint is doubtful, others may not
-    )
+    # flusher: one manifest says that its checkpoint is doubtful, others may not
+    DOUBT_MARKED = "doubt_marked"
     VERIFYING = "verifying"  # flusher: in the middle of a read-back
     MANIFEST_DELETED = "manifest_deleted"  # flusher: retention has removed a manifest, not yet its file
     # flusher: a file that is no longer kept has lost its name; its room is kept
@@ -121,9 +119,8 @@ def parse_faults(text: str) -> list[Fault]:
 
 
 _armed: dict[Point, list[Fault]] = {}
-_reached: dict[
-    Point, itertools.count[int]
-] = {}  # counts are atomic under the GIL: points lie in several threads
+# Counts are atomic under the GIL: points lie in several threads.
+_reached: dict[Point, itertools.count[int]] = {}
 
 
 def identify(victim: str) -> None:

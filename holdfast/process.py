@@ -17,11 +17,9 @@ from pathlib import Path
 
 def yield_to_training(niceness: int) -> None:
     """Have this process run at `niceness`, or as nice as it is already: all threads that it has. Any thread.
+    `niceness`: 0 to 19; 0 changes nothing.
 
     Threads and children that are started later inherit it (docs/design/001-flusher-owns-the-ring.md).
-
-    Args:
-        niceness: 0 to 19; 0 changes nothing.
     """
     nicer: set[int] = set()
     # The kernel keeps it for each thread, and one that is not nicer yet may just be starting another.

@@ -58,13 +58,8 @@ class Actions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session, self._clock = session, clock
-        self.line, self.trainers, self.payloads, self.notices, self.events = (
-            line,
-            trainers,
-            payloads,
-            notices,
-            events,
-        )
+        self.line, self.trainers, self.payloads = line, trainers, payloads
+        self.notices, self.events = notices, events
         self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
         self._begun_at: dict[int, float] = {}
         self._said = ""  # the last verdict that was logged
@@ -73,11 +68,8 @@ class Actions:
         self._offered_at.setdefault(step, self._clock())
 
     def take(self, event: Event, blame: Callable[[ProtocolError], None] | None = None) -> None:
-        """Hand an event to the session and do what it says.
-
-        Args:
-            event: The event.
-            blame: Called if the sender of the event broke the protocol.
+        """Hand an event to the session and do what it says. `blame`: called instead of raising if the sender broke the
+        protocol.
 
         Raises:
             ProtocolError: It did, and there is no `blame`.

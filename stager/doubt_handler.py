@@ -47,7 +47,6 @@ class DoubtHandler:
         self._trainers.send_all(doubt.to_frame(Kind.DOUBTED, attempt=attempt))
 
     def again(self) -> None:
-        """Tell another flusher, which may have another ring."""
         if self._known:
             self._write()
             self._line.send("doubt")

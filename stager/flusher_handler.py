@@ -58,10 +58,8 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class FlusherHandler:
-    """See the module. For the loop's thread.
-
-    Args:
-        again: Tells the next flusher what ranks have said about checkpoints: doubts, and proofs.
+    """See the module. For the loop's thread. `again`: tells the next flusher what ranks have said about checkpoints:
+    doubts, and proofs.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class FlusherHandler:
         self.drained = False
 
     def close(self) -> None:
-        """Leave the flusher, which keeps running."""
         if self._next is not None:
             self._next.close()
         self._line.close()

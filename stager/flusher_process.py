@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import platformdirs
 
-from holdfast.config import StagerConfig
+from holdfast.config import FlusherConfig, StagerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
 from holdfast.process import memory_kills
 from holdfast.ring import doorbell as ipc
@@ -81,10 +81,8 @@ class FlusherAhead:
 
 @dataclass
 class Flusher:
-    """The flusher of this run, attached to.
-
-    Attributes:
-        resumed: It has kept the ring, and the attempt, that the flusher before it had.
+    """The flusher of this run, attached to. `resumed`: it has kept the ring, and the attempt, that the flusher before
+    it had.
     """
 
     channel: ipc.Channel
@@ -103,12 +101,9 @@ class Flusher:
 def attach(
     config: StagerConfig, *, held: Flusher | None = None, ahead: FlusherAhead | None = None
 ) -> Flusher:
-    """Attach to the run's flusher; start one if none is there. At most `start_seconds_max`. From any thread.
-
-    Args:
-        config: Settings.
-        held: The flusher that was attached and has ended, if its ring is still mapped: the next one may go on with it.
-        ahead: One that waits to begin, for when none serves the run.
+    """Attach to the run's flusher; start one if none is there. At most `start_seconds_max`. From any thread. `held`:
+    the flusher that has ended, if its ring is still mapped: the next one may go on with it. `ahead`: one that waits to
+    begin.
 
     Raises:
         StoreError, FencedError, ConfigError: The flusher could not start; its own error.
@@ -171,12 +166,7 @@ def _greet(
     socket_path: Path, attempt: int, deadline: float, *, wait: bool = False
 ) -> tuple[ipc.Channel, dict[str, Any]] | None:
     """The connection to a flusher that has said welcome. None: none answered, or it was just ending, and hung up.
-
-    Args:
-        socket_path: Where it listens.
-        attempt: That of the ring which this stager has; 0: none.
-        deadline: Until when.
-        wait: For one that was just started.
+    `attempt`: of the ring that this stager has; 0: none. `wait`: for a flusher that was just started.
     """
     try:
         channel = ipc.connect(
@@ -268,32 +258,18 @@ def _start(config: StagerConfig, deadline: float, ahead: FlusherAhead | None) ->
 
 
 def _arguments(config: StagerConfig) -> list[str]:
-    arguments = [
-        *("--store", config.store),
-        "--create" if config.create else "--no-create",
-        *(() if config.chunk_bytes is None else ("--chunk-bytes", str(config.chunk_bytes))),
-        *(() if config.ring_bytes is None else ("--ring-bytes", str(config.ring_bytes))),
-        *("--keep-last", str(config.keep_last)),
-        *("--keep-every", str(config.keep_every)),
-        *("--keep-hourly", str(config.hourly_kept)),
-        *("--keep-daily", str(config.daily_kept)),
-        *("--keep-best", str(config.keep_best)),
-        *(
-            ()
-            if (best := config.best_rule) is None
-            else ("--best-metric", best.metric, "--best-mode", best.mode)
-        ),
-        *("--on-nonfinite", config.on_nonfinite),
-        *("--niceness", str(config.niceness)),
-        *(() if config.writers is None else ("--writers", str(config.writers))),
-        *("--runtime-dir", str(config.runtime_dir)),
-        "--verify" if config.verify else "--no-verify",
-        "--reuse" if config.reuse else "--no-reuse",
-        "--linger" if config.linger else "--no-linger",
-        *(() if config.metrics_port is None else ("--metrics-port", str(config.metrics_port))),
-        *("--metrics-address", config.metrics_address),
-    ]
-    return arguments if config.events is None else [*arguments, "--events", str(config.events)]
+    """The settings that stager and flusher share, as options of the flusher's command."""
+    shared = config.model_copy(update={"keep_hourly": config.hourly_kept, "keep_daily": config.daily_kept})
+    arguments: list[str] = []
+    for name in FlusherConfig.model_fields:
+        if name not in StagerConfig.model_fields:
+            continue
+        option, value = name.replace("_", "-"), getattr(shared, name)
+        if isinstance(value, bool):
+            arguments.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            arguments += [f"--{option}", str(value)]
+    return arguments
 
 
 def _first_line(output: BinaryIO | Any, deadline: float) -> bytes | None:

@@ -80,7 +80,6 @@ class IntervalAgreement:
         return [*self._give_up(reason), *self._loosen(reason)]
 
     def left(self, reason: str, *, lost: bool) -> list[Effect]:
-        """Nothing more comes from a rank. `lost`: it has not said good-bye."""
         self._refused = self._refused or reason
         return self.doubtful(reason) if lost else self._give_up(reason)
 
@@ -156,11 +155,9 @@ class IntervalHandler:
             self._do(self._agreement.answered(rank, answer, self._clock()))
 
     def silent(self, reason: str) -> None:
-        """It is not known what a rank has heard, for now."""
         self._do(self._agreement.doubtful(reason))
 
     def left(self, reason: str, *, lost: bool) -> None:
-        """Nothing more comes from a rank. `lost`: it has not said good-bye."""
         self._do(self._agreement.left(reason, lost=lost))
 
     def tick(self) -> None:

@@ -7,10 +7,9 @@
                                                ├─ of another launch, the present one alive ──► refused: BUSY
                                                └─ nobody is served ────────────────────► the next job
 
-Ranks that wait for the next job are answered when that is taken. An incarnation that another one has replaced stays
-out for
-good: its processes may have been frozen, and wake up late. Ranks that have lost this stager, or the one before it, come
-again as the next generation of their incarnation; they never replace another start of their launch.
+Ranks that wait for the next job are answered when that is taken. An incarnation that another one has replaced stays out
+for good: its processes may have been frozen, and wake up late. Ranks that have lost this stager, or the one before it,
+come again as the next generation of their incarnation; they never replace another start of their launch.
 """
 
 from __future__ import annotations
@@ -141,14 +140,8 @@ class JobListener:
         tls: StagerTls | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sock, self._reactor, self._key, self._wanted_ranks, self._clock = (
-            sock,
-            reactor,
-            key,
-            ranks,
-            clock,
-        )
-        self._tls = tls
+        self._sock, self._reactor, self._clock = sock, reactor, clock
+        self._key, self._wanted_ranks, self._tls = key, ranks, tls
         self._greetings: OrderedDict[AnySocket, _Greeting] = OrderedDict()
         self._waiting: dict[AnySocket, _Waiting] = {}
         self._past: OrderedDict[bytes, _Past] = OrderedDict()  # by incarnation

@@ -121,7 +121,6 @@ class MpiTrainersPort:
     # -- control messages ----------------------------------------------------------------------------------------
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send a control message; to a lost trainer nothing happens."""
         if rank in self._lost:
             return
         try:
@@ -131,7 +130,6 @@ class MpiTrainersPort:
             self._lose(rank, error)
 
     def poll(self) -> PollResult:
-        """All control messages that have come, then the trainers found dead. Never waits."""
         seen = PollResult()
         status = MPI.Status()
         while len(seen.messages) < _MESSAGES_PER_POLL_MAX:
@@ -155,11 +153,9 @@ class MpiTrainersPort:
 
     @property
     def unsent(self) -> bool:
-        """Whether control messages are still on their way to living trainers."""
         return any(rank not in self._lost for rank, _, _ in self._sending)
 
     def unsent_to(self, rank: int) -> int:
-        """How many control messages are still on their way to this trainer."""
         return 0 if rank in self._lost else sum(to == rank for to, _, _ in self._sending)
 
     def _receive(self, seen: PollResult, status: MPI.Status) -> None:
@@ -199,7 +195,6 @@ class MpiTrainersPort:
             self._lose(rank, error)
 
     def received(self, rank: int, slot: int) -> int | None:
-        """How many bytes have come, when the payload is complete; None before. Forgets it then."""
         requests = self._receives.get((rank, slot))
         if requests is None:
             return None

@@ -23,11 +23,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class Notices:
-    """See the module. The loop's thread.
-
-    Args:
-        in_flight: Checkpoints in flight, oldest first.
-    """
+    """See the module. The loop's thread. `in_flight`: checkpoints in flight, oldest first."""
 
     def __init__(
         self,
@@ -48,11 +44,7 @@ class Notices:
         )
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """NOTICE or AT of a rank.
-
-        Raises:
-            ProtocolError: The message does not hold what it should.
-        """
+        """NOTICE or AT of a rank. Raises `ProtocolError`: the message does not hold what it should."""
         self._do(self._coordinator.hear(rank, self._trainers.name(rank), frame, self._clock()))
 
     def offered(self, step: int) -> None:

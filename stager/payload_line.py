@@ -28,11 +28,7 @@ _RECEIPTS_BYTES_MAX = 4 << 20  # of payloads that lie in the buffers of the conn
 
 @dataclass(slots=True)
 class Place:
-    """Where a payload belongs.
-
-    Attributes:
-        pieces: Parts of it, in the order of the payload's bytes.
-    """
+    """Where a payload belongs. `pieces`: parts of it, in the order of the payload's bytes."""
 
     memory: memoryview
     pieces: tuple[Extent, ...]

@@ -23,10 +23,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class PreviousJobs:
-    """Args:
-    seconds_max: How long the trainers are kept waiting for it, from the first look on.
-    clock: Seconds that only go forward.
-    """
+    """See the module. `seconds_max`: how long the trainers are kept waiting, from the first look on."""
 
     def __init__(self, seconds_max: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds_max, self._clock = seconds_max, clock

@@ -50,7 +50,6 @@ class ProofHandler:
         self._line.send("proof")
 
     def again(self) -> None:
-        """Tell another flusher, which may have another ring."""
         if self._known:
             self._write()
             self._line.send("proof")

@@ -230,9 +230,7 @@ class RankHandler:
     def _broke_protocol(self, rank: int, error: ProtocolError) -> None:
         """Tell the rank why, and drop it: after one wrong message the next cannot be trusted."""
         _log.error("rank %d broke the protocol and is dropped: %s", rank, error)
-        attempt = self._line.flusher.attempt
-        refused = wire.encode(Kind.REFUSED, attempt=attempt, body=wire.error_body(error))
-        self._trainers.send(rank, refused)
+        self._trainers.send(rank, self._refusal(error))
         self._leave(rank, f"rank {rank} broke the protocol: {error}", loud=True)
 
     def _leave(self, rank: int, reason: str, *, loud: bool) -> None:
@@ -256,12 +254,13 @@ class RankHandler:
         if isinstance(answer, OneSided):
             self._end_one_sided(answer)
             return
-        attempt = self._line.flusher.attempt
         if isinstance(answer, Agreement):
-            message = answer.to_frame(attempt)
+            self._trainers.send_all(answer.to_frame(self._line.flusher.attempt))
         else:
-            message = wire.encode(Kind.REFUSED, attempt=attempt, body=wire.error_body(answer))
-        self._trainers.send_all(message)
+            self._trainers.send_all(self._refusal(answer))
+
+    def _refusal(self, error: HoldfastError) -> bytes:
+        return wire.encode(Kind.REFUSED, attempt=self._line.flusher.attempt, body=wire.error_body(error))
 
     def _layout(self, rank: int, frame: Frame) -> Layout:
         if rank != 0:
@@ -276,11 +275,8 @@ class RankHandler:
     def _end_one_sided(self, ended: OneSided) -> None:
         """Refuse the ranks that proposed; fail the step for the others, which have begun it."""
         _log.error("%s", ended.error)
-        refused = wire.encode(
-            Kind.REFUSED, attempt=self._line.flusher.attempt, body=wire.error_body(ended.error)
-        )
         for rank in ended.ranks:
-            self._trainers.send(rank, refused)
+            self._trainers.send(rank, self._refusal(ended.error))
         self._actions.take(Failed(ended.step, ended.error.code, str(ended.error)))
 
     def _proposal(self, rank: int, frame: Frame) -> Proposal:

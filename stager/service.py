@@ -61,11 +61,7 @@ _STREAMING_SECONDS = 0.02  # scattered payloads come in fragments that move only
 
 
 class StagerService:
-    """Serves one job.
-
-    Args:
-        is_stopping: Whether the stager was told to stop; asked at each turn.
-    """
+    """Serves one job. `is_stopping`: whether the stager was told to stop; asked at each turn."""
 
     def __init__(
         self,
@@ -127,10 +123,8 @@ class StagerService:
         return self._trainers.said()
 
     def run(self) -> None:
-        """Serve until every trainer has left, or this stager is stopping; then let the flusher finish.
-
-        Raises:
-            PeerLost: The flusher ended before all that was staged was durable, and so did those started after it.
+        """Serve until every trainer has left, or this stager is stopping; then let the flusher finish. Raises
+        `PeerLost`: the flusher ended before all that was staged was durable, and so did those started after it.
         """
         while not self._is_over():
             if self._turn():
@@ -269,16 +263,8 @@ def serve(
 ) -> set[int]:
     """Receive until the ranks have left, or the stager is stopping, and all that is staged is in the store.
 
-    Args:
-        port: The ranks.
-        config: Settings; None if they are wrong.
-        problem: Their fault.
-        attached: The flusher, if this stager has attached to it already.
-        ahead: A flusher that waits to begin.
-        is_stopping: Whether the stager was told to stop; asked again and again.
-
-    Returns:
-        The ranks that were lost, or are left alone.
+    Wrong settings are given as `problem`, without a `config`. `attached`: the flusher, if this stager has attached to
+    it already; `ahead`: one that waits to begin. Returns the ranks that were lost, or are left alone.
 
     Raises:
         StartRefused: There is no flusher, or there are no settings, and the ranks were told.
@@ -335,13 +321,11 @@ def _transport(config: StagerConfig) -> Transport:
 def refuse_start(
     port: TrainersPort, error: HoldfastError, is_stopping: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Tell every trainer why there will be no stager, and stay until each has heard it or is gone.
+    """Tell every trainer why there will be no stager, and stay until each has heard it or is gone. Returns whether a
+    trainer has asked, and so says it.
 
     A script may load its model for minutes before it makes its Checkpointer, so nothing but their leaving ends this, or
     that this stager was told to stop.
-
-    Returns:
-        Whether a trainer has asked, and so says it.
     """
     waiting = set(range(port.ranks))
     message = Welcome.refusal(error)

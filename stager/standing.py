@@ -127,10 +127,7 @@ class StandingStager:
         return f"HOLDFAST_STAGER={self.address._replace(host=host)}{key} torchrun --nproc-per-node {per_node} train.py"
 
     def run(self, *, jobs: int | None = None) -> None:
-        """Serve until it is told to stop.
-
-        Args:
-            jobs: End after this number of jobs; None: never.
+        """Serve until it is told to stop. `jobs`: end after this number of jobs; None: never.
 
         Raises:
             PeerLost: It was told to stop while ranks of a job had not left; what was staged of it is written.

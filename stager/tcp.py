@@ -88,12 +88,8 @@ class TcpTrainersPort:
     # -- connections -------------------------------------------------------------------------------------------------
 
     def admit(self, sock: AnySocket, hello: Hello, received: int) -> None:
-        """Take a connection of this job. It takes the place of an older one on the same channel.
-
-        Args:
-            sock: The connection, proved to be the rank's; it does not block.
-            hello: HELLO of the rank.
-            received: How many of our messages it has received before.
+        """Take a connection of this job. It takes the place of an older one on the same channel. `received`: how many
+        of our messages the rank has received before.
         """
         rank = self._ranks[hello.rank]
         if rank.lost or rank.left:
@@ -158,7 +154,6 @@ class TcpTrainersPort:
             self._hang_up(number)
 
     def fileno(self) -> int:
-        """A descriptor that can be read when `poll` has something to do."""
         return self._reactor.fileno()
 
     # -- control messages --------------------------------------------------------------------------------------------
@@ -184,7 +179,6 @@ class TcpTrainersPort:
         return 0 if self._ranks[rank].lost else self._ranks[rank].line.unacknowledged
 
     def poll(self) -> PollResult:
-        """All control messages that have come, then the ranks found lost. Never waits."""
         self._reactor.turn()
         now = self._clock()
         for number, rank in self._ranks.items():
@@ -264,16 +258,13 @@ class TcpTrainersPort:
     # -- payloads ----------------------------------------------------------------------------------------------------
 
     def post(self, rank: int, slot: int, memory: memoryview, pieces: tuple[Extent, ...]) -> None:
-        """Be ready for `pieces` (offsets within `memory`, the slot) from `rank`; then send it the credit."""
         self.cancel(rank, slot)
         self._places[rank, slot] = Place(memory, pieces, sum(piece.nbytes for piece in pieces))
 
     def received(self, rank: int, slot: int) -> int | None:
-        """How many bytes have come, when the payload is complete; None before. Forgets it then."""
         return self._received.pop((rank, slot), None)
 
     def cancel(self, rank: int, slot: int) -> None:
-        """Expect a payload no more that will not come."""
         place = self._places.pop((rank, slot), None)
         if place is not None:
             place.wanted = False

@@ -43,11 +43,7 @@ class _Heard:
 
 
 class Trainers:
-    """Everything about the ranks but what they send.
-
-    Attributes:
-        lost: Ranks that died or were dropped, rather than left.
-    """
+    """Everything about the ranks but what they send. `lost`: ranks that died or were dropped, rather than left."""
 
     def __init__(
         self, port: TrainersPort, *, rank_seconds_max: float, clock: Callable[[], float] = time.monotonic
@@ -58,9 +54,7 @@ class Trainers:
         self.present = set(range(port.ranks))
         self.lost: set[int] = set()
         self.beat_seconds = min(_BEAT_SECONDS_MAX, rank_seconds_max / _BEATS_PER_LIMIT)
-        self._known: dict[
-            int, _Heard
-        ] = {}  # ranks that have said HELLO; before that they import torch, for long
+        self._known: dict[int, _Heard] = {}  # ranks that have said HELLO; before that they import torch
         self._turned_at = self._beat_at = clock()
         self._listened_seconds = 0.0
 

@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 from flusher.workers import Workers
 from holdfast.checkpoints.assembly import ChunkFinisher
-from holdfast.checkpoints.image_writing import Finished, Read, write_parts
+from holdfast.checkpoints.image_writing import Read, write_parts
+from holdfast.checkpoints.publish import Finished
 from holdfast.checkpoints.verification import verify_file
 from holdfast.crc import combine_all, crc32
 from holdfast.image.checkpoint_id import CheckpointId

@@ -16,19 +16,18 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from holdfast.checkpoints.image_writing import Finished, Image, Parts, Read, write_parts
+from holdfast.checkpoints.image_writing import Image, Parts, Read, write_parts
 from holdfast.checkpoints.intents import Intent, forget_intent, take_back
 from holdfast.checkpoints.lease import LeasedRun
 from holdfast.checkpoints.publish import (
     ASSEMBLY,
+    Finished,
     ManifestFacts,
-    Times,
     build_manifest,
     choose_name,
-    list_file,
+    publish_manifest,
     writer_id,
 )
 from holdfast.checkpoints.slice_sets import LoadedSet, read_doubts_of
@@ -49,23 +48,6 @@ from holdfast.store.concurrency import ConcurrencyLimit, reading, writing
 _log = logging.getLogger("holdfast.assembly")
 _READERS = 4
 _RECORD_BYTES_MAX = 1 << 16  # of one rank, in the manifest; it is input from outside
-
-
-@dataclass(frozen=True, slots=True)
-class _Verify:
-    key: CheckpointId
-    chunk: int
-    sources: tuple[Source, ...]
-    index: LayoutIndex
-
-
-@dataclass(frozen=True, slots=True)
-class _Patch:
-    key: CheckpointId
-    chunk: int
-    entry_crcs: tuple[int, ...]
-    verified_crcs: tuple[int, ...]
-    index: LayoutIndex
 
 
 class ChunkFinisher:
@@ -95,7 +77,7 @@ class ChunkFinisher:
             DamageError: A frame has another CRC-32.
         """
         chunk = self.chunk
-        crcs = list(verify_chunk(memory, _Verify(self._key, chunk, sources, self.index)))
+        crcs = list(verify_chunk(memory, self.index, chunk, sources, key=self._key))
         segments = self._layout.segments(chunk)
         for segment, crc in zip(segments, crcs, strict=True):
             if segment.entry is not None:
@@ -105,7 +87,7 @@ class ChunkFinisher:
         if fields := self.index.fields[chunk]:
             known = tuple(map(self._entry_crcs.__getitem__, fields.entries))
             verified = tuple(map(crcs.__getitem__, fields.segments))
-            for number, crc in patch_chunk(memory, _Patch(self._key, chunk, known, verified, self.index)):
+            for number, crc in patch_chunk(memory, self.index, chunk, known, verified, key=self._key):
                 crcs[number] = crc
         total = combine_all((crc, segment.nbytes) for segment, crc in zip(segments, crcs, strict=True))
         self._chunk_crcs.append(total)
@@ -211,6 +193,8 @@ def assemble(
         StoreError: The store failed.
     """
     assembler, read = _assembler_of(store, loaded)
+    # A slice in the store is durable at once: staged and durable are when the last rank had sealed its own.
+    last = max(seal.sealed_at_unix for seal in loaded.seals) or time.time()
     manifest = publish_image(
         LeasedRun(store, attempt, check),
         loaded.found.order,
@@ -218,7 +202,8 @@ def assemble(
         read,
         progress=progress,
         facts=ManifestFacts(
-            _times(loaded),
+            last,
+            last,
             {"ranks": {str(seal.rank): _small(seal.record) for seal in loaded.seals}},
             "assembly",
             doubt_about(read_doubts_of(store, store.list()), loaded.found.order),
@@ -290,7 +275,7 @@ def publish_image(
         facts=facts,
         writer_record={"seconds": round(time.monotonic() - begun, 6)},
     )
-    manifest = list_file(store, manifest)
+    manifest = publish_manifest(store, manifest)
     reach(Point.IMAGE_LISTED)
     forget_intent(store, write_id)
     return manifest
@@ -331,12 +316,6 @@ def _assembler_of(store: Store, loaded: LoadedSet) -> tuple[Assembler, Read]:
             ) from error
 
     return Assembler(loaded, lambda rank: f"{store.url}/{loaded.found.name(rank).slice}"), read
-
-
-def _times(loaded: LoadedSet) -> Times:
-    """A slice in the store is durable at once: staged and durable are when the last rank had sealed its own."""
-    last = max(seal.sealed_at_unix for seal in loaded.seals) or time.time()
-    return Times(last, last)
 
 
 def _small(record: Mapping[str, Any]) -> dict[str, Any]:

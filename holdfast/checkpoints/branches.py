@@ -115,7 +115,6 @@ class Rewind(BaseModel):
 
     @property
     def left(self) -> CheckpointId:
-        """The newest checkpoint of the line that was left."""
         return CheckpointId(*self.newest)
 
     @property
@@ -127,10 +126,8 @@ class Rewind(BaseModel):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Self:
-        """Read what `to_bytes` wrote.
-
-        Raises:
-            DamageError: It is damaged, or of a format that this version does not know.
+        """Read what `to_bytes` wrote. Raises `DamageError`: it is damaged, or of a format that this version does not
+        know.
         """
         body = unseal(data, _CRC_FIELD)
         problem = "its CRC-32 does not hold"

@@ -61,7 +61,6 @@ class CatalogItem:
 
     @property
     def order(self) -> CheckpointId:
-        """Newer checkpoints have a higher one."""
         return CheckpointId(self.attempt, self.step)
 
     @property
@@ -144,12 +143,9 @@ class CatalogLook:
         progress: Callable[[int], None] = lambda nbytes: None,  # noqa: ARG005
     ) -> Iterator[CatalogItem]:
         """These manifests, or all, in their order. The first is read alone, and then a few ahead of who asks.
+        `progress`: told the bytes of each, in the calling thread.
 
         A manifest that is pruned meanwhile is left out. One that is listed and cannot be opened has that as its fault.
-
-        Args:
-            names: Which; None: all.
-            progress: Told the bytes of each, in the calling thread.
 
         Raises:
             StoreError: The store failed, and a retry may mend it. That a manifest is damaged or may not be read is no
@@ -227,7 +223,6 @@ class CatalogLook:
         return CatalogItem(name, attempt, step, None, fault, self._beside(name), unopened=True)
 
     def _beside(self, name: str) -> int | None:
-        """The size of the file that belongs to a manifest, by its name."""
         return self._sizes.get(name.removesuffix(".json") + ".pt")
 
 

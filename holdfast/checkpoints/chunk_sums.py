@@ -71,14 +71,8 @@ def sums_of_chunk(
     contents: tuple[EntryBounds, Mapping[int, FloatFormat]],
     buffer: memoryview,
 ) -> ChunkSums:
-    """Read one chunk and look at it. Any thread.
-
-    Args:
-        store: The run.
-        manifest: The expected contents.
-        chunk: Which one.
-        contents: Where its entries begin and end, and the format of each that has one.
-        buffer: Is read into; the chunk may take several reads.
+    """Read one chunk and look at it. Any thread. `contents`: the bounds of the entries, and the format of each that has
+    one. `buffer` is read into; a chunk may take several reads.
 
     Raises:
         StoreError: The store failed.

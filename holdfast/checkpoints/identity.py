@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +28,13 @@ class Identity:
 
     @classmethod
     def of_this_process(cls) -> Identity:
-        pid = os.getpid()
+        pid, namespace = os.getpid(), ""
+        with suppress(OSError):
+            namespace = str(Path("/proc/self/ns/pid").readlink())
         return cls(
             host=platform.node(),
             boot_id=boot_id(),
-            pid_namespace=_link(Path("/proc/self/ns/pid")),
+            pid_namespace=namespace,
             pid=pid,
             started=start_ticks(pid) or 0,
         )
@@ -53,28 +56,18 @@ class Identity:
         return started is not None and (started == self.started or not self.started)
 
 
-def _first_line(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def _link(path: Path) -> str:
-    try:
-        return str(path.readlink())
-    except OSError:
-        return ""
-
-
 def start_ticks(pid: int) -> int | None:
     """Start time of a process in ticks since boot; 0 if the system does not tell; None if there is no such
     process.
     """
     if not Path("/proc/self/stat").exists():
         return 0
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except OSError:
+        return None
     # The name, in parentheses, may hold spaces and parentheses itself: count the fields from its end.
-    fields = _first_line(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    fields = line.rpartition(")")[2].split()
     if len(fields) < 20 or fields[0] in "ZX":  # a zombie writes nothing any more
         return None
     return int(fields[19])

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
+from holdfast.checkpoints.publish import Finished
 from holdfast.crc import combine_all
 from holdfast.errors import ProtocolError
 from holdfast.faultpoint import Point, reach
-from holdfast.image.checkpoint_id import CheckpointId
-from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.process import available_memory_bytes
 from holdfast.ring.pages import direct_window
@@ -43,17 +42,6 @@ class Parts(Protocol):
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         """Write part `index`, whose bytes are `buffers` back to back."""
         ...
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The facts of an image that a manifest states."""
-
-    key: CheckpointId
-    index: LayoutIndex
-    image_crc32: int
-    chunk_crc32s: tuple[int, ...]
-    entry_crc32s: tuple[int, ...]
 
 
 class Image(Protocol):
@@ -88,17 +76,11 @@ class _PartAtWork:
 def write_parts(
     upload: Parts, image: Image, read: Read, readers: ConcurrencyLimit, writers: ConcurrencyLimit
 ) -> Generator[int, None, None]:
-    """Write all parts; gives the bytes of each when it is written. Blocks; a consumer that stops closes it.
+    """Write all parts; gives the bytes of each when it is written. Blocks; a consumer that stops closes it. With a
+    limit of one writer, `upload` gets the parts in their order. `read`: from any thread.
 
     Memory is two parts where one is written at a time; else one for each request, within a quarter of the available
     memory and 4 GiB, the copies among it that frames of several pieces take while they are read.
-
-    Args:
-        upload: Where the parts go. With a limit of one writer it gets them in their order.
-        image: Makes the chunks.
-        read: Reads a rank's bytes. Any thread.
-        readers: The limit for frames.
-        writers: The limit for parts.
 
     Raises:
         ProtocolError: The parts are no multiple of the chunks.

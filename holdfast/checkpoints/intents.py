@@ -38,10 +38,8 @@ _Size = Annotated[int, Field(gt=0, lt=2**62)]
 
 
 class Intent(BaseModel):
-    """One file that is about to get its name, or to lose it.
-
-    Attributes:
-        token: The upload's, with `publish`, where the store has one: it tells this write from any other.
+    """One file that is about to get its name, or to lose it. `token`: the upload's, with `publish`, where the store has
+    one: it tells this write from any other.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
@@ -69,7 +67,6 @@ class Intent(BaseModel):
 
     @classmethod
     def to_remove(cls, manifest: Manifest) -> Self:
-        """The intent to remove a checkpoint."""
         return cls(
             act="remove",
             file=manifest.file,
@@ -104,17 +101,11 @@ def forget_intent(store: Store, write_id: str) -> None:
 
 
 def clear_intents(store: Store, before_attempt: int, is_wanted: Callable[[str], bool]) -> list[str]:
-    """Remove what earlier writers left half done, and their intents.
+    """Remove what earlier writers left half done, and their intents. An intent of `before_attempt` or later stays, and
+    so does one whose write-id `is_wanted`: its upload goes on, or is another process's. Returns the files that were
+    removed.
 
     Only for the run's one writer.
-
-    Args:
-        store: The run.
-        before_attempt: The writer's own attempt: what it or a later one intends stays.
-        is_wanted: Asked with a write-id: this upload goes on, or is another process's.
-
-    Returns:
-        The files that were removed.
 
     Raises:
         StoreError: The store failed; may be called again.

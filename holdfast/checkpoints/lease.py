@@ -28,6 +28,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -100,10 +101,8 @@ class LeasedRun(NamedTuple):
 
 class Lease:
     """The right to write to a run, until a higher attempt appears. Made by `take`; may be used from any thread.
-
-    Attributes:
-        unanswered: `write_id` of higher claims that this writer has asked the store for without hearing an answer. They
-            are not another writer's: `check` removes them.
+    `unanswered`: `write_id` of higher claims that this writer has asked the store for without hearing an answer. They
+    are not another writer's: `check` removes them.
     """
 
     def __init__(self, store: Store, record: _LeaseRecord) -> None:
@@ -124,18 +123,11 @@ class Lease:
         identity: Identity | None = None,
         tried: set[str] | None = None,
     ) -> Lease:
-        """Claim the run, with the next attempt.
+        """Claim the run, with the next attempt. `takeover`: do not ask whether the last writer lives: it is fenced, and
+        stops at its next publish. `identity`: the holder; None: this process. `tried` gets the `write_id` of each claim
+        that the store was asked to make: one of them may be there although no answer came.
 
         Blocks for up to two heartbeats when the last writer was on another host and did not release its claim.
-
-        Args:
-            store: The run.
-            heartbeat_seconds: How often the caller is going to call `beat`.
-            sleep: Waits; a test hands in its own.
-            takeover: Do not ask whether the last writer lives: it is fenced, and stops at its next publish.
-            identity: Its holder; None: this process.
-            tried: Gets the `write_id` of each claim that the store was asked to make: one of them may be there although
-                no answer came.
 
         Raises:
             FencedError: Another writer is alive, or was faster.
@@ -149,11 +141,7 @@ class Lease:
             record = _LeaseRecord(
                 attempt=(attempts[-1] if attempts else _highest_published(store, store.list())) + 1,
                 write_id=uuid.uuid4().hex,
-                host=identity.host,
-                boot_id=identity.boot_id,
-                pid_namespace=identity.pid_namespace,
-                pid=identity.pid,
-                started=identity.started,
+                **asdict(identity),
                 heartbeat_seconds=heartbeat_seconds,
                 beat=0,
                 named=_are_named(store, attempts),
@@ -183,10 +171,8 @@ class Lease:
         return self._record.write_id
 
     def check(self, *, at_once: bool = False) -> None:
-        """Check that this process still holds the lease. Call before every act that others can see.
-
-        Args:
-            at_once: Ask the store once: the caller tries again by itself.
+        """Check that this process still holds the lease. Call before every act that others can see. `at_once`: ask the
+        store once, for a caller that tries again by itself.
 
         Raises:
             FencedError: A higher attempt exists, or our claim is another's or gone.
@@ -318,24 +304,17 @@ def _holder(record: _LeaseRecord) -> str:
 
 
 def note_attempt(store: Store, attempt: int) -> bool:
-    """Leave word that this attempt is taken, by a job that has no claim: later ones get higher numbers.
-
-    Returns:
-        Whether it is this call's; False if somebody else has taken it.
+    """Leave word that this attempt is taken, by a job that has no claim: later ones get higher numbers. Returns False
+    if somebody else has taken it.
 
     Raises:
         StoreError: The store failed.
     """
-    identity = Identity.of_this_process()
     older = [one for one in _attempts(store) if one < attempt]
     record = _LeaseRecord(
         attempt=attempt,
         write_id=uuid.uuid4().hex,
-        host=identity.host,
-        boot_id=identity.boot_id,
-        pid_namespace=identity.pid_namespace,
-        pid=identity.pid,
-        started=identity.started,
+        **asdict(Identity.of_this_process()),
         heartbeat_seconds=1.0,
         beat=0,
         released=True,

@@ -50,12 +50,8 @@ def step_of(name: str) -> int:
 def newest_first(
     store: Store, objects: Sequence[ObjectInfo], *, names_tell: bool
 ) -> Sequence[ListedManifest]:
-    """The manifests in a listing, newest first.
-
-    Args:
-        store: The run, of which the beginnings of manifests are read where names do not tell the attempt.
-        objects: Its listing.
-        names_tell: Whether a plain name means attempt 1 (`holdfast.checkpoints.lease.names_tell`).
+    """The manifests in a listing, newest first. `names_tell`: whether a plain name means attempt 1
+    (`lease.names_tell`); else the beginnings of such manifests are read.
 
     Raises:
         StoreError: The store failed.

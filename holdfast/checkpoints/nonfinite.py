@@ -25,10 +25,8 @@ _DENSE = 4  # as long as so much of the bytes, one part in four, lies in them
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat:
-    """The layout of a floating-point dtype in memory.
-
-    Attributes:
-        mask: The bits that are all set in a value that is not finite, and in no other. Higher bits are the sign.
+    """The layout of a floating-point dtype in memory. `mask`: the bits that are all set in a value that is not finite,
+    and in no other. Higher bits are the sign.
     """
 
     nbytes: int
@@ -117,12 +115,7 @@ def count_nonfinite_of_each(
 
 
 def nonfinite_record(manifest: Manifest, counts: dict[int, int]) -> NonfiniteRecord:
-    """The result for the manifest.
-
-    Args:
-        manifest: Its tensors are named.
-        counts: By index of the entry; those with nothing may be left out.
-    """
+    """The result for the manifest. `counts`: by index of the entry; entries without any may be left out."""
     touched = [tensor for tensor in manifest.tensors if counts.get(tensor.entry)]
     return NonfiniteRecord(
         values=sum(counts.values()),

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.errors import BusyError, DamageError, StoreError, StoreMissing
 from holdfast.image.best_rule import BestRule
@@ -20,61 +20,43 @@ from holdfast.image.split_record import SPLITS_MAX, SplitRecord
 from holdfast.store.base import Store
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """When a checkpoint was staged and when it became durable, in Unix seconds."""
-
-    staged_at_unix: float
-    durable_at_unix: float
-
-
 @dataclass(frozen=True)
 class ManifestFacts:
     """Facts about a checkpoint that its manifest states beside the bytes.
 
     Attributes:
+        staged_at_unix: When it was staged; `durable_at_unix`: when it became durable.
         record: Times and bytes of the ranks and the stager, for people.
         writer: Key in the record with the times of the process that wrote the file.
         doubt: Why the checkpoint may be torn, as far as is known; empty where nobody doubts it.
         best: The rule by which the writer keeps the best checkpoints; None: by none.
     """
 
-    times: Times
+    staged_at_unix: float
+    durable_at_unix: float
     record: Mapping[str, Any]
     writer: str = "flusher"
     doubt: str = ""
     best: BestRule | None = None
 
 
-class Publishing(Protocol):
-    """A checkpoint whose bytes are all in the store: what its manifest says of them."""
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The facts about the bytes of a checkpoint, all of which are in the store, for its manifest."""
 
-    @property
-    def key(self) -> CheckpointId: ...
-
-    @property
-    def index(self) -> LayoutIndex: ...
-
-    @property
-    def image_crc32(self) -> int: ...
-
-    @property
-    def chunk_crc32s(self) -> tuple[int, ...]: ...
-
-    @property
-    def entry_crc32s(self) -> tuple[int, ...]: ...
+    key: CheckpointId
+    index: LayoutIndex
+    image_crc32: int
+    chunk_crc32s: tuple[int, ...]
+    entry_crc32s: tuple[int, ...]
 
 
 def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
     """The name under which a checkpoint is published. No other attempt ever writes it, however late it wakes up.
+    `taken`: names that other checkpoints on their way have chosen.
 
     The first attempt of a run has the plain names, each later one carries its number. A name that is in use is left
     alone, whoever wrote it.
-
-    Args:
-        store: The run.
-        key: The checkpoint.
-        taken: Names that other checkpoints on their way have chosen.
 
     Raises:
         BusyError: This step of this attempt is already published, or foreign files stand at its names.
@@ -121,11 +103,9 @@ def _exists(store: Store, name: str) -> bool:
     return True
 
 
-def list_file(store: Store, manifest: Manifest) -> Manifest:
+def publish_manifest(store: Store, manifest: Manifest) -> Manifest:
     """Write the manifest of a published file, which makes it a checkpoint. Nothing that stands there is replaced.
-
-    Returns:
-        The manifest as it stands in the store: of an earlier try, if its answer was lost.
+    Returns the manifest as it stands in the store: of an earlier try, if its answer was lost.
 
     Raises:
         BusyError: The manifest of another write stands there.
@@ -166,7 +146,7 @@ def writer_attempt(write_id: str) -> int:
 
 
 def build_manifest(
-    job: Publishing,
+    image: Finished,
     *,
     run: str,
     file: str,
@@ -175,35 +155,35 @@ def build_manifest(
     writer_record: Mapping[str, float],
 ) -> Manifest:
     """The commit record of a checkpoint whose bytes are all in the store."""
-    layout = job.index.layout
-    times, record = facts.times, StepRecord.from_json(facts.record)
+    layout = image.index.layout
+    record = StepRecord.from_json(facts.record)
     saved = record.saved_at_unix
-    began = times.staged_at_unix if saved is None else saved
+    began = facts.staged_at_unix if saved is None else saved
     return Manifest(
         run=run,
-        attempt=job.key.attempt,
-        step=job.key.step,
+        attempt=image.key.attempt,
+        step=image.key.step,
         file=file,
-        drift=drift_of(record, job.key.step),
+        drift=drift_of(record, image.key.step),
         doubt=facts.doubt,
         image_bytes=layout.image_bytes,
-        image_crc32=job.image_crc32,
+        image_crc32=image.image_crc32,
         chunk_bytes=layout.chunk_bytes,
-        chunk_crc32s=job.chunk_crc32s,
+        chunk_crc32s=image.chunk_crc32s,
         ranks=layout.ranks,
         layout_digest=layout.digest,
         write_id=write_id,
-        created=datetime.fromtimestamp(times.durable_at_unix, UTC).isoformat(timespec="milliseconds"),
+        created=datetime.fromtimestamp(facts.durable_at_unix, UTC).isoformat(timespec="milliseconds"),
         # Clocks of two machines: a difference may come out below zero, a duration may not.
-        pgt1_seconds=max(0.0, times.staged_at_unix - began),
-        pgt2_seconds=max(0.0, times.durable_at_unix - began),
+        pgt1_seconds=max(0.0, facts.staged_at_unix - began),
+        pgt2_seconds=max(0.0, facts.durable_at_unix - began),
         metrics=record.metrics,
         best=facts.best,
         entries=tuple(
             EntryRecord(name=entry.name, offset=entry.offset, nbytes=entry.nbytes, crc32=crc)
-            for entry, crc in zip(layout.entries, job.entry_crc32s, strict=True)
+            for entry, crc in zip(layout.entries, image.entry_crc32s, strict=True)
         ),
-        tensors=job.index.tensor_records,
+        tensors=image.index.tensor_records,
         splits=tuple(map(SplitRecord.of, layout.patterns[:SPLITS_MAX])),
         record={**facts.record, facts.writer: dict(writer_record)},
     )

@@ -118,17 +118,12 @@ def verify_file(
     buffer_bytes: int = 16 * 1024 * 1024,
     progress: Callable[[int], None] | None = None,
 ) -> VerifyReport:
-    """Read the file of `manifest` once, and check every chunk, every entry, the whole, and the zip's own CRC
-    fields.
+    """Read the file of `manifest` once, and check every chunk, every entry, the whole, and the zip's own CRC fields.
+    `threads`: how many read and check at once; None: 2 from a directory, from S3 as many as make it faster.
+    `buffer_bytes`: largest single read. `progress` is called from the calling thread with the number of bytes newly
+    checked.
 
     Blocks until it is done; memory is a buffer for each read, 256 MiB in all, whatever the manifest says.
-
-    Args:
-        store: The run.
-        manifest: The expected contents.
-        threads: How many read and check at once. None: 2 from a directory, from S3 as many as make it faster.
-        buffer_bytes: Largest single read.
-        progress: Called from the calling thread with the number of bytes newly checked.
 
     Raises:
         StoreError: The store failed, so nothing is known. A missing or short file is damage, and is in the
@@ -315,9 +310,7 @@ def _crc_damage(
 
 class _Tensors:
     """Paths of tensors by where their bytes lie. Looked up, not searched: a file of zeros has a fault in every entry.
-
-    Args:
-        manifest: Its entries are in order and do not overlap.
+    `manifest`: its entries are in order and do not overlap.
     """
 
     def __init__(self, manifest: Manifest) -> None:

@@ -33,12 +33,8 @@ _HEADER = [
     ("offset", "<u4"),
 ]
 _HEADER_BYTES, _NAME_BYTES_AT = 46, 28
-_RECORD_SIGNATURE, _END_SIGNATURE, _END64_SIGNATURE, _LOCATOR_SIGNATURE = (
-    0x02014B50,
-    b"PK\x05\x06",
-    b"PK\x06\x06",
-    b"PK\x06\x07",
-)
+_RECORD_SIGNATURE = 0x02014B50
+_END_SIGNATURE, _END64_SIGNATURE, _LOCATOR_SIGNATURE = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _END, _END64 = struct.Struct("<4sHHHHIIH"), struct.Struct("<4sQ4xIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
 _TAIL_BYTES = _END64.size + _LOCATOR.size + _END.size

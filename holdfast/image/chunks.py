@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from holdfast.crc import combine, combine_all, crc32, crc32_of_each
 from holdfast.errors import DamageError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
+from holdfast.image.layout import Layout
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -30,86 +31,44 @@ class Source(NamedTuple):
     crc32: int
 
 
-class VerifyJob(Protocol):
-    """A chunk to verify, and the CRC that each sender stated for its frame."""
-
-    @property
-    def key(self) -> CheckpointId: ...
-
-    @property
-    def chunk(self) -> int: ...
-
-    @property
-    def sources(self) -> tuple[Source, ...]: ...
-
-    @property
-    def index(self) -> LayoutIndex: ...
-
-
-class PatchJob(Protocol):
-    """A chunk to patch: the CRCs for its fields, and those so far of the segments that they lie in.
-
-    Attributes:
-        verified_crcs: CRC of each of its `segments`, with their fields zero.
-    """
-
-    @property
-    def key(self) -> CheckpointId: ...
-
-    @property
-    def chunk(self) -> int: ...
-
-    @property
-    def entry_crcs(self) -> tuple[int, ...]: ...
-
-    @property
-    def verified_crcs(self) -> tuple[int, ...]: ...
-
-    @property
-    def index(self) -> LayoutIndex: ...
-
-
-def verify_chunk(memory: memoryview, job: VerifyJob) -> tuple[int, ...]:
+def verify_chunk(
+    memory: memoryview, index: LayoutIndex, chunk: int, sources: Sequence[Source], *, key: CheckpointId
+) -> tuple[int, ...]:
     """CRC every segment once; combine each sender's in the order of its frame and compare with what it stated.
 
-    Args:
-        memory: The slot. Its CRC fields are zeroed.
-        job: Which chunk it is, and the senders' CRCs.
-
-    Returns:
-        The CRC of each segment.
+    The chunk's CRC fields in `memory` are zeroed. Returns the CRC of each segment.
 
     Raises:
         DamageError: naming rank, chunk and the tensors in its frame.
     """
-    layout, chunk = job.index.layout, job.chunk
+    layout = index.layout
     base = chunk * layout.chunk_bytes
-    fields = job.index.fields[chunk]
+    fields = index.fields[chunk]
     _put(memory, fields.whole, 0)
     for part in fields.cut:
         memory[part.offset : part.offset + part.nbytes] = bytes(part.nbytes)
     segments = layout.segments(chunk)
     crcs = crc32_of_each([memory[offset - base : offset - base + nbytes] for offset, nbytes, _ in segments])
-    if len(job.sources) == 1 and layout.senders(chunk) == (job.sources[0].rank,):
+    if len(sources) == 1 and layout.senders(chunk) == (sources[0].rank,):
         total = combine_all(zip(crcs, [nbytes for _, nbytes, _ in segments], strict=True))
-        by_rank = {job.sources[0].rank: total}
+        by_rank = {sources[0].rank: total}
     else:
-        by_rank = _crc_of_each_sender(memory, job, crcs)
-    for source in job.sources:
+        by_rank = _crc_of_each_sender(memory, layout, chunk, crcs, {source.rank: 0 for source in sources})
+    for source in sources:
         if by_rank[source.rank] != source.crc32:
             raise DamageError(
-                f"{job.key}: chunk {chunk} from rank {source.rank}: CRC-32 {by_rank[source.rank]:#010x}, the rank "
+                f"{key}: chunk {chunk} from rank {source.rank}: CRC-32 {by_rank[source.rank]:#010x}, the rank "
                 f"sent {source.crc32:#010x}; the chunk was damaged on the way or in the ring; it holds "
-                f"{job.index.contents(chunk, source.rank)}"
+                f"{index.contents(chunk, source.rank)}"
             )
     return crcs
 
 
-def _crc_of_each_sender(memory: memoryview, job: VerifyJob, crcs: Sequence[int]) -> dict[int, int]:
-    """CRC of the frame of each rank that sends into the chunk."""
-    layout, chunk = job.index.layout, job.chunk
+def _crc_of_each_sender(
+    memory: memoryview, layout: Layout, chunk: int, crcs: Sequence[int], by_rank: dict[int, int]
+) -> dict[int, int]:
+    """CRC of the frame of each rank that sends into the chunk; `by_rank` has 0 for each."""
     base = chunk * layout.chunk_bytes
-    by_rank = {source.rank: 0 for source in job.sources}
     for segment, crc in zip(layout.segments(chunk), crcs, strict=True):
         senders = (
             layout.split_senders(segment) if layout.is_split(segment) else [layout.sender(chunk, segment)]
@@ -125,8 +84,18 @@ def _crc_of_each_sender(memory: memoryview, job: VerifyJob, crcs: Sequence[int])
     return by_rank
 
 
-def patch_chunk(memory: memoryview, job: PatchJob) -> tuple[tuple[int, int], ...]:
-    """Write the CRC values; give `(index, crc)` of the segments that changed.
+def patch_chunk(
+    memory: memoryview,
+    index: LayoutIndex,
+    chunk: int,
+    entry_crcs: Sequence[int],
+    verified_crcs: Sequence[int],
+    *,
+    key: CheckpointId,
+) -> tuple[tuple[int, int], ...]:
+    """Write the CRC values `entry_crcs` into the chunk's fields; give `(index, crc)` of the segments that changed.
+
+    `verified_crcs`: of each segment with a field, computed while the fields were zero.
 
     These CRCs are taken from a copy that still has the verified CRCs: a bit that flipped in the ring since then, or
     flips after this, does not get a CRC that fits it. The segments are headers and the central directory, so small.
@@ -134,8 +103,8 @@ def patch_chunk(memory: memoryview, job: PatchJob) -> tuple[tuple[int, int], ...
     Raises:
         DamageError: naming the chunk; a segment is no longer what was verified.
     """
-    layout, fields = job.index.layout, job.index.fields[job.chunk]
-    base, segments = job.chunk * layout.chunk_bytes, layout.segments(job.chunk)
+    layout, fields = index.layout, index.fields[chunk]
+    base, segments = chunk * layout.chunk_bytes, layout.segments(chunk)
     touched = [*map(segments.__getitem__, fields.segments)]
     bounds = [(offset - base, offset - base + nbytes) for offset, nbytes, _ in touched]
     # One copy of all of them, one behind the other, and where each field lies in it.
@@ -149,8 +118,8 @@ def patch_chunk(memory: memoryview, job: PatchJob) -> tuple[tuple[int, int], ...
     def in_copy(offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return offsets - moved_by[np.searchsorted(firsts, offsets, side="right") - 1]
 
-    values = [crc.to_bytes(_FIELD_BYTES, "little") for crc in job.entry_crcs[fields.whole.size :]]
-    whole, crcs = in_copy(fields.whole), np.array(job.entry_crcs[: fields.whole.size], np.uint32)
+    values = [crc.to_bytes(_FIELD_BYTES, "little") for crc in entry_crcs[fields.whole.size :]]
+    whole, crcs = in_copy(fields.whole), np.array(entry_crcs[: fields.whole.size], np.uint32)
     cut = [
         (at, part.offset, value[part.first : part.first + part.nbytes])
         for at, part, value in zip(
@@ -163,10 +132,10 @@ def patch_chunk(memory: memoryview, job: PatchJob) -> tuple[tuple[int, int], ...
     _put(pieces, whole, 0)
     for at, _, value in cut:
         pieces[at : at + len(value)] = bytes(len(value))
-    for (first, end), found, verified in zip(bounds, crc32_of_each(copied), job.verified_crcs, strict=True):
+    for (first, end), found, verified in zip(bounds, crc32_of_each(copied), verified_crcs, strict=True):
         if found != verified:
             raise DamageError(
-                f"{job.key}: chunk {job.chunk}: bytes {first} to {end} have CRC-32 {found:#010x}, and had "
+                f"{key}: chunk {chunk}: bytes {first} to {end} have CRC-32 {found:#010x}, and had "
                 f"{verified:#010x} when they were verified; they were damaged in the ring since then: test the memory "
                 "of this machine"
             )

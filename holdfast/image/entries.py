@@ -31,15 +31,12 @@ class Segment(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Image offset of the byte after the last one."""
         return self.offset + self.nbytes
 
 
 class SentPart(NamedTuple):
-    """The bytes of one segment that one rank sends.
-
-    Attributes:
-        inside: Number of its first byte among those that the rank holds of the entry; of literals 0.
+    """The bytes of one segment that one rank sends. `inside`: number of its first byte among those that the rank holds
+    of the entry; of literals 0.
     """
 
     entry: int | None
@@ -69,7 +66,6 @@ class Entry:
 
     @property
     def end(self) -> int:
-        """Image offset of the byte after the last one."""
         return self.offset + self.nbytes
 
 

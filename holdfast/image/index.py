@@ -26,10 +26,8 @@ _NAMES_SHOWN = 5
 
 
 class FieldPart(NamedTuple):
-    """The part of one CRC field that lies in one chunk.
-
-    Attributes:
-        first: Which of the field's four bytes is its first. `nbytes`: how many there are.
+    """The part of one CRC field that lies in one chunk. `first`: which of the field's four bytes is its first.
+    `nbytes`: how many there are.
     """
 
     offset: int

@@ -390,11 +390,8 @@ class Layout:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Layout:
-        """Read what `to_bytes` wrote.
-
-        Raises:
-            ProtocolError: It is not that, its parts contradict each other, or it would cost more to parse than what was
-                received is worth. Never allocates by a size it was told.
+        """Read what `to_bytes` wrote. Raises `ProtocolError`: it is not that, its parts contradict each other, or it
+        would cost more to parse than what was received is worth. Never allocates by a size it was told.
         """
         try:
             document = json.loads(_inflated(data))
@@ -451,13 +448,11 @@ def _wholes(values: Sequence[Any]) -> tuple[int, ...]:
 
 def chunk_bytes_for(image_bytes: int | None, ring_bytes: int | None) -> int:
     """Size of the chunks of a run for which none is set: 16 MiB, and 64 MiB for images of 100 GB and more.
+    `image_bytes`: of the run's newest checkpoint; None: it has none yet. `ring_bytes`: None: the ring grows with the
+    image.
 
     Each chunk costs stager and flusher some Python, a few messages and three journal writes, whatever its size: 1 TB is
     60,000 of 16 MiB. Smaller ones showed no gain, not even for an image of four (67 MB, two ranks, a directory).
-
-    Args:
-        image_bytes: Size of the run's newest checkpoint; None: it has none yet.
-        ring_bytes: Size of the ring; None: it grows with the image.
     """
     large_fit = ring_bytes is None or ring_bytes >= _RING_CHUNKS * _LARGE_CHUNK_BYTES
     if image_bytes is not None and image_bytes >= LARGE_IMAGE_BYTES and large_fit:

@@ -200,11 +200,7 @@ class Manifest(_ManifestRecord):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Manifest:
-        """Read what `to_bytes` wrote.
-
-        Args:
-            data: The bytes.
-            source: Where they come from, for the message.
+        """Read what `to_bytes` wrote. `source`: where they come from, for the message.
 
         Raises:
             DamageError: Truncated, altered, or not a manifest of this format.

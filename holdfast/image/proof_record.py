@@ -79,8 +79,3 @@ def _is_whole(number: Any) -> TypeGuard[int]:
 def proof_name(file_name: str) -> str:
     """The proof's name beside the portable file `file_name`."""
     return file_name.removesuffix(".pt") + ".proof.json"
-
-
-def is_proof_name(name: str) -> bool:
-    """Whether an object of the run is a proof."""
-    return name.startswith("step-") and name.endswith(".proof.json")

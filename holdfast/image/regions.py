@@ -246,12 +246,9 @@ class Pattern:
         return found
 
     def shares(self, number: int, turn: int, spared: Collection[int] = ()) -> list[Share]:
-        """The bytes of a region that each of its holders sends, about as much as the others.
-
-        Args:
-            number: Number of the region.
-            turn: Whose turn it is to send a region that is too small for all: a number per tensor.
-            spared: Ranks that send nothing that another one holds, too.
+        """The bytes of a region that each of its holders sends, about as much as the others. `turn`: a number per
+        tensor, for a region that is too small for all: whose turn it is to send. Ranks in `spared` send nothing that
+        another one holds, too.
         """
         holders = [rank for rank in self.holders[number] if rank not in spared] or [*self.holders[number]]
         nbytes = self.combs[number].nbytes
@@ -298,12 +295,8 @@ class Pattern:
 
 
 def unite(shape: Sequence[int], item_bytes: int, held: Sequence[Region | None]) -> Pattern:
-    """The pattern of a tensor from what each rank says it holds.
-
-    Args:
-        shape: Shape of the whole tensor.
-        item_bytes: Bytes of one element.
-        held: By rank; None, or an empty region, where it holds nothing.
+    """The pattern of a tensor from what each rank says it holds. `held`: by rank; None, or an empty region, where a
+    rank holds nothing.
 
     Raises:
         ProtocolError: See `Pattern`.
@@ -319,13 +312,10 @@ def unite(shape: Sequence[int], item_bytes: int, held: Sequence[Region | None]) 
 
 
 def grid_cuts(shape: Sequence[int], regions: Collection[Region]) -> tuple[tuple[int, ...], ...] | None:
-    """The sizes into which each dimension is cut, if the regions are all cells of such a grid, each once.
+    """The sizes into which each dimension is cut, if the regions are all cells of such a grid, each once. Neither
+    `shape` nor any of the regions is empty.
 
     Then they tile the tensor exactly, which is seen here without a look at each pair.
-
-    Args:
-        shape: Shape of the whole tensor; not empty.
-        regions: Each within `shape` and not empty.
     """
     starts = [sorted({region.start[dimension] for region in regions}) for dimension in range(len(shape))]
     if not regions or math.prod(map(len, starts)) != len(regions) or any(one[0] for one in starts):

@@ -147,12 +147,7 @@ def groups_of(digests: Mapping[int, str]) -> list[list[int]]:
 
 
 def drift_of(record: StepRecord, step: int) -> str:
-    """Why the replicas of a checkpoint are not the same; empty as far as is known.
-
-    Args:
-        record: Its record: what the stager found, else the ranks' digests.
-        step: Its step.
-    """
+    """Why the replicas of a checkpoint are not the same; empty as far as is known."""
     if record.drift:
         return record.drift[:_DRIFT_CHARACTERS_MAX]
     digests = {rank: one.replicas_digest or "" for rank, one in record.ranks.items()}
@@ -163,7 +158,7 @@ def drifted_groups(groups: Sequence[Sequence[int]], step: int) -> str:
     """A sentence about ranks of which only the digests are known; empty where there are not two groups."""
     if len(groups) < 2:
         return ""
-    sides = " and ".join(_ranks(group) for group in groups[:_GROUPS_MAX])
+    sides = " and ".join(ranks_named(group) for group in groups[:_GROUPS_MAX])
     more = f" and {len(groups) - _GROUPS_MAX} more groups" if len(groups) > _GROUPS_MAX else ""
     return f"step {step}: replicas have drifted apart: {sides}{more} differ from each other"
 
@@ -185,14 +180,16 @@ class Divergence:
     def message(self) -> str:
         """Names what differs, and says what to do."""
         said = [
-            f"rank {rank} differs from most ranks in {_named(paths)}"
+            f"rank {rank} differs from most ranks in {tensors_named(paths)}"
             for rank, paths in sorted(self.drifted.items())
         ]
         by_groups: dict[str, list[str]] = {}
         for path, groups in self.undecided.items():
-            sides = " and ".join(_ranks(group) for group in groups)
+            sides = " and ".join(ranks_named(group) for group in groups)
             by_groups.setdefault(sides, []).append(path)
-        said += [f"{sides} differ from each other in {_named(paths)}" for sides, paths in by_groups.items()]
+        said += [
+            f"{sides} differ from each other in {tensors_named(paths)}" for sides, paths in by_groups.items()
+        ]
         return (
             f"step {self.step}: replicas have drifted apart: {'; '.join(said)}. They must hold the same bytes on every "
             "rank; restart from a checkpoint before it, and look at that VM, at seeds, and at updates outside "
@@ -251,7 +248,7 @@ class Replicas:
             return ""
         return (
             f"step {step}: replicas have drifted apart at step {min(self._open.values())}, in "
-            f"{_named([*self._open])}, and a sample cannot show that they are equal again"
+            f"{tensors_named([*self._open])}, and a sample cannot show that they are equal again"
         )
 
     def is_news(self, divergence: Divergence) -> bool:
@@ -301,13 +298,8 @@ def _judge(
     drifted: dict[int, list[str]],
     undecided: dict[str, list[list[int]]],
 ) -> None:
-    """Say which ranks differ in a tensor, of those that should hold the same.
-
-    Args:
-        values: Rank → fingerprint.
-        path: Path of the tensor.
-        drifted: Is added to where most ranks agree.
-        undecided: Is added to where they do not.
+    """Say which ranks differ in a tensor, of those that should hold the same. `values`: rank → fingerprint. Adds to
+    `drifted` where most ranks agree, else to `undecided`.
     """
     if len(set(values.values())) < 2:
         return
@@ -323,12 +315,14 @@ def _judge(
     undecided.setdefault(path, []).extend(groups.values())
 
 
-def _named(paths: Sequence[str]) -> str:
+def tensors_named(paths: Sequence[str]) -> str:
+    """The first paths, and how many more there are."""
     more = len(paths) - _NAMED_MAX
     return ", ".join(paths[:_NAMED_MAX]) + (f" and {more} more tensors" if more > 0 else "")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 2`, and how many more there are."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     more = len(ranks) - _RANKS_MAX

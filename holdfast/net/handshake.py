@@ -53,9 +53,8 @@ class Status(IntEnum):
     KEY = 2  # the rank's proof is wrong
     BUSY = 3  # the stager serves another job
     RANKS = 4  # another number of ranks than the stager was told, or than other ranks of the job say
-    LOST = (
-        5  # the stager knows no job of this incarnation and generation, or it is over: the next one may come
-    )
+    # The stager knows no job of this incarnation and generation, or it is over: the next one may come.
+    LOST = 5
     ENDING = 6  # the stager takes no further job
     TLS = 7  # the stager takes connections with TLS alone
     REPLACED = 8  # the launcher has started the job again: these processes stay out for good
@@ -80,12 +79,9 @@ class Hello:
     """The rank that connects.
 
     Attributes:
-        rank: Its number, 0 to `ranks` - 1.
         channel: 0 for messages, from 1 on for payloads.
-        launch: Names the launcher's job; the same after a restart by the launcher.
-        incarnation: Random bytes, the same on all ranks of one start of the job, and on no other.
+        launch: With `incarnation` and `generation`: see `Start`.
         nonce: Random bytes of this connection.
-        generation: How often the ranks of this incarnation have lost a stager and come again.
         resuming: This rank has been admitted before: only the stager that did so can go on with it.
     """
 
@@ -186,13 +182,8 @@ class WantsTls(ProtocolError):
 
 
 def answer_challenge(key: bytes, hello: bytes, data: bytes, received: int) -> bytes | None:
-    """The rank's proof, once the stager's was checked; None if the stager has another key.
-
-    Args:
-        key: The rank's.
-        hello: As this rank has sent it.
-        data: The challenge.
-        received: How much this rank has received on this channel before.
+    """The rank's proof, once the stager's was checked; None if the stager has another key. `received`: how much this
+    rank has received on this channel before.
 
     Raises:
         OtherVersion: The stager speaks another version.
@@ -227,11 +218,7 @@ def admission(status: Status, received: int = 0, text: str = "") -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class StagerAnswer:
-    """The stager's last word, without its text.
-
-    Attributes:
-        received: How much the stager has received on this channel before.
-    """
+    """The stager's last word, without its text. `received`: how much the stager has received on this channel before."""
 
     status: Status
     received: int

@@ -22,10 +22,6 @@ def new_key() -> str:
 def read_key(key: str | None, key_file: Path | None) -> bytes:
     """The key that a process was given; empty if it was given none.
 
-    Args:
-        key: The key itself.
-        key_file: A file with nothing but the key in it.
-
     Raises:
         ConfigError: Both are given; the file cannot be read, or other users may read it; the key is too short.
     """

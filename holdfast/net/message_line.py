@@ -28,10 +28,8 @@ _KEPT_BYTES = 128  # what a message costs beside its own bytes while it is kept
 
 
 class MessageLine:
-    """One end of a line of messages. One thread.
-
-    Args:
-        scratch: Where bytes arrive, `SCRATCH_BYTES` long. Lines of one thread may share it; None: one of its own.
+    """One end of a line of messages. One thread. `scratch`: where bytes arrive, `SCRATCH_BYTES` long. Lines of one
+    thread may share it; None: one of its own.
     """
 
     def __init__(self, scratch: bytearray | None = None) -> None:

@@ -21,11 +21,7 @@ RECEIPT = struct.Struct("<Q")
 
 
 class PayloadHeader(NamedTuple):
-    """The header of a payload.
-
-    Attributes:
-        number: From 1 on.
-    """
+    """The header of a payload. `number`: from 1 on."""
 
     number: int
     slot: int

@@ -48,11 +48,7 @@ class Announcement:
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Announcement:
-        """Read a SAVE_AT or a SAVE_EVERY.
-
-        Raises:
-            ProtocolError: The frame does not hold what it should.
-        """
+        """Read a SAVE_AT or a SAVE_EVERY. Raises `ProtocolError`: the frame does not hold what it should."""
         last = StepWord.LOOSE if frame.kind is Kind.SAVE_EVERY else StepWord.CALLED_OFF
         if not 0 <= frame.flags <= last.value:
             raise ProtocolError(f"{frame.kind.name}: flags {frame.flags}, expected 0 to {last.value}")
@@ -80,10 +76,8 @@ class StepAnswer:
 
     @classmethod
     def from_frame(cls, frame: Frame) -> StepAnswer:
-        """Read an AT or a HERE. The further fields are checked by those who use them.
-
-        Raises:
-            ProtocolError: The frame does not hold what it should.
+        """Read an AT or a HERE. The further fields are checked by those who use them. Raises `ProtocolError`: the frame
+        does not hold what it should.
         """
         body = wire.json_body(frame)
         seconds = body.get("step_seconds")

@@ -71,11 +71,7 @@ class Notice:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], now_unix: float | None = None) -> Notice:
-        """Read the fields of a message.
-
-        Raises:
-            ProtocolError: A field is missing or wrong.
-        """
+        """Read the fields of a message. Raises `ProtocolError`: a field is missing or wrong."""
         kind, left = document.get("kind"), document.get("seconds_left")
         texts = document.get("source"), document.get("said_by", "")
         rank = document.get("rank", -1)
@@ -122,11 +118,7 @@ class Terms:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Terms:
-        """Read the fields of a message.
-
-        Raises:
-            ProtocolError: A field is missing or wrong.
-        """
+        """Read the fields of a message. Raises `ProtocolError`: a field is missing or wrong."""
         save, reason, notice = document.get("save"), document.get("reason"), document.get("notice")
         factor, until_step = document.get("factor"), document.get("until_step")
         if not (isinstance(save, bool) and isinstance(reason, str) and isinstance(notice, Mapping)):

@@ -80,10 +80,8 @@ class PreemptionCoordinator:
     # -- messages of ranks ---------------------------------------------------------------------------------------
 
     def hear(self, rank: int, name: str, frame: Frame, now: float) -> list[Effect]:
-        """Take a rank's NOTICE or AT. `name`: the rank, for people.
-
-        Raises:
-            ProtocolError: The message does not hold what it should.
+        """Take a rank's NOTICE or AT. `name`: the rank, for people. Raises `ProtocolError`: the message does not hold
+        what it should.
         """
         if frame.kind is Kind.NOTICE:
             notice = Notice.from_json(wire.json_body(frame))
@@ -183,9 +181,8 @@ class PreemptionCoordinator:
     def tick(self, now: float) -> list[Effect]:
         overdue, left = self._agreement.overdue(now), self._left(now)
         if overdue:
-            self._again_at = (
-                now + self._answer_seconds_max
-            )  # that rank may be starting still, or be stopped for a while
+            # That rank may be starting still, or be stopped for a while.
+            self._again_at = now + self._answer_seconds_max
             return self._over(f"{overdue}; it is stopped or cut off", now)
         if not self.open and self._again_at is not None and now >= self._again_at:
             self._again_at = None

@@ -78,14 +78,9 @@ def advise(
     every_max: int = _EVERY_MAX,
     survives_staged: bool = True,
 ) -> Advice:
-    """The interval that loses least, among those that keep the bound.
-
-    Args:
-        cost: Measured costs.
-        hazard: How often losses come. If none are known, the shortest interval that keeps the bound is taken.
-        overhead_max: The bound: largest share of training time that checkpoints may cost; 0.03 means 3 %.
-        every_max: The longest interval to accept.
-        survives_staged: Whether a staged checkpoint survives an interruption; else only a durable one does.
+    """The interval that loses least, among those that keep the bound. If no losses are known, the shortest interval
+    that keeps the bound is taken. `overhead_max`: the bound, as a share of training time; 0.03 means 3 %.
+    `survives_staged`: whether a staged checkpoint survives an interruption; else only a durable one does.
 
     Raises:
         ConfigError: The bound cannot be kept; the message says which bound can.

@@ -62,13 +62,8 @@ class Cost:
 
 def best_in_flight(durable_seconds: Mapping[int, float], *, places_max: int) -> int:
     """How many checkpoints should be in flight: the N with the least `T_w(N) / N` (PCcheck, section 3.4).
-
-    Args:
-        durable_seconds: N → T_w, measured with N checkpoints in flight. They share one device, so T_w grows with N.
-        places_max: Largest N that memory and store have room for.
-
-    Returns:
-        The best N; the least where several are equal.
+    `durable_seconds`: N → T_w, measured with N checkpoints in flight. They share one device, so T_w grows with N.
+    Returns the least N where several are equal.
 
     Raises:
         ConfigError: No N up to `places_max` was measured, or a time is not more than 0.

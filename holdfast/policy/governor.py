@@ -50,14 +50,8 @@ class Governor:
         self._longer = self._shorter = 0
 
     def consider(self, cost: Cost, current: int | None) -> Change | None:
-        """Take the costs after one more checkpoint.
-
-        Args:
-            cost: Costs of the last few checkpoints.
-            current: The interval that was chosen before; None: none was.
-
-        Returns:
-            The change to make; None: none.
+        """Take the costs after one more checkpoint. `current`: the interval that was chosen before; None: none was.
+        Returns the change to make; None: none.
         """
         change = self._advised(cost)
         every = change.advice.every

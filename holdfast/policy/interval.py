@@ -23,12 +23,7 @@ _BISECTIONS = 200  # more than a double has bits
 
 
 def least_interval(cost: Cost, overhead_max: float, *, every_max: int) -> int:
-    """The shortest interval, in iterations, whose overhead is at most `overhead_max`.
-
-    Args:
-        cost: Measured costs.
-        overhead_max: The bound; 0.03 means 3 %.
-        every_max: The longest interval to accept.
+    """The shortest interval, in iterations, whose overhead is at most `overhead_max`. `overhead_max`: 0.03 means 3 %.
 
     Raises:
         ConfigError: No interval up to `every_max` keeps the bound; the message says which can be kept, and from which

@@ -40,11 +40,8 @@ def run_key(store_url: str) -> str:
 
 
 def runtime_directory(store_url: str, override: Path | str | None = None) -> Path:
-    """Where the ring of this run lies, whether or not it is there yet.
-
-    Args:
-        store_url: URL of the run.
-        override: Base directory instead of `/dev/shm/holdfast-<uid>` (setting `runtime_dir`); it should be in memory.
+    """Where the ring of this run lies, whether or not it is there yet. `override`: base directory instead of
+    `/dev/shm/holdfast-<uid>` (setting `runtime_dir`); it should be in memory.
     """
     base = Path(override) if override is not None else Path(f"/dev/shm/holdfast-{os.geteuid()}")  # noqa: S108 (0700, owner checked)
     return base.absolute() / run_key(store_url)
@@ -53,12 +50,8 @@ def runtime_directory(store_url: str, override: Path | str | None = None) -> Pat
 def make_private_directory(
     directory: Path, *, what: str = "runtime directory", advice: str = "set runtime_dir"
 ) -> None:
-    """Make `directory` (and its base) for this user alone, or check that an existing one is.
-
-    Args:
-        directory: Which.
-        what: It is called in messages.
-        advice: An alternative to removing it, for messages.
+    """Make `directory` (and its base) for this user alone, or check that an existing one is. `what`, `advice`: for
+    messages.
 
     Raises:
         ConfigError: It is a link, belongs to somebody else, or others may write into it.

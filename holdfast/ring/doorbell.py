@@ -125,10 +125,8 @@ def _check(kind: str, name: str, expected: type, value: Any) -> None:
 
 
 class Channel:
-    """One end of a connection. Non-blocking; for one thread.
-
-    Attributes:
-        closed: The peer is gone, or `close` was called. Messages that came before are still given by `poll`.
+    """One end of a connection. Non-blocking; for one thread. `closed`: the peer is gone, or `close` was called.
+    Messages that came before are still given by `poll`.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -180,11 +178,8 @@ class Channel:
 
     def poll(self) -> list[Message]:
         """All messages that have arrived; [] when there are no more. Also flushes. When the peer has gone, sets
-        `closed`.
-
-        Raises:
-            ProtocolError: The peer sent something that the protocol does not allow; close the channel. Messages that
-                came before it were given by earlier calls.
+        `closed`. Raises `ProtocolError`: the peer sent something that the protocol does not allow; close the channel.
+        Messages that came before it were given by earlier calls.
         """
         self.flush()
         messages: list[Message] = []
@@ -225,11 +220,8 @@ class Channel:
 
 
 class Listener:
-    """The flusher's end: accepts one stager at a time.
-
-    Args:
-        path: Where the socket appears; a stale one is replaced, so only the process that holds the run's lock may
-            do this. Its directory must be private.
+    """The flusher's end: accepts one stager at a time. `path`: where the socket appears; a stale one is replaced, so
+    only the process that holds the run's lock may do this. Its directory must be private.
     """
 
     def __init__(self, path: Path) -> None:
@@ -255,10 +247,8 @@ class Listener:
         return self._socket.fileno()
 
     def accept(self, *, busy: str = "") -> Channel | None:
-        """Take the next connection; None if no connection waits, or it was refused.
-
-        Args:
-            busy: Why no further stager is wanted now; it is told so and closed.
+        """Take the next connection; None if no connection waits, or it was refused. `busy`: why no further stager is
+        wanted now; it is told so and closed.
         """
         try:
             connection, _ = self._socket.accept()
@@ -283,11 +273,8 @@ class Listener:
 
 
 def connect(path: Path, *, wait_seconds: float = 0.0) -> Channel:
-    """Connect to the flusher whose socket is `path`. The stager's end; says nothing yet.
-
-    Args:
-        path: `<runtime directory>/flusher.sock`.
-        wait_seconds: How long to wait for the socket to appear.
+    """Connect to the flusher whose socket is `path`. The stager's end; says nothing yet. `wait_seconds`: how long to
+    wait for the socket to appear.
 
     Raises:
         PeerLost: No process listens there.

@@ -22,11 +22,8 @@ def image_chunks_max(ring_chunks: int) -> int:
 
 
 def growth_bytes(free_bytes: int, available_bytes: int) -> int:
-    """By how much a ring may grow: half of what is free, for others need memory, too.
-
-    Args:
-        free_bytes: Free in the ring's file system.
-        available_bytes: Memory that the kernel and the limits of control groups leave.
+    """By how much a ring may grow: half of what is free, for others need memory, too. `available_bytes`: memory that
+    the kernel and the limits of control groups leave.
     """
     return max(0, min(free_bytes, available_bytes)) // 2
 

@@ -172,12 +172,8 @@ class Journal:
         self._set(base, SlotState.FILLING)
 
     def mark_full(self, slot: int, sources: Sequence[tuple[int, int]], nbytes: int) -> None:
-        """FILLING → FULL: all senders' bytes are in place. Stager only.
-
-        Args:
-            slot: The slot.
-            sources: `(rank, crc32)` of each sender's frame.
-            nbytes: Bytes of the chunk.
+        """FILLING → FULL: all senders' bytes are in place. Stager only. `sources`: `(rank, crc32)` of each sender's
+        frame.
         """
         base = self._base(slot, {SlotState.FILLING})
         ordered = sorted(sources)

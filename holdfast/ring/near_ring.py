@@ -94,16 +94,8 @@ class NearRing:
                 self._slots[record.attempt, record.step, record.chunk] = slot
 
     def read(self, attempt: int, step: int, chunk: int, wanted: Iterable[tuple[int, memoryview]]) -> bool:
-        """Fill memory with parts of a chunk.
-
-        Args:
-            attempt: Attempt of the checkpoint.
-            step: Its step.
-            chunk: Which of its chunks.
-            wanted: Where each part begins in the chunk, and its memory.
-
-        Returns:
-            Whether these are bytes of that chunk. If not, it has gone from the ring, and the memory holds anything.
+        """Fill memory with parts of a chunk. `wanted`: where each part begins in the chunk, and its memory. Returns
+        whether these are bytes of that chunk; if not, it has gone from the ring, and the memory holds anything.
 
         Raises:
             StoreError: The machine failed.

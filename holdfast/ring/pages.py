@@ -14,11 +14,8 @@ from collections.abc import Callable
 
 _HUGE_BYTES = 2 << 20
 _FAILURES_MAX = 8  # in a row: a page in use is left, a kernel without them or without any free would go on so
-_PROT_NONE, _MAP_FIXED, _MADV_COLLAPSE = (
-    0,
-    0x10,
-    25,
-)  # mmap(2), madvise(2), Linux 6.1; Python has no names for them
+# mmap(2), madvise(2), Linux 6.1; Python has no names for them.
+_PROT_NONE, _MAP_FIXED, _MADV_COLLAPSE = 0, 0x10, 25
 
 
 def direct_window(nbytes: int) -> memoryview:

@@ -107,14 +107,8 @@ class Ring:
     def create(
         cls, directory: Path, *, chunk_bytes: int, ring_chunks: int, attempt: int, room_chunks: int = 0
     ) -> Ring:
-        """Make a new ring, all slots FREE, its memory touched. Flusher only.
-
-        Args:
-            directory: The run's runtime directory; made if it is not there. Must hold no ring.
-            chunk_bytes: A multiple of 4096.
-            ring_chunks: Number of slots.
-            attempt: Fencing epoch of the flusher.
-            room_chunks: How many slots it may grow to; the least is `ring_chunks`.
+        """Make a new ring, all slots FREE, its memory touched. Flusher only. `chunk_bytes`: a multiple of 4096.
+        `room_chunks`: how many slots it may grow to; if that is more than `ring_chunks`.
 
         Raises:
             ConfigError: The directory is not safely ours, already holds a ring, or memory has too little room.
@@ -224,10 +218,7 @@ class Ring:
         self.see_added()
 
     def see_added(self) -> range:
-        """Map what the flusher has added since the last look.
-
-        Returns:
-            The new slots.
+        """Map what the flusher has added since the last look. Returns the new slots.
 
         Raises:
             ProtocolError: The journal is damaged.
@@ -240,12 +231,9 @@ class Ring:
 
     def use_huge_pages(self, ring_chunks: int, stopped: Callable[[], bool]) -> int:
         """Move the ring into huge pages: what is written past the page cache from there is sooner written. Any thread.
+        `ring_chunks`: how many slots have memory, those among them that are not part of the ring yet.
 
         Slots may be used meanwhile. It takes seconds for each GiB not in them yet. Returns how many bytes are in them.
-
-        Args:
-            ring_chunks: How many slots have memory, those among them that are not part of the ring yet.
-            stopped: Asked often; True ends it.
         """
         return use_huge_pages(self._ring_fd, ring_chunks * self.chunk_bytes, stopped)
 
@@ -271,11 +259,8 @@ class Ring:
 
     @staticmethod
     def remove(directory: Path, *, keeps_doubts: bool = False) -> None:
-        """Remove all that a ring put into `directory`, but not the directory. Flusher only.
-
-        Args:
-            directory: It.
-            keeps_doubts: Leave what is said of doubtful steps: their manifests are not marked yet.
+        """Remove all that a ring put into `directory`, but not the directory. Flusher only. `keeps_doubts`: leave the
+        file of doubtful steps, whose manifests are not marked yet.
         """
         names = {"ring", "journal", SET_ASIDE_NAME, DOUBTS_NAME, PROOFS_NAME} - (
             {DOUBTS_NAME} if keeps_doubts else set()
@@ -326,9 +311,7 @@ class Ring:
         except FileNotFoundError:
             return False
         except StoreError:
-            return (
-                True  # out of descriptors: nobody knows, and a living stager may still write into its slots
-            )
+            return True  # out of descriptors: a living stager may still write into its slots
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -397,7 +380,7 @@ class Ring:
             attempt=attempt, step=step, state=state, layout_digest=layout_digest, record=dict(record)
         )
         data = seal(document.model_dump_json().encode(), _CRC_FIELD)
-        self._write(f"checkpoint-{attempt}-{step}.json", data)
+        write_side_file(self.directory / f"checkpoint-{attempt}-{step}.json", data)
 
     def checkpoint(self, attempt: int, step: int) -> CheckpointRecord | None:
         """The record of one checkpoint, or None. Raises `ProtocolError` when its file is damaged."""
@@ -425,9 +408,9 @@ class Ring:
         `ProtocolError`: its chunks are not of the ring's size.
         """
         self._check_layout(layout, "new layout")
-        name = f"layout-{layout.digest[:16]}"
-        if not (self.directory / name).exists():
-            self._write(name, layout.to_bytes())
+        path = self.directory / f"layout-{layout.digest[:16]}"
+        if not path.exists():
+            write_side_file(path, layout.to_bytes())
         self._layouts[layout.digest] = layout
         return layout.digest
 
@@ -454,9 +437,6 @@ class Ring:
             raise ProtocolError(
                 f"{source}: chunk_bytes of the layout is {layout.chunk_bytes}, the ring has {self.chunk_bytes}"
             )
-
-    def _write(self, name: str, data: bytes) -> None:
-        write_side_file(self.directory / name, data)
 
 
 def checkpoint_names(directory: Path) -> list[CheckpointId]:

@@ -42,11 +42,8 @@ _PARTS_LOCAL, _PARTS_S3, _PARTS_OTHER = 2, 8, 4
 
 
 def open_store(url: str) -> Store:
-    """The store of the run at `url`, with retries. Touches no network: `Store.check` does.
-
-    Args:
-        url: A local path, `file:///path`, `s3://bucket/prefix`, or any URL that an installed fsspec driver
-            takes.
+    """The store of the run at `url`, with retries. Touches no network: `Store.check` does. `url`: a local path,
+    `file:///path`, `s3://bucket/prefix`, or any URL that an installed fsspec driver takes.
 
     Raises:
         ConfigError: The URL is empty or malformed, holds a password, or no driver for its scheme is
@@ -89,11 +86,8 @@ def parts_at_once(url: str) -> int:
 
 
 def normalise_url(url: str) -> str:
-    """One spelling for each run: absolute paths, no `file://`, no empty parts or slash at the end.
-
-    Raises:
-        ConfigError: Empty or malformed, or it holds what may be a secret; the message then does not repeat
-            the URL.
+    """One spelling for each run: absolute paths, no `file://`, no empty parts or slash at the end. Raises
+    `ConfigError`: empty or malformed, or it holds what may be a secret; the message then does not repeat the URL.
     """
     if not url or "\0" in url or url != url.strip():
         raise ConfigError(
@@ -130,14 +124,11 @@ def normalise_url(url: str) -> str:
 
 
 def refuse_missing_parent(store_url: str, *, create: bool) -> None:
-    """Check that the parent of a run's directory exists.
+    """Check that the parent of a run's directory exists. `create`: the setting; directories above the run's own may be
+    made then. Only paths are looked at.
 
     A parent that is missing is a file system that is not mounted, more often than a new place. Directories made on
     the empty mount point would take checkpoints that nobody finds again, until the root disk is full.
-
-    Args:
-        store_url: The run. Only paths are looked at.
-        create: The setting: directories above the run's own may be made.
 
     Raises:
         StoreError: Neither the run's directory nor the one above it exists.

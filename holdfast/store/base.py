@@ -174,10 +174,8 @@ class Store(Protocol):
         ...
 
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> Upload:
-        """Start an upload of `nbytes` that `publish` will make visible as `name`.
-
-        Raises:
-            StoreError: not retriable when there is no room (needed and free bytes in the message) or no permission.
+        """Start an upload of `nbytes` that `publish` will make visible as `name`. Raises `StoreError`: not retriable
+        when there is no room (needed and free bytes in the message) or no permission.
         """
         ...
 

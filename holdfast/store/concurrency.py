@@ -40,10 +40,8 @@ class _Phase(Enum):
 
 
 class AdaptiveLimit:
-    """Finds how many requests are best, from how fast those that ended were. Times go in. Not thread-safe.
-
-    Args:
-        least: Never fewer. `most`: never more.
+    """Finds how many requests are best, from how fast those that ended were. Times go in. Not thread-safe. `least`:
+    never fewer. `most`: never more.
     """
 
     def __init__(self, start: int, *, least: int, most: int) -> None:
@@ -62,13 +60,8 @@ class AdaptiveLimit:
         return self._width
 
     def ended(self, began: float, now: float, nbytes: int, *, full: bool) -> None:
-        """Count a request that has ended.
-
-        Args:
-            began: When it began, in seconds of any clock.
-            now: When it ended, of the same clock.
-            nbytes: Bytes that it carried.
-            full: Whether as many requests as allowed were in flight; other requests say nothing about the width.
+        """Count a request that has ended. `full`: whether as many requests as allowed were in flight; other requests
+        say nothing about the width.
         """
         if not full or began <= self._since or now <= began:
             return
@@ -147,10 +140,8 @@ class LimitedRequest:
 
 
 class ConcurrencyLimit:
-    """Lets a number of requests through at once. May be used from any thread.
-
-    Args:
-        found: Finds how many are best; None: always `most`.
+    """Lets a number of requests through at once. May be used from any thread. `found`: finds how many are best; None:
+    always `most`.
     """
 
     def __init__(
@@ -218,11 +209,8 @@ class LimitedUntilFailure:
 
 
 def writing(url: str, most: int | None = None) -> ConcurrencyLimit:
-    """The limit for the parts of uploads to the store at `url`.
-
-    Args:
-        url: The run.
-        most: A number that somebody has set: it is kept to, and nothing is measured.
+    """The limit for the parts of uploads to the store at `url`. `most`: a number that somebody has set; then nothing is
+    measured.
     """
     if most is not None or not is_s3(url):
         return ConcurrencyLimit(most or parts_at_once(url))

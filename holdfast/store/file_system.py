@@ -12,10 +12,8 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")  # a blank in the name of a mount point i
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system, such as `ext4`; `unknown` where the kernel does not tell.
-
-    Args:
-        path: It need not exist. Symbolic links are followed: the mount under their end counts.
+    """The type of the file system, such as `ext4`; `unknown` where the kernel does not tell. The path need not exist.
+    Symbolic links are followed: the mount under their end counts.
     """
     real = os.path.realpath(path)
     best, kind = "", "unknown"

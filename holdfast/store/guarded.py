@@ -21,11 +21,8 @@ _VISIBLE = ("write", "create", "delete", "retire", "publish")
 
 
 def guarded(store: Store, check: Callable[[], None]) -> Store:
-    """The same store, with `check` before each try of an act that others can see.
-
-    Args:
-        store: Any store; the tries of a `Retrying` one are guarded one by one.
-        check: Asks the store once whether the run is still ours; raises `FencedError` if not.
+    """The same store, with `check` before each try of an act that others can see. `check` asks the store once whether
+    the run is still ours, and raises `FencedError` if not.
     """
     if isinstance(store, Retrying):
         return store.around(GuardedStore(store.inner, check))
@@ -49,7 +46,7 @@ class GuardedStore(StoreWrapper):
         return call()
 
     def wrap(self, upload: Upload) -> Upload:
-        return _GuardedUpload(upload, self.forward)
+        return _GuardedUpload(upload, self)
 
 
 class _GuardedUpload(UploadWrapper):

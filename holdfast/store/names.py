@@ -24,11 +24,8 @@ _WRITE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 def check_name(name: str) -> str:
-    """Give `name` back if it is one that stays within the run.
-
-    Raises:
-        StoreError: Empty, absolute, too long, with `..`, an empty part, a backslash or a control character,
-            or temporary.
+    """Give `name` back if it is one that stays within the run. Raises `StoreError`: empty, absolute, too long, with
+    `..`, an empty part, a backslash or a control character, or temporary.
     """
     parts = name.split("/")
     wrong = (
@@ -47,10 +44,8 @@ def check_name(name: str) -> str:
 
 
 def check_write_id(write_id: str) -> str:
-    """Give `write_id` back if it can be part of a name.
-
-    Raises:
-        StoreError: It is empty, too long, or has other characters than letters, digits, `_`, `.` and `-`.
+    """Give `write_id` back if it can be part of a name. Raises `StoreError`: it is empty, too long, or has other
+    characters than letters, digits, `_`, `.` and `-`.
     """
     if not _WRITE_ID.fullmatch(write_id):
         raise StoreError(

@@ -131,14 +131,7 @@ class PartLedger:
 
 
 class PartedUpload:
-    """The half of an upload that is the same in every backend: its parts, and whether the file is in place.
-
-    Args:
-        nbytes: Size of the whole file; at least 1.
-
-    Raises:
-        StoreError: A size is not positive.
-    """
+    """The half of an upload that is the same in every backend. Raises `StoreError`: a size is not positive."""
 
     def __init__(self, what: str, *, nbytes: int, part_bytes: int) -> None:
         self._ledger = PartLedger(what, nbytes=nbytes, part_bytes=part_bytes)

@@ -248,13 +248,13 @@ class PosixStore:
         return opened_directory(self._root, path.parent)
 
     def _path(self, name: str) -> Path:
-        path = self._root / check_name(name)
-        with translated("reach", path):
-            refuse_links(self._root, path.parent)
-        return path
+        return self._inside(check_name(name))
 
     def _temporary_path(self, write_id: str, name: str) -> Path:
-        path = self._root / temporary_name(write_id, name)
+        return self._inside(temporary_name(write_id, name))
+
+    def _inside(self, name: str) -> Path:
+        path = self._root / name
         with translated("reach", path):
             refuse_links(self._root, path.parent)
         return path

@@ -8,6 +8,7 @@ repeated safely: that is part of what the conformance suite checks.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -49,24 +50,32 @@ _CHECK_BUDGET = RetryBudget(attempts_max=6, seconds_max=8.0, wait_seconds_max=2.
 check is several requests and starts over when one fails: of a store that fails each tenth, three were not enough."""
 
 
-class _Caller:
-    """Calls a function until it succeeds, fails for good, or the budget is spent."""
+class Retrying(StoreWrapper):
+    """A store whose calls are tried again, those of its uploads as well. `sleep`: waits a number of seconds; tests hand
+    in their own.
+    """
 
-    def __init__(self, budget: RetryBudget, sleep: Callable[[float], None]) -> None:
-        self._budget, self._sleep = budget, sleep
+    def __init__(
+        self, inner: Store, *, budget: RetryBudget | None = None, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        super().__init__(inner)
+        self._budget, self._sleep = budget or RetryBudget(), sleep
         self._failures: Counter[str] = Counter()
         self._counting = threading.Lock()
 
+    def around(self, inner: Store) -> Retrying:
+        """Another store, tried again and counted as this one."""
+        other = copy.copy(self)
+        other._inner = inner
+        return other
+
     def failures(self) -> dict[str, int]:
+        """How often each call failed and was tried again, so far. Any thread."""
         with self._counting:
             return dict(self._failures)
 
-    def _failed(self, what: str, state: tenacity.RetryCallState, level: int) -> None:
-        with self._counting:
-            self._failures[what] += 1
-        _log_failure(what, state, level)
-
-    def __call__(self, what: str, call: Callable[[], Result], budget: RetryBudget | None = None) -> Result:
+    def forward(self, what: str, call: Callable[[], Result], name: str = "") -> Result:  # noqa: ARG002
+        """See `StoreWrapper`. Few attempts for `check`."""
         begun = time.monotonic()
         try:
             return call()  # as a rule it succeeds, and there is nothing to keep count of
@@ -74,7 +83,7 @@ class _Caller:
             if not error.retriable:
                 raise
             first = error
-        return self._again(what, call, first, begun, budget or self._budget)
+        return self._again(what, call, first, begun, _CHECK_BUDGET if what == "check" else self._budget)
 
     def _again(
         self,
@@ -119,6 +128,14 @@ class _Caller:
                 f"{last} (given up after {tries} attempts of {what})", retriable=not anew, begin_anew=anew
             ) from last
 
+    def _failed(self, what: str, state: tenacity.RetryCallState, level: int) -> None:
+        with self._counting:
+            self._failures[what] += 1
+        error = state.outcome.exception() if state.outcome else None
+        wait_seconds = state.next_action.sleep if state.next_action else 0.0
+        message = "%s failed (attempt %d), retried in %.1f s: %s"
+        _log.log(level, message, what, state.attempt_number, wait_seconds, error)
+
 
 def _after(first: StoreError, call: Callable[[], Result]) -> Callable[[], Result]:
     """`call`, of which the first attempt has been made and has failed with `first`."""
@@ -130,44 +147,3 @@ def _after(first: StoreError, call: Callable[[], Result]) -> Callable[[], Result
         return call()
 
     return attempt
-
-
-class Retrying(StoreWrapper):
-    """A store whose calls are tried again, those of its uploads as well.
-
-    Args:
-        sleep: Waits a number of seconds; tests hand in their own.
-    """
-
-    def __init__(
-        self, inner: Store, *, budget: RetryBudget | None = None, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
-        super().__init__(inner)
-        self._call = _Caller(budget or RetryBudget(), sleep)
-
-    def around(self, inner: Store) -> Retrying:
-        """Another store, tried again and counted as this one."""
-        other = Retrying(inner)
-        other._call = self._call
-        return other
-
-    def failures(self) -> dict[str, int]:
-        """How often each call failed and was tried again, so far. Any thread."""
-        return self._call.failures()
-
-    def forward(self, what: str, call: Callable[[], Result], name: str = "") -> Result:  # noqa: ARG002
-        """See `StoreWrapper`. Few attempts for `check`."""
-        return self._call(what, call, _CHECK_BUDGET if what == "check" else None)
-
-
-def _log_failure(what: str, state: tenacity.RetryCallState, level: int) -> None:
-    error = state.outcome.exception() if state.outcome else None
-    wait_seconds = state.next_action.sleep if state.next_action else 0.0
-    _log.log(
-        level,
-        "%s failed (attempt %d), retried in %.1f s: %s",
-        what,
-        state.attempt_number,
-        wait_seconds,
-        error,
-    )

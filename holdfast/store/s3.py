@@ -31,9 +31,7 @@ _RECORD_BYTES_MAX = 1 << 16
 
 class S3Store:
     """A bucket's prefix as a store. All methods may be called from any thread. No network before the first call.
-
-    Args:
-        prefix: The run's place in it, without slashes at its ends; "" for the bucket itself.
+    `prefix`: the run's place in it, without slashes at its ends; "" for the bucket itself.
     """
 
     def __init__(self, bucket: str, prefix: str) -> None:
@@ -57,10 +55,8 @@ class S3Store:
         if not write:
             return
         # A name that a second try has too: an object whose deletion failed is written over, and deleted then.
-        key, data = (
-            f"{self._prefix}{TEMPORARY}{self._check_name}-{threading.get_ident()}",
-            b"holdfast check\n",
-        )
+        key = f"{self._prefix}{TEMPORARY}{self._check_name}-{threading.get_ident()}"
+        data = b"holdfast check\n"
         self.bucket.put(key, data)
         try:
             back = self.bucket.get(key, _RECORD_BYTES_MAX)
@@ -150,10 +146,8 @@ class S3Store:
     def _recorded_key(self, record: str) -> str | None:
         """The key that a record names, if it can be read and lies in this run."""
         try:
-            key = json.loads(self.bucket.get(record, _RECORD_BYTES_MAX))["key"]
-            return (
-                self._key(str(key).removeprefix(self._prefix)) if str(key).startswith(self._prefix) else None
-            )
+            key = str(json.loads(self.bucket.get(record, _RECORD_BYTES_MAX))["key"])
+            return self._key(key.removeprefix(self._prefix)) if key.startswith(self._prefix) else None
         except (ValueError, KeyError, TypeError, RecursionError, StoreMissing, DamageError) as error:
             _log.warning("the record %s of an upload cannot be read: %s", record, error)
             return None

@@ -28,10 +28,8 @@ def crc_header(value: int) -> str:
 
 
 def make_client(url: str) -> S3Client:
-    """A client for AWS, or for the endpoint that the environment names. No network.
-
-    Raises:
-        ConfigError: The AWS settings of this process contradict themselves or name a profile that is not there.
+    """A client for AWS, or for the endpoint that the environment names. No network. Raises `ConfigError`: the AWS
+    settings of this process contradict themselves or name a profile that is not there.
     """
     import boto3
     from botocore.config import Config
@@ -75,11 +73,8 @@ def _settings_for(endpoint_url: str) -> Any:
     endpoint = urlsplit(endpoint_url)
     settings: dict[str, Any] = {}
     if not (endpoint.hostname or "").endswith(_AWS):
-        settings["addressing_style"] = (
-            "path"  # most servers that are not AWS have no name `bucket.host` in DNS
-        )
+        settings["addressing_style"] = "path"  # most other servers have no name `bucket.host` in DNS
     if endpoint.scheme == "https":
-        settings["payload_signing_enabled"] = (
-            False  # TLS and our CRC protect the bytes; SHA-256 would cost a core
-        )
+        # TLS and our CRC protect the bytes; SHA-256 would cost a core.
+        settings["payload_signing_enabled"] = False
     return settings

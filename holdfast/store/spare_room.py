@@ -28,10 +28,8 @@ from holdfast.store.posix_io import make_directories, sync_directory
 
 _log = logging.getLogger("holdfast.store.posix")
 
-_EXT, _XFS = (
-    0xEF53,
-    0x58465342,
-)  # statfs(2): they write in place, and their files are opened through this kernel
+# statfs(2): they write in place, and their files are opened through this kernel.
+_EXT, _XFS = 0xEF53, 0x58465342
 _STATFS_BYTES = 512  # more than the structure takes anywhere
 
 
@@ -71,11 +69,9 @@ class SpareRoom:
         return True
 
     def take(self, fresh: Path, descriptor: int) -> int:
-        """Put the kept file in the place of a new, empty one.
-
-        Returns:
-            The descriptor to go on with: of the kept file under the new one's name (`descriptor` is closed then), or
-            `descriptor`, if it does not exist or is somebody else's, too.
+        """Put the kept file in the place of a new, empty one. Returns the descriptor to go on with: of the kept file
+        under the new one's name (`descriptor` is closed then), or `descriptor`, if it does not exist or is somebody
+        else's, too.
         """
         with self._lock:
             spare, self._spare = self._spare, None

@@ -7,20 +7,12 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, Store, Upload
 from holdfast.store.names import Keep
 
 Result = TypeVar("Result")
-
-
-class Forward(Protocol):
-    """Makes one call of the store or upload behind a wrapper."""
-
-    def __call__(self, what: str, call: Callable[[], Result], name: str = "") -> Result:
-        """Make `call`, the method `what`, which concerns the object `name`. Any thread."""
-        ...
 
 
 class StoreWrapper:
@@ -30,12 +22,12 @@ class StoreWrapper:
         self._inner = inner
 
     def forward(self, what: str, call: Callable[[], Result], name: str = "") -> Result:  # noqa: ARG002
-        """See `Forward`."""
+        """Make `call`, the method `what` of the store or upload behind this one; it concerns the object `name`."""
         return call()
 
     def wrap(self, upload: Upload) -> Upload:
         """Wrap an upload of the store behind this one."""
-        return UploadWrapper(upload, self.forward)
+        return UploadWrapper(upload, self)
 
     @property
     def inner(self) -> Store:
@@ -95,8 +87,8 @@ class StoreWrapper:
 class UploadWrapper:
     """Forwards every call to the upload behind it."""
 
-    def __init__(self, inner: Upload, forward: Forward) -> None:
-        self._inner, self._forward = inner, forward
+    def __init__(self, inner: Upload, store: StoreWrapper) -> None:
+        self._inner, self._store = inner, store
 
     @property
     def part_bytes(self) -> int:
@@ -114,20 +106,18 @@ class UploadWrapper:
         return self._inner.written()
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
-        self._forward("write_part", lambda: self._inner.write_part(index, buffers, crc32))
+        self._store.forward("write_part", lambda: self._inner.write_part(index, buffers, crc32))
 
     def publish(self) -> None:
-        self._forward("publish", self._inner.publish)
+        self._store.forward("publish", self._inner.publish)
 
     def abort(self) -> None:
-        self._forward("abort", self._inner.abort)
+        self._store.forward("abort", self._inner.abort)
 
 
 class PatientStore(StoreWrapper):
-    """A store for long reads that give way to more urgent work.
-
-    Args:
-        wait: Returns when this many bytes may be read; may raise, and nothing is read then.
+    """A store for long reads that give way to more urgent work. `wait`: returns when this many bytes may be read; may
+    raise, and nothing is read then.
     """
 
     def __init__(self, inner: Store, wait: Callable[[int], None]) -> None:

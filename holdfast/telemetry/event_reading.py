@@ -64,11 +64,9 @@ def read_logs(paths: Iterable[Path]) -> Log:
             try:
                 for one, lines in open_all(file):
                     about = os.fstat(lines.fileno())
-                    if (
-                        about.st_dev,
-                        about.st_ino,
-                    ) not in read:  # `events.jsonl*` names some of them once more
-                        read.add((about.st_dev, about.st_ino))
+                    key = about.st_dev, about.st_ino
+                    if key not in read:  # `events.jsonl*` names some of them once more
+                        read.add(key)
                         _read(lines, one, log, is_last=one == file)
             except OSError as error:
                 raise ConfigError(

@@ -57,44 +57,35 @@ class Metrics:
     """
 
     def __init__(self, role: str, run: str, *, clock: Callable[[], float] = time.time) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._clock = clock
-        ProcessCollector(registry=registry)
-        info = Gauge("holdfast_info", "Always 1; who this is.", ["role", "run", "version"], registry=registry)
+        ProcessCollector(registry=self.registry)
+        info = self._gauge("holdfast_info", "Always 1; who this is.", "role", "run", "version")
         info.labels(role, run, __version__).set(1)
-        self._checkpoints = Counter(
-            "holdfast_checkpoints", "Checkpoints by what became of them.", ["outcome"], registry=registry
+        self._checkpoints = self._counter(
+            "holdfast_checkpoints", "Checkpoints by what became of them.", "outcome"
         )
-        self._bytes = Counter(
-            "holdfast_checkpoint_bytes", "Bytes of these checkpoints.", ["outcome"], registry=registry
-        )
-        self._refused = Counter(
-            "holdfast_checkpoints_refused",
-            "Checkpoints that came to nothing, by cause.",
-            ["outcome", "cause"],
-            registry=registry,
+        self._bytes = self._counter("holdfast_checkpoint_bytes", "Bytes of these checkpoints.", "outcome")
+        self._refused = self._counter(
+            "holdfast_checkpoints_refused", "Checkpoints that came to nothing, by cause.", "outcome", "cause"
         )
         self._seconds = Histogram(
             "holdfast_stage_seconds",
             "Seconds from save() to staged and to durable, and of a read-back.",
             ["stage"],
             buckets=_SECONDS,
-            registry=registry,
+            registry=self.registry,
         )
-        self._newest_step = Gauge(
-            "holdfast_newest_step", "Newest checkpoint of this level.", ["level"], registry=registry
-        )
-        self._newest_time = Gauge(
+        self._newest_step = self._gauge("holdfast_newest_step", "Newest checkpoint of this level.", "level")
+        self._newest_time = self._gauge(
             "holdfast_newest_timestamp_seconds",
             "Unix time at which the newest checkpoint reached this level; 0: none has.",
-            ["level"],
-            registry=registry,
+            "level",
         )
-        self._newest_saved = Gauge(
+        self._newest_saved = self._gauge(
             "holdfast_newest_saved_timestamp_seconds",
             "Unix time of save() of the newest checkpoint of this level: work since then would be lost; 0: none.",
-            ["level"],
-            registry=registry,
+            "level",
         )
         for outcome in _OUTCOMES[role]:
             self._checkpoints.labels(outcome)
@@ -109,62 +100,69 @@ class Metrics:
         else:
             self._count_flush()
 
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
+
     def _count_peers(self) -> None:
-        registry = self.registry
         self._silent: set[int] = set()
-        silent = Gauge(
-            "holdfast_ranks_silent", "Ranks that give no sign of life just now.", registry=registry
-        )
+        silent = self._gauge("holdfast_ranks_silent", "Ranks that give no sign of life just now.")
         silent.set_function(lambda: len(self._silent))
-        self._ranks_lost = Counter("holdfast_ranks_lost", "Ranks that died.", registry=registry)
-        self._flushers_lost = Counter(
-            "holdfast_flushers_lost", "Flushers that ended too early.", registry=registry
-        )
-        self._divergences = Counter(
-            "holdfast_divergences", "Findings of replicas that differ.", registry=registry
-        )
-        self._notices = Counter(
-            "holdfast_notices", "Notices that a machine will be taken away.", ["kind"], registry=registry
+        self._ranks_lost = self._counter("holdfast_ranks_lost", "Ranks that died.")
+        self._flushers_lost = self._counter("holdfast_flushers_lost", "Flushers that ended too early.")
+        self._divergences = self._counter("holdfast_divergences", "Findings of replicas that differ.")
+        self._notices = self._counter(
+            "holdfast_notices", "Notices that a machine will be taken away.", "kind"
         )
         for kind in ("terminate", "rebalance"):
             self._notices.labels(kind)
-        self._resumes = Counter(
+        self._resumes = self._counter(
             "holdfast_resumes",
             "Resumes, by how the first step compares with that of the run before.",
-            ["verdict"],
-            registry=registry,
+            "verdict",
         )
         for verdict in ProofVerdict:
             self._resumes.labels(verdict.value)
-        self._transport = Gauge(
+        self._transport = self._gauge(
             "holdfast_transport",
             "1 for the way in which the ranks reach the stager; tls is TCP, encrypted.",
-            ["transport"],
-            registry=registry,
+            "transport",
         )
         for transport in get_args(Transport):
             self._transport.labels(transport)
 
     def _count_flush(self) -> None:
-        registry = self.registry
         self._held: set[int | None] = set()
-        held = Gauge(
-            "holdfast_checkpoints_held", "Checkpoints that wait because the store fails.", registry=registry
-        )
+        held = self._gauge("holdfast_checkpoints_held", "Checkpoints that wait because the store fails.")
         held.set_function(lambda: len(self._held))
-        self._attached = Gauge("holdfast_stager_attached", "1 while a stager is attached.", registry=registry)
+        self._attached = self._gauge("holdfast_stager_attached", "1 while a stager is attached.")
         self._stall = Histogram(
             "holdfast_stall_seconds",
             "Seconds for which a checkpoint held up the training thread of its slowest rank.",
             buckets=_STALL_SECONDS,
-            registry=registry,
+            registry=self.registry,
         )
-        self._pruned = Counter("holdfast_pruned", "Checkpoints that retention removed.", registry=registry)
+        self._pruned = self._counter("holdfast_pruned", "Checkpoints that retention removed.")
 
     def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         """Count one event; one that means nothing here is passed over."""
-        if event in self._counted:
-            self._counted[event](self, event, fields, step)
+        match event:
+            case "staged" | "durable":
+                self._ends_well(event, fields, step)
+            case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
+                self._is_read_back(event, fields, step)
+            case "declined" | "failed" | "flush_failed":
+                self._ends_badly(event, fields, step)
+            case "flush_held":
+                self._held.add(step)
+            case "flush_resumed":
+                self._held.discard(step)
+            case "found":
+                self._is_found(fields, step)
+            case _:
+                self._is_peer(event, fields)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -193,7 +191,7 @@ class Metrics:
         if event == "flush_failed":
             self._held.discard(step)
 
-    def _is_found(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:  # noqa: ARG002
+    def _is_found(self, fields: Mapping[str, Any], step: int | None) -> None:
         for level in ("durable", "verified") if fields["state"] == "verified" else ("durable",):
             created = datetime.fromisoformat(fields["created"]).timestamp()
             self._reaches(level, fields["attempt"], step, created, saved_at_unix=created)
@@ -213,15 +211,9 @@ class Metrics:
             while len(self._saved) > _SAVED_KEPT:
                 del self._saved[min(self._saved)]
 
-    def _is_held(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:  # noqa: ARG002
-        if event == "flush_held":
-            self._held.add(step)
-        else:
-            self._held.discard(step)
-
     # -- peers ---------------------------------------------------------------------------------------------------
 
-    def _is_peer(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:  # noqa: ARG002
+    def _is_peer(self, event: str, fields: Mapping[str, Any]) -> None:
         match event:
             case "rank_silent":
                 self._silent.add(fields["silent_rank"])
@@ -246,30 +238,6 @@ class Metrics:
                 self._attached.set(0)
             case "pruned":
                 self._pruned.inc(len(fields["files"]))
-
-    _counted = {  # noqa: RUF012 - written once, here
-        **dict.fromkeys(("staged", "durable"), _ends_well),
-        **dict.fromkeys(("verified", "drifted", "doubtful", "bad", "verify_failed"), _is_read_back),
-        **dict.fromkeys(("declined", "failed", "flush_failed"), _ends_badly),
-        **dict.fromkeys(("flush_held", "flush_resumed"), _is_held),
-        "found": _is_found,
-        **dict.fromkeys(
-            (
-                "rank_silent",
-                "rank_back",
-                "rank_lost",
-                "flusher_lost",
-                "divergence",
-                "notice",
-                "resume_proof",
-                "stager_ready",
-                "stager_attached",
-                "stager_gone",
-                "pruned",
-            ),
-            _is_peer,
-        ),
-    }
 
 
 class RingChunks(Collector):
@@ -302,11 +270,7 @@ class RingChunks(Collector):
 
 
 class StoreRetries(Collector):
-    """Calls of the store that failed and were tried again.
-
-    Args:
-        failures: Gives the name of each call and how often.
-    """
+    """Calls of the store that failed and were tried again. `failures`: gives the name of each call and how often."""
 
     def __init__(self, failures: Callable[[], Mapping[str, int]]) -> None:
         self._failures = failures

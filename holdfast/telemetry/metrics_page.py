@@ -29,13 +29,8 @@ def serve_metrics(
     ring: Ring | None = None,
     store: Store | None = None,
 ) -> Iterator[None]:
-    """Count from here on, and answer until the block is left. Does nothing without `metrics_port`.
-
-    Args:
-        config: The settings.
-        events: Events to count.
-        ring: Its chunks are counted at each scrape; it must stay mapped until the block is left.
-        store: Its retries are counted.
+    """Count from here on, and answer until the block is left. Does nothing without `metrics_port`. `ring` must stay
+    mapped until the block is left.
     """
     if config.metrics_port is None:
         yield

@@ -40,9 +40,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         try:
             return super().get_request()
         except OSError:
-            time.sleep(
-                _NO_DESCRIPTOR_SECONDS
-            )  # the connection still waits, and would be taken up again at once
+            time.sleep(_NO_DESCRIPTOR_SECONDS)  # the connection still waits, and would be taken at once
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:

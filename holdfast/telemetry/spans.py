@@ -56,14 +56,10 @@ _OF_RANK = (("save", "wait_seconds"), ("copy", "gate_seconds"))
 
 def root_ids(run: str, attempt: int, step: int) -> tuple[int, int]:
     """Trace id of a checkpoint, and id of its span `checkpoint`: the first 16 bytes of a SHA-256, and the 8 after them.
+    `run`: the URL as the flusher says it.
 
     A hash, because samplers take the trace id for random, and so that two runs do not meet. A run that was removed, and
     starts over at the same URL, begins with the same attempt, and so with the same ids.
-
-    Args:
-        run: URL of the run, as the flusher says it.
-        attempt: With the step, what the checkpoint is called.
-        step: As above.
     """
     digest = hashlib.sha256(f"{run}\n{attempt}\n{step}".encode()).digest()
     span_id = digest[_TRACE_ID_BYTES : _TRACE_ID_BYTES + _SPAN_ID_BYTES]
@@ -242,11 +238,7 @@ class Spans:
 
 
 class _Ids(IdGenerator):
-    """Random, but for the one span whose ids are chosen.
-
-    Attributes:
-        chosen: Trace id and span id of the next span.
-    """
+    """Random, but for the one span whose ids are chosen. `chosen`: trace id and span id of the next span."""
 
     def __init__(self) -> None:
         self._random = RandomIdGenerator()

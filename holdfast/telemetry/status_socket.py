@@ -43,13 +43,7 @@ def socket_path(directory: Path, role: Literal["stager", "flusher"]) -> Path:
 def serve_status(
     directory: Path, role: Literal["stager", "flusher"], said: Callable[[], StatusDocument]
 ) -> Iterator[None]:
-    """Answer until the block is left.
-
-    Args:
-        directory: The run's runtime directory.
-        role: Role that answers.
-        said: Gives what is said; called from the desk's thread.
-    """
+    """Answer until the block is left. `said` is called from the desk's thread."""
     try:
         listener = Listener(socket_path(directory, role))
     except OSError as error:

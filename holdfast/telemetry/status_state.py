@@ -38,10 +38,8 @@ _STATE_ORDER = ("lost", "silent", "coming", "here", "left")
 
 
 class StatusState:
-    """See the module.
-
-    Args:
-        ranks: Gives the ranks as this process sees them, and how many there are; called from the thread that asks.
+    """See the module. `ranks`: gives the ranks as this process sees them, and how many there are; called from the
+    thread that asks.
     """
 
     def __init__(

@@ -53,11 +53,6 @@ def export_spans(role: Literal["stager", "flusher"], run: str, events: EventLog)
     """Make spans of events from here on, and hand over the last ones when the block is left.
 
     Does nothing, and imports nothing, unless the environment asks for it.
-
-    Args:
-        role: Role of this process.
-        run: URL of the run, as the flusher says it.
-        events: Source of the spans.
     """
     names = exporter_names(environ)
     spans = _spans(role, run, names) if names else None

@@ -21,8 +21,9 @@ import numpy as np
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.regions import Pattern, unite
+from holdfast.image.replicas import ranks_named
 from holdfast.wire.frames import Frame, peer_error
-from holdfast.wire.replica_proof import ReplicaProof, prove, ranks_named
+from holdfast.wire.replica_proof import ReplicaProof, prove
 from holdfast.wire.state_messages import Agreement, Proposal, ProposalReader
 from holdfast.wire.union_table import union_of
 
@@ -45,11 +46,7 @@ class OneSided(NamedTuple):
 
 
 class LayoutRound:
-    """Collects one proposal of each rank.
-
-    Args:
-        seconds_max: How long the last one is waited for after the first.
-    """
+    """Collects one proposal of each rank. `seconds_max`: how long the last one is waited for after the first."""
 
     def __init__(self, ranks: int, seconds_max: float, *, who: str = "the stager") -> None:
         self._ranks, self._seconds_max, self._who = ranks, seconds_max, who
@@ -141,11 +138,7 @@ class LayoutRound:
 
     def lost(self, rank: int, reason: str, *, by_itself: bool = False) -> HoldfastError | None:
         """The answer to all, when a rank is lost while a round is open. Later rounds are answered the same.
-
-        Args:
-            rank: Proposes no more.
-            reason: Why.
-            by_itself: Its script has ended, or has closed its checkpointer, before this save.
+        `by_itself`: its script has ended, or has closed its checkpointer, before this save.
         """
         self._gone.setdefault(rank, f"{reason}. {_ALL_RANKS}" if by_itself else reason)
         return self._ended() if self._proposals else None
@@ -258,13 +251,8 @@ def _patterns(
     sums: Sequence[Sequence[int]],
 ) -> tuple[tuple[Pattern, ...], tuple[tuple[int, int], ...]]:
     """The patterns of split tensors, from the regions that each rank holds; and the pattern of each of their rows.
-
-    Args:
-        table: Table of all ranks.
-        proposals: By rank.
-        saids: For each split row, the number of the region that each group holds; None if it does not have the tensor.
-        members: By rank, its group.
-        sums: By rank, one for each row.
+    `saids`: for each split row, the number of the region that each group holds; None if it does not have the tensor.
+    `members`: by rank, its group. `sums`: by rank, one for each row.
 
     Raises:
         StateError: Regions overlap or leave a gap, or ranks with the same region hold other bytes there; names the

@@ -32,20 +32,14 @@ class Pace:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Pace:
         """Read them. Raises `ProtocolError`."""
-        first, every = document.get("first"), document.get("every")
-        _check("SAVE_EVERY", "first", first, 0, _STEP_MAX)
-        _check("SAVE_EVERY", "every", every, 1, EVERY_MAX)
-        assert isinstance(first, int)
-        assert isinstance(every, int)
-        return cls(first, every)
+        first = _whole("SAVE_EVERY", document, "first", 0, _STEP_MAX)
+        return cls(first, _whole("SAVE_EVERY", document, "every", 1, EVERY_MAX))
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The interval that rank 0 has computed and asks for.
-
-    Attributes:
-        after: The step at which it was last time to save; the next one is `every` steps later, or as soon as can be.
+    """The interval that rank 0 has computed and asks for. `after`: the step at which it was last time to save; the next
+    one is `every` steps later, or as soon as can be.
     """
 
     every: int
@@ -58,20 +52,20 @@ class Wish:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Wish:
         """Read them. Raises `ProtocolError`."""
-        every, after, why = document.get("every"), document.get("after"), document.get("why")
-        _check("WISH", "every", every, 1, EVERY_MAX)
-        _check("WISH", "after", after, -1, _STEP_MAX)
+        every = _whole("WISH", document, "every", 1, EVERY_MAX)
+        after = _whole("WISH", document, "after", -1, _STEP_MAX)
+        why = document.get("why")
         if not (isinstance(why, str) and len(why) <= _CHARACTERS_MAX):
             raise ProtocolError(
                 f"WISH: why is {why!r:.80}, expected a text of at most {_CHARACTERS_MAX} characters"
             )
-        assert isinstance(every, int)
-        assert isinstance(after, int)
         return cls(every, after, "".join(letter if letter.isprintable() else "?" for letter in why))
 
 
-def _check(kind: str, name: str, value: object, least: int, most: int) -> None:
+def _whole(kind: str, document: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    value = document.get(name)
     if not (type(value) is int and least <= value <= most):
         raise ProtocolError(
             f"{kind}: {name} is {value!r:.80}, expected a whole number from {least} to {most}"
         )
+    return value

@@ -28,17 +28,13 @@ import numpy as np
 
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import REPLICATED
+from holdfast.image.replicas import ranks_named, tensors_named
 
 # Share of all numbers in the state. Below it are counters, generators and statistics; parts of a model are far above.
 _SPLIT_FRACTION = 0.1
-_NAMED_MAX = 5
 _SIDES_MAX = 4
-_RANKS_MAX = 8
-_STATISTICS = (
-    "running_mean",
-    "running_var",
-    "num_batches_tracked",
-)  # of BatchNorm, which each rank gathers by itself
+# Statistics of BatchNorm, which each rank gathers by itself.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"})
 _FLOATING = ("float", "bfloat", "complex")
 _WRAPPERS = frozenset({"module", "_orig_mod"})  # DistributedDataParallel, AveragedModel; torch.compile
@@ -86,11 +82,8 @@ class ReplicaProof:
 
 
 def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> ReplicaProof:
-    """Compare all ranks.
-
-    Args:
-        table: Rows `[path, dtype, shape, owner]`, the same on every rank.
-        sums: rank → one checksum for each row; those of `PerRank` values are not looked at.
+    """Compare all ranks. `table`: rows `[path, dtype, shape, owner]`, the same on every rank. `sums`: rank → one
+    checksum for each row.
     """
     first, *others = (np.asarray(of, np.uint32) for of in sums.values())
     differs = np.zeros(len(first), bool)
@@ -134,8 +127,8 @@ def _refusal(table: Sequence[Sequence[Any]], split: Sequence[int], sums: Mapping
     paths = [str(table[place][0]) for place in split]
     why = _late_copy(table, split) or f"{_likely(table, split)}. {_WAYS_OUT}"
     return (
-        f"what the ranks hold is not the same: {sides}{more} differ in {some(paths)} ({len(paths)} of {len(table)} "
-        f"tensors). A checkpoint has one copy of each, so the others would be lost. {why}"
+        f"what the ranks hold is not the same: {sides}{more} differ in {tensors_named(paths)} "
+        f"({len(paths)} of {len(table)} tensors). A checkpoint has one copy of each, so the others would be lost. {why}"
     )
 
 
@@ -251,17 +244,3 @@ def _is_moment(row: Sequence[Any]) -> bool:
 
 def _names_an_expert(path: str) -> bool:
     return "expert" in path.lower() or "moe" in path.lower().replace("/", ".").split(".")
-
-
-def some(paths: Sequence[str]) -> str:
-    """The first paths, and how many more there are."""
-    more = len(paths) - _NAMED_MAX
-    return ", ".join(paths[:_NAMED_MAX]) + (f" and {more} more tensors" if more > 0 else "")
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0, 2`, and how many more there are."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = len(ranks) - _RANKS_MAX
-    return f"ranks {', '.join(map(str, ranks[:_RANKS_MAX]))}" + (f" and {more} more" if more > 0 else "")

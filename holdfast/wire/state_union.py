@@ -29,10 +29,8 @@ _Outline = Any
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank's description of its tree, if the ranks have different tensors.
-
-    Attributes:
-        groups: Names and settings (as text) per group of each optimizer that is keyed by parameter name.
+    """One rank's description of its tree, if the ranks have different tensors. `groups`: names and settings (as text)
+    per group of each optimizer that is keyed by parameter name.
     """
 
     outline: _Outline
@@ -112,10 +110,8 @@ class _Leaf:
 def unite_trees(
     tables: Sequence[Sequence[Sequence[Any]]], stages: Sequence[Stage]
 ) -> tuple[list[str], _Outline, dict[str, list[list[str]]]]:
-    """Unite the trees of all ranks.
-
-    Returns:
-        Paths of all tensors in the order of the file, the outline with their numbers, and the groups of the optimizers.
+    """Unite the trees of all ranks. Returns the paths of all tensors in the order of the file, the outline with their
+    numbers, and the groups of the optimizers.
 
     Raises:
         StateError: They do not fit each other; names rank and place.

@@ -12,7 +12,7 @@ import click
 
 from holdfast.checkpoints.assembly import publish_image
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.publish import ManifestFacts, Times
+from holdfast.checkpoints.publish import ManifestFacts
 from holdfast.checkpoints.slice_sets import complete_sets
 from holdfast.command.converters import ImportSource, converter
 from holdfast.command.examples import examples
@@ -102,7 +102,7 @@ def import_state(
                 _nothing_to_read,
                 progress=advance,
                 facts=ManifestFacts(
-                    Times(now, now), {"imported": {"from": path.name[:255], "format": source.kind}}, "import"
+                    now, now, {"imported": {"from": path.name[:255], "format": source.kind}}, "import"
                 ),
             )
         manifest = read_back(ours.store, manifest, quiet=as_json)

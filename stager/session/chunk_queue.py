@@ -21,11 +21,7 @@ _STALE_MIN = 64  # entries; the heap is rebuilt only when it has more than these
 
 
 class ChunkQueue:
-    """See the module. Changed only by `stager.session.checkpoint.Checkpoint`.
-
-    Attributes:
-        left: How many chunks wait for a slot.
-    """
+    """See the module. Changed only by `stager.session.checkpoint.Checkpoint`. `left`: chunks without a slot."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._ranks = layout, layout.ranks

@@ -89,10 +89,8 @@ class RingSlots:
     def settle(
         self, checkpoint: Checkpoint | None, event: Sent | Received | Returned, now: float
     ) -> list[Action]:
-        """A credit has come forward: its rank says what it has sent, its payload is there, or it is given back.
-
-        Raises:
-            ProtocolError: The rank has no such credit, or may not say this of it; nothing has changed.
+        """A credit has come forward: its rank says what it has sent, its payload is there, or it is given back. Raises
+        `ProtocolError`: the rank has no such credit, or may not say this of it; nothing has changed.
         """
         rank, step, chunk = event.rank, event.step, event.chunk
         credit = checkpoint.credits.get((chunk, rank)) if checkpoint is not None else None

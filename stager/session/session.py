@@ -111,11 +111,8 @@ class Session:
         }
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event and say what must be done, in order.
-
-        Raises:
-            ProtocolError: The event's sender broke the protocol; nothing has changed. Drop the sender: a rank by
-                `RankLost`.
+        """Take one event and say what must be done, in order. Raises `ProtocolError`: the event's sender broke the
+        protocol; nothing has changed. Drop the sender: a rank by `RankLost`.
         """
         self._now = now
         self._actions = []
@@ -188,11 +185,8 @@ class Session:
         return self._actions
 
     def reopen(self, *, free_slots: Iterable[int], flusher_slots: Iterable[int] = ()) -> None:
-        """Take checkpoints again, with another flusher's ring. Only after `refuse_all`, with no credit out.
-
-        Args:
-            free_slots: Slots of that ring that are free; those to be filled first, first.
-            flusher_slots: Slots that still hold chunks of an earlier job.
+        """Take checkpoints again, with another flusher's ring. Only after `refuse_all`, with no credit out. Slots as in
+        the constructor.
         """
         assert self._admission.ended_for_good, "nothing was refused"
         assert not self._open, "credits are still out"

@@ -1,6 +1,6 @@
 """Events that go into the stager's session, and actions that come out of it.
 
-The session (machine.py) is a pure function of these; the table of which event leads to which action in which
+The session (session.py) is a pure function of these; the table of which event leads to which action in which
 phase is in docs/wire.md.
 """
 

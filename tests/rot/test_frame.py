@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 
-from flusher.steps import Verify
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
@@ -69,15 +68,15 @@ def test_every_flip_in_a_payload_names_rank_and_chunk() -> None:
             memory[begin : begin + extent.nbytes] = arrived[: extent.nbytes]
             arrived = arrived[extent.nbytes :]
         sources = tuple(Source(other, sent[chunk, other].flags) for other in layout.senders(chunk))
-        job = Verify(CheckpointId(1, 2), (0,), chunk, sources, index)
+        key = CheckpointId(1, 2)
         if _hit_is_a_crc_field(memory, image.chunk_bytes(chunk), index, chunk):
             # These bytes travel as zeros and are written by the flusher: what arrives in them is never looked at.
-            verify_chunk(memoryview(memory), job)
+            verify_chunk(memoryview(memory), index, chunk, sources, key=key)
             assert memory == image.chunk_bytes(chunk), "a CRC field is not zeroed before it is summed"
             harmless += 1
             continue
         with pytest.raises(DamageError, match=rf"chunk {chunk} from rank {rank}"):
-            verify_chunk(memoryview(memory), job)
+            verify_chunk(memoryview(memory), index, chunk, sources, key=key)
         hit[chunk, rank] += 1
     assert hit.total() + harmless == COUNT
     assert len(hit) > len(payloads) // 2, "most payloads were never hit"

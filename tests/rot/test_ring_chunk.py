@@ -17,7 +17,7 @@ import torch
 
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
-from flusher.listener import DurableStep
+from flusher.listener import DurableStep, FlushListener
 from flusher.retention import Keep
 from flusher.verify_and_prune import Maintenance, MaintenanceRules, ReadBack
 from flusher.workers import Inbox
@@ -41,15 +41,13 @@ DEADLINE_SECONDS = 120.0
 IMAGE = made_up(11, entries=7, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max=4000)
 
 
-class _Heard:
+class _Heard(FlushListener):
     def __init__(self) -> None:
         self.durables: dict[CheckpointId, DurableStep] = {}
         self.read_backs: list[ReadBack] = []
         self.failures: dict[CheckpointId, HoldfastError] = {}
 
     def began(self, key: CheckpointId, part_chunks: int) -> None: ...
-
-    def freed(self, slots: tuple[int, ...]) -> None: ...
 
     def grown(self, note: str) -> None: ...
 

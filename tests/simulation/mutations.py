@@ -375,8 +375,8 @@ MUTATIONS = {
                 ("flusher.jobs", "                target.upload.publish()\n", "                pass\n"),
                 (
                     "flusher.jobs",
-                    "        self.manifests[job.key] = list_file(self._store, manifest)\n",
-                    "        self.manifests[job.key] = list_file(self._store, manifest)\n"
+                    "        self.manifests[job.key] = publish_manifest(self._store, manifest)\n",
+                    "        self.manifests[job.key] = publish_manifest(self._store, manifest)\n"
                     "        target.upload.publish()\n",
                 ),
             ),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flusher.flight import Flight, chunk_complaint
-from flusher.steps import ChunkFull, Verify
+from flusher.steps import ChunkFull
 from holdfast.errors import DamageError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import verify_chunk
@@ -141,9 +141,7 @@ def test_the_flusher_after_a_dead_one_finds_every_sender(image: SplitImage, stag
             less = chunk_complaint(flight, replace(full, sources=record.sources[:-1]))
             assert less == "sent by 1099 ranks, expected 1100; too many: [], missing: [1099]"
             assert bytes(ring.slot_memory(record.slot)[: record.nbytes]) == image.chunk_bytes(chunk)
-            verify_chunk(
-                ring.slot_memory(record.slot), Verify(KEY, (record.slot,), chunk, record.sources, index)
-            )
+            verify_chunk(ring.slot_memory(record.slot), index, chunk, record.sources, key=KEY)
 
 
 @pytest.mark.parametrize("rank", [3, RANKS - 2])
@@ -154,7 +152,7 @@ def test_a_byte_that_changes_is_its_senders(image: SplitImage, staged: Path, ran
             memory = bytearray(ring.slot_memory(record.slot))
             memory[image.layout.pieces(chunk, rank)[-1].offset - chunk * CHUNK_BYTES] ^= 1
             with pytest.raises(DamageError, match=f"chunk {chunk} from rank {rank}:"):
-                verify_chunk(memoryview(memory), Verify(KEY, (record.slot,), chunk, record.sources, index))
+                verify_chunk(memoryview(memory), index, chunk, record.sources, key=KEY)
 
 
 def test_the_stager_after_a_dead_one_finds_it_whole_in_the_ring(image: SplitImage, staged: Path) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.checkpoints.assembly import ChunkFinisher
-from holdfast.checkpoints.image_writing import Finished, Read
+from holdfast.checkpoints.image_writing import Read
+from holdfast.checkpoints.publish import Finished
 from holdfast.crc import crc32
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.errors import HoldfastError, StateError
-from holdfast.wire.replica_proof import is_statistic, some
+from holdfast.image.replicas import tensors_named
+from holdfast.wire.replica_proof import is_statistic
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.save.rank_context import RankContext
 from trainer_side.state.optimizer_places import by_name, first_names, parameter_names
@@ -142,7 +143,7 @@ class LayoutAgreement:
             "ranks that hold it: %s",
             len(paths),
             len(union.table),
-            some(paths),
+            tensors_named(paths),
         )
 
     def _say_rank0_only(self, paths: Sequence[str]) -> None:
@@ -155,11 +156,11 @@ class LayoutAgreement:
         if statistics := [path for path in news if is_statistic(path)]:
             _log.info(
                 "running statistics of BatchNorm differ between the ranks, which is normal; rank 0's are saved: %s",
-                some(statistics),
+                tensors_named(statistics),
             )
         if others := [path for path in news if not is_statistic(path)]:
             _log.warning(
                 "only rank 0's value of %s is saved, and other ranks have another value there; if each rank must keep "
                 "its own (a random number generator, for example), wrap it in PerRank(...)",
-                some(others),
+                tensors_named(others),
             )

@@ -15,7 +15,7 @@ import torch
 from flusher import retry_queue
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
-from flusher.listener import DurableStep
+from flusher.listener import DurableStep, FlushListener
 from flusher.recovery import settle, take_up
 from flusher.retention import Keep
 from flusher.ring_room import RingGrown
@@ -37,7 +37,7 @@ CHUNK_BYTES = 4096
 DEADLINE_SECONDS = 60.0
 
 
-class Heard:
+class Heard(FlushListener):
     """Remembers what the engine tells."""
 
     def __init__(self) -> None:
@@ -49,8 +49,6 @@ class Heard:
 
     def began(self, key: CheckpointId, part_chunks: int) -> None:
         self.beginnings.append((key, part_chunks))
-
-    def freed(self, slots: tuple[int, ...]) -> None: ...
 
     def grown(self, note: str) -> None:
         self.notes.append(note)

@@ -134,9 +134,12 @@ class World:
                 self.files[job.key] = {}
                 return Opened(job.key, self.part_chunks)
             case Verify():
-                return Verified(job.key, job.chunk, verify_chunk(self.memory(job.slots[0]), job))
+                crcs = verify_chunk(self.memory(job.slots[0]), job.index, job.chunk, job.sources, key=job.key)
+                return Verified(job.key, job.chunk, crcs)
             case Patch():
-                return Patched(job.key, job.chunk, patch_chunk(self.memory(job.slots[0]), job))
+                memory, crcs_so_far = self.memory(job.slots[0]), (job.entry_crcs, job.verified_crcs)
+                patched = patch_chunk(memory, job.index, job.chunk, *crcs_so_far, key=job.key)
+                return Patched(job.key, job.chunk, patched)
             case WritePart():
                 data = b"".join(bytes(self.memory(slot)[:nbytes]) for slot, nbytes in job.pieces)
                 assert zlib.crc32(data) == job.crc32
@@ -196,9 +199,11 @@ def test_any_order_gives_the_image_with_true_crcs(
         done = world.published[key]
         layout = image.layout
         extents = [layout.chunk_extent(chunk) for chunk in range(layout.chunks)]
-        assert done.image_crc32 == zlib.crc32(image.final)
-        assert done.chunk_crc32s == tuple(zlib.crc32(image.final[e.offset : e.end]) for e in extents)
-        assert done.entry_crc32s == tuple(zlib.crc32(image.final[e.offset : e.end]) for e in layout.entries)
+        assert done.image.image_crc32 == zlib.crc32(image.final)
+        assert done.image.chunk_crc32s == tuple(zlib.crc32(image.final[e.offset : e.end]) for e in extents)
+        assert done.image.entry_crc32s == tuple(
+            zlib.crc32(image.final[e.offset : e.end]) for e in layout.entries
+        )
     assert world.pipeline.idle
     assert all(slot is None for slot in world.slots)
 
@@ -394,9 +399,9 @@ def test_resumed_from_any_parts_it_gives_what_an_uninterrupted_flush_gives(
         if world.pipeline.knows(key):
             world.tell(Begin(key, LayoutIndex(image.layout)))  # said again: nothing happens
     assert world.discarded == {}
-    assert world.published[key].chunk_crc32s == whole.published[key].chunk_crc32s
-    assert world.published[key].entry_crc32s == whole.published[key].entry_crc32s
-    assert world.published[key].image_crc32 == zlib.crc32(image.final)
+    assert world.published[key].image.chunk_crc32s == whole.published[key].image.chunk_crc32s
+    assert world.published[key].image.entry_crc32s == whole.published[key].image.entry_crc32s
+    assert world.published[key].image.image_crc32 == zlib.crc32(image.final)
     assert {part for _, part in world.written_parts} == segment_crcs.keys() - done
     assert all(slot is None for slot in world.slots)
     assert world.pipeline.idle

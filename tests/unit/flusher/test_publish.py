@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from flusher.steps import Publish
 from holdfast.checkpoints.publish import (
+    Finished,
     ManifestFacts,
-    Times,
     build_manifest,
     choose_name,
-    list_file,
     names_of,
+    publish_manifest,
     writer_attempt,
     writer_id,
 )
@@ -35,7 +34,7 @@ IMAGE = made_up(2, entries=4, chunk_bytes=4096, ranks=2, entry_bytes_max=9000)
 
 def manifest(file: str, **changes: Any) -> Manifest:
     layout = IMAGE.layout
-    job = Publish(
+    job = Finished(
         CheckpointId(1, 7),
         LayoutIndex(layout),
         1,
@@ -48,7 +47,7 @@ def manifest(file: str, **changes: Any) -> Manifest:
         file=file,
         write_id="w",
         facts=ManifestFacts(
-            Times(10.0, 12.5), {"ranks": {"0": {"saved_at_unix": 9.0}, "1": {"saved_at_unix": 9.5}}}
+            10.0, 12.5, {"ranks": {"0": {"saved_at_unix": 9.0}, "1": {"saved_at_unix": 9.5}}}
         ),
         writer_record={"write_seconds": 1.0},
     )
@@ -70,11 +69,11 @@ def test_a_manifest_has_the_metrics_of_rank_0_and_the_rule_of_the_writer() -> No
     record = {"ranks": {"0": {"metrics": {"loss": 0.5}}, "1": {"metrics": {"loss": 0.1}}}}
     crcs = tuple(range(layout.chunks)), tuple(range(len(layout.entries)))
     made = build_manifest(
-        Publish(CheckpointId(1, 7), LayoutIndex(layout), 1, *crcs),
+        Finished(CheckpointId(1, 7), LayoutIndex(layout), 1, *crcs),
         run="run",
         file="step-000000007.pt",
         write_id="w",
-        facts=ManifestFacts(Times(10.0, 12.5), record, best=rule),
+        facts=ManifestFacts(10.0, 12.5, record, best=rule),
         writer_record={},
     )
     assert (made.metrics, made.best) == ({"loss": 0.5}, rule)
@@ -86,11 +85,11 @@ def test_a_manifest_says_how_tensors_were_split_for_split_ones_only() -> None:
     tensors = (TensorInfo("w", "float32", (50, 6), 0), TensorInfo("b", "float32", (10,), 1))
     layout = Layout(4096, 4096, 2, entries, tensors, patterns=(halves,))
     made = build_manifest(
-        Publish(CheckpointId(1, 7), LayoutIndex(layout), 1, (1,), (1, 2)),
+        Finished(CheckpointId(1, 7), LayoutIndex(layout), 1, (1,), (1, 2)),
         run="run",
         file="step-000000007.pt",
         write_id="w",
-        facts=ManifestFacts(Times(10.0, 12.5), {}),
+        facts=ManifestFacts(10.0, 12.5, {}),
         writer_record={},
     )
     assert [tensor.split for tensor in made.tensors] == [0, None]
@@ -135,15 +134,15 @@ def test_a_step_is_published_once_per_attempt() -> None:
 def test_a_manifest_is_written_once_and_never_over_another() -> None:
     store = MemoryStore()
     made = manifest("step-000000007.pt")
-    assert list_file(store, made) == made
+    assert publish_manifest(store, made) == made
     again = made.model_copy(update={"created": "later"})
-    assert list_file(store, again) == made, "the answer to the first try was lost: that one counts"
+    assert publish_manifest(store, again) == made, "the answer to the first try was lost: that one counts"
     with pytest.raises(BusyError, match="stays unlisted"):
-        list_file(store, made.model_copy(update={"write_id": "another"}))
+        publish_manifest(store, made.model_copy(update={"write_id": "another"}))
     assert Manifest.from_bytes(store.objects["step-000000007.json"], source="x") == made
     store.objects["step-000000007.json"] = b"somebody's"
     with pytest.raises(BusyError, match="something else"):
-        list_file(store, made)
+        publish_manifest(store, made)
 
 
 def test_a_sweep_knows_whose_an_upload_is() -> None:

@@ -41,7 +41,7 @@ class LateMaintenance(Maintenance):
 
     def give_way(self, busy: bool) -> None:
         super().give_way(busy)
-        self._over = self.service.handler is not None and self.service.handler.finishing
+        self._over = self.service._handler is not None and self.service._handler.finishing
 
 
 def test_work_that_ends_between_two_looks_does_not_leave_the_loop_asleep(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from contextlib import closing
 import pytest
 
 from holdfast.checkpoints.assembly import ChunkFinisher
-from holdfast.checkpoints.image_writing import Finished, Read, write_parts
+from holdfast.checkpoints.image_writing import Read, write_parts
+from holdfast.checkpoints.publish import Finished
 from holdfast.crc import crc32
 from holdfast.errors import StoreError
 from holdfast.image.checkpoint_id import CheckpointId

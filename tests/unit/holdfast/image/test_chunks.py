@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -17,17 +16,8 @@ from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from tests.support.calls import python_calls
 
+KEY = CheckpointId(1, 1)
 _ENTRY_BYTES = 19  # so that fields begin at any address
-
-
-@dataclass(frozen=True)
-class _Job:
-    key: CheckpointId
-    chunk: int
-    index: LayoutIndex
-    sources: tuple[Source, ...] = ()
-    entry_crcs: tuple[int, ...] = ()
-    verified_crcs: tuple[int, ...] = ()
 
 
 class _Scene:
@@ -62,14 +52,13 @@ class _Scene:
 
     def verify(self) -> tuple[int, ...]:
         sources = (Source(0, zlib.crc32(self.sent)),)
-        return verify_chunk(memoryview(self.memory), _Job(CheckpointId(1, 1), 0, self.index, sources))
+        return verify_chunk(memoryview(self.memory), self.index, 0, sources, key=KEY)
 
     def patch(self, verified: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         fields = self.index.fields[0]
         entry_crcs = tuple(map(self.entry_crcs.__getitem__, fields.entries))
         verified_crcs = tuple(map(verified.__getitem__, fields.segments))
-        job = _Job(CheckpointId(1, 1), 0, self.index, entry_crcs=entry_crcs, verified_crcs=verified_crcs)
-        return patch_chunk(memoryview(self.memory), job)
+        return patch_chunk(memoryview(self.memory), self.index, 0, entry_crcs, verified_crcs, key=KEY)
 
 
 def test_every_field_gets_the_crc_of_its_entry() -> None:

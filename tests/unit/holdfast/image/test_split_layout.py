@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -137,16 +136,6 @@ def test_a_layout_with_patterns_comes_back_from_its_bytes(layout: Layout) -> Non
     assert Layout.from_bytes(layout.to_bytes()) == layout
 
 
-@dataclass(frozen=True)
-class Job:
-    """As the flusher has it."""
-
-    key: CheckpointId
-    chunk: int
-    sources: tuple[Source, ...]
-    index: LayoutIndex
-
-
 @given(layouts(), st.data())
 def test_the_flusher_names_the_rank_whose_byte_has_changed(layout: Layout, data: st.DataObject) -> None:
     ranks, index = ranks_of(layout), LayoutIndex(layout)
@@ -154,8 +143,8 @@ def test_the_flusher_names_the_rank_whose_byte_has_changed(layout: Layout, data:
     extent = layout.chunk_extent(chunk)
     memory = bytearray(ranks.image[extent.offset : extent.end].tobytes())
     sources = tuple(Source(rank, crc32(ranks.frame(chunk, rank))) for rank in layout.senders(chunk))
-    job = Job(CheckpointId(1, 2), chunk, sources, index)
-    crcs = verify_chunk(memoryview(memory), job)
+    key = CheckpointId(1, 2)
+    crcs = verify_chunk(memoryview(memory), index, chunk, sources, key=key)
     assert list(crcs) == [
         crc32(ranks.image[one.offset : one.end].tobytes()) for one in layout.segments(chunk)
     ]
@@ -167,7 +156,7 @@ def test_the_flusher_names_the_rank_whose_byte_has_changed(layout: Layout, data:
         if any(piece.offset <= extent.offset + at < piece.end for piece in layout.pieces(chunk, rank))
     ]
     with pytest.raises(DamageError, match=f"from rank {culprit}:"):
-        verify_chunk(memoryview(memory), job)
+        verify_chunk(memoryview(memory), index, chunk, sources, key=key)
 
 
 def test_an_entry_of_another_size_than_its_pattern_is_refused() -> None:

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError, StateError
+from holdfast.image.replicas import ranks_named
 from holdfast.wire.frames import decode
 from holdfast.wire.layout_round import LayoutRound
-from holdfast.wire.replica_proof import ReplicaProof, decode_sums, encode_sums, prove, ranks_named
+from holdfast.wire.replica_proof import ReplicaProof, decode_sums, encode_sums, prove
 from holdfast.wire.state_messages import Agreement, Proposal
 
 ROWS: list[list[Any]] = [
