@@ -63,7 +63,10 @@ def test_a_standing_stager_tells_people_and_waits_for_no_destination(tmp_path: P
             assert stager.stop() == 0, stager.output()
         assert hanging.said()[0]["event"] == "lost"
         assert SECRET not in stager.output()
-    assert kinds(told) == {"lost": 1, "job_ended": 1, "resume_proof": 1, "over": 1}, told.read_text()
+    expected = {"lost", "job_ended", "resume_proof", "over"}
+    # torchrun sends SIGTERM to the ranks that are left, which is a notice to those that hear it in time.
+    assert expected <= kinds(told).keys() <= expected | {"notice"}, told.read_text()
+    assert set(kinds(told).values()) == {1}, told.read_text()
     assert "stager stopped: the stager was told to stop" in told.read_text()
     (log,) = state.glob("holdfast/runs/*/events.jsonl")
     assert {"stager_ready", "staged", "flusher_ready", "durable"} <= {
