@@ -133,7 +133,7 @@ def many(count: int, numbers: int) -> tuple[torch.nn.ParameterList, torch.optim.
 
 
 @pytest.mark.parametrize(
-    ("count", "numbers"), [(10_000, 61), (6, 4 << 20)], ids=["10,000 small", "6 of 16 MiB"]
+    ("count", "numbers"), [(2_000, 61), (6, 4 << 20)], ids=["2,000 small", "6 of 16 MiB"]
 )
 @pytest.mark.parametrize("strategy", ["area mirror", "area gate", "slot mirror", "slot gate"])
 def test_launches_and_transfers_do_not_grow_with_the_number_of_tensors(
@@ -167,7 +167,7 @@ def test_launches_and_transfers_do_not_grow_with_the_number_of_tensors(
             assert cost.all_copies - cost.copies <= 1 + count * numbers * 4 // (32 << 20) + COPIES_MAX
         else:
             assert cost.all_copies <= BATCHES_MAX
-            assert cost.all_launches - count // 5000 * UPDATE_LAUNCHES <= BATCHES_MAX
+            assert cost.all_launches - -(-count // 5000) * UPDATE_LAUNCHES <= BATCHES_MAX
 
 
 @pytest.mark.parametrize("strategy", ["area mirror", "area gate"])
