@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest, State, is_manifest_name
-from holdfast.image.proof_record import Digest, ProofRecord, is_proof_name
+from holdfast.image.proof_record import Digest, ProofRecord
 from holdfast.ring.remains import Asked
 from tests.simulation.transport import Job
 from trainer_side.link.stager_message import StagerMessage
@@ -87,7 +87,7 @@ class ProofChecks:
         """Look at the proofs in the store."""
         objects = self._world.store.objects
         for name, data in objects.items():
-            if not is_proof_name(name):
+            if not name.endswith(".proof.json"):
                 continue
             beside = objects.get(_manifest_of(name))
             known = self._known.get(name)
