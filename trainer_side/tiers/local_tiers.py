@@ -28,7 +28,6 @@ from holdfast.telemetry.causes import STATES_DIFFER, DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.doubt import Doubt
 from trainer_side.background_thread import ThreadDied
-from trainer_side.ledger import Ledger
 from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.ranks.ports import CouncilPort
 from trainer_side.state import accelerator
@@ -36,7 +35,7 @@ from trainer_side.tiers.commit_votes import CommitVotes
 from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator, farthest
 from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, ReplicaWatch, VoteLimits
 from trainer_side.tiers.slot_proof import StepProof
-from trainer_side.tiers.tier import KeepsProofs, Nearness, Order, SliceWriter, StepVerdict, Tier
+from trainer_side.tiers.tier import KeepsProofs, KeptSteps, Nearness, Order, SliceWriter, StepVerdict, Tier
 from trainer_side.tiers.tier_inventory import TierInventory
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.tiers.tier_write import TierWrite
@@ -58,7 +57,7 @@ class TierJob(NamedTuple):
 class TierReport:
     """Counts and logs the end of each step in each tier, with a warning for each new cause. Any thread."""
 
-    def __init__(self, rank: int, ledger: Ledger, events: EventLog) -> None:
+    def __init__(self, rank: int, ledger: KeptSteps, events: EventLog) -> None:
         self.events = events
         self._rank, self._ledger = rank, ledger
         self._guard = threading.Lock()

@@ -216,3 +216,16 @@ class Tier(Keeps, Protocol):
 
     def close(self) -> None:
         """Release files and memory. Sealed slices stay."""
+
+
+class KeptSteps(Protocol):
+    """Counts what the tiers of a rank have done (`trainer_side.ledger.Ledger`)."""
+
+    def kept(self, tier: str) -> None:
+        """Count a slice that `tier` has sealed."""
+
+    def skipped(self, tier: str, cause: str) -> None:
+        """Count a step that was not kept in `tier`."""
+
+    def refused(self, step: int, reason: Reason) -> None:
+        """Count a step that no tier keeps, even if some slices were sealed."""
