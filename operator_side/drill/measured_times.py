@@ -46,8 +46,9 @@ _TIMES = frozenset(
 )
 _COUNTED = re.compile(r"time_?steps?")
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-# In Trainer's last entry: means over the steps since the process began.
-_OF_THE_PROCESS = {"train_loss": "train_runtime"}
+# In Trainer's entries: means over the steps since the last entry, or since the process began. Each is told by its
+# neighbour in the same entry.
+_OF_THE_PROCESS = {"train_loss": "train_runtime", "loss": "grad_norm"}
 
 
 def is_measured(path: str, beside: Collection[str]) -> bool:

@@ -82,7 +82,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 def test_the_tiers_of_a_killed_job_prove_its_resume(machine: Machine) -> None:
     assert machine.run("first", 5) != 0
-    assert "resume" not in machine.output("first")
+    assert "resumed from" not in machine.output("first")
     machine.remember()
 
     assert machine.run("again", -1) == 0, machine.output("again")

@@ -335,6 +335,8 @@ class RestoreAttempt:
     def _kept_proofs(self) -> tuple[KeptProof, ...]:
         """The proofs beside this rank's slices of the candidate, or of the same one if it was read from the store."""
         job, manifest, rank = self._job, self._manifest, self._peers.rank
+        if not job.found.holders:
+            return ()
         wanted: tuple[object, ...] | None = self._candidate.key
         if wanted is None and manifest is not None:
             wanted = *manifest.order, manifest.ranks, manifest.layout_digest

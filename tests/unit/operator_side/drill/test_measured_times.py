@@ -48,7 +48,8 @@ def test_unmeasured_values_count(path: str) -> None:
     assert not is_measured(path, [path])
 
 
-def test_the_mean_since_the_restart_goes_with_the_time_beside_it() -> None:
+def test_a_mean_since_the_restart_is_told_by_its_neighbour() -> None:
     assert is_measured(LOG + "train_loss", [LOG + "train_runtime"])
+    assert is_measured(LOG + "loss", [LOG + "grad_norm"])
     assert not is_measured(LOG + "loss", [LOG + "train_runtime"])
     assert not is_measured(LOG + "train_loss", ["trainer/json/log_history/4/train_runtime"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,15 +162,18 @@ def test_a_slot_that_is_filled_under_the_second_reader_is_made_good_for_both(
 ) -> None:
     (made,) = _published(store, 5)
     shared = Ring.create(tmp_path / "ring", chunk_bytes=4096, ring_chunks=CHUNKS, attempt=1)
-    read, readers = NearRing.read, []
+    read, readers = NearRing.read, list[NearRing]()
+    one_at_a_time = threading.Lock()  # or both may read before the slot is filled, or after it
 
     def filled_between(near: NearRing, attempt: int, step: int, chunk: int, wanted: Any) -> bool:
-        if chunk == 3:
+        if chunk != 3:
+            return read(near, attempt, step, chunk, wanted)
+        with one_at_a_time:
             readers.append(near)
             if len({*map(id, readers)}) == 2 and shared.remains_in(3) is not None:
                 shared.mark_filling(3, 2, 6, 3)
                 shared.slot_memory(3)[:] = bytes(4096)
-        return read(near, attempt, step, chunk, wanted)
+            return read(near, attempt, step, chunk, wanted)
 
     monkeypatch.setattr(NearRing, "read", filled_between)
     with shared:
