@@ -19,6 +19,7 @@ import time as real_time
 import types
 import uuid as real_uuid
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 from tests.simulation.scheduler import Crashed, Scheduler, Task
@@ -208,6 +209,12 @@ class SimEvent:
         if not self._set:
             _rest(self.is_set, timeout, "event")
         return self._set
+
+
+class SimFuture(Future[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition: Any = SimCondition()
 
 
 class SimThread:
@@ -473,6 +480,7 @@ def install() -> None:
         real_threading.Condition: SimCondition,
         real_threading.Thread: SimThread,
         ThreadPoolExecutor: InlineExecutor,
+        Future: SimFuture,
         real_reach: _reach,
     }
     for name, module in list(sys.modules.items()):

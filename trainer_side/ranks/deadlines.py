@@ -9,7 +9,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, InvalidStateError
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
@@ -41,10 +41,12 @@ def within(
                 late(answer)
 
     threading.Thread(target=make, name=name, daemon=True).start()
-    wait([done], seconds_max)
-    if done.cancel():  # else it has returned by now
-        raise TimeoutError(f"the call did not return within {seconds_max:g} s")
-    return done.result()
+    try:
+        return done.result(seconds_max)
+    except TimeoutError:
+        if done.cancel():  # else it has returned by now, or raised this itself
+            raise TimeoutError(f"the call did not return within {seconds_max:g} s") from None
+        return done.result()
 
 
 _R = TypeVar("_R")

@@ -90,7 +90,7 @@ class Voter:
 
     def asks(self) -> PendingQuestion:
         """Expect an answer. The new question replaces a pending one."""
-        self._question = PendingQuestion()
+        self._question = Future()
         return self._question
 
     def hear(self, frame: Frame) -> bytes | None:
