@@ -135,8 +135,8 @@ def test_a_killed_stager_is_started_again_and_torchrun_restarts_killed_ranks_whi
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: run.stager() not in {killed, None}, SECONDS_MAX, "no other stager")
     # Only a stager that a rank has joined can tell people that the rank was killed.
-    joined = "the stager is reached again after"
-    wait_until(lambda: run.said().count(joined) == RANKS, SECONDS_MAX, "not all ranks join the other stager")
+    joined = [f"rank {rank}: the stager is reached again" for rank in range(RANKS)]
+    wait_until(lambda: all(one in run.said() for one in joined), SECONDS_MAX, "a rank does not join it")
     (run.out / "go-on").touch()
     os.kill(int((run.out / "pid-1").read_text()), signal.SIGKILL)
     assert run.wait() == 0, run.said()
