@@ -1,4 +1,4 @@
-"""What one checkpoint of a given shape is made of: messages, chunks and bytes, by the rules of docs/wire.md and
+"""The parts of one checkpoint of a given shape: messages, chunks and bytes, by the rules of docs/wire.md and
 docs/ring.md. Computed, not measured.
 """
 

@@ -97,7 +97,7 @@ def test_up_status_down(endpoint: str, tmp_path: Path) -> None:
 
 
 def _placed(line: str, directory: Path) -> list[str]:
-    """What the processes say that mpirun starts by this line; an agent in the place of ssh starts them all here.
+    """The output of the processes that mpirun starts by this line; an agent in the place of ssh starts them all here.
 
     Each daemon has a folder for temporary files, as on a host of its own. Daemons of one job that share it remove
     each other's session directory, and mpirun waits forever for one that has lost its own.

@@ -98,7 +98,7 @@ class TorchrunOfRun:
         return found
 
     def roles(self) -> set[str]:
-        """What still runs: `stager`, `flusher`, or the command line of anything else."""
+        """The processes that still run: `stager`, `flusher`, or the command line of anything else."""
         found = set()
         for pid in self.living():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):

@@ -1,4 +1,4 @@
-"""What the ranks say of the steps after their checkpoints, and what becomes of it.
+"""Digests that the ranks send of the steps after their checkpoints, and their way into the store.
 
 in the store ⇒ beside     a proof lies beside a checkpoint that is listed, and is of that very one
 recorded ⇒ said           it has what each rank of that job has said, and nothing else
@@ -63,7 +63,7 @@ class ProofTeller:
 
 
 def used(key: CheckpointId, job: int, rank: int) -> Digest:
-    """What a rank says."""
+    """The digest that a rank sends."""
     return {"step": key.step + 1, "job": job, "rank": rank}
 
 

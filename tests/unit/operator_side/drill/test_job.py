@@ -1,4 +1,4 @@
-"""What a run of a drill takes over from the environment of the user."""
+"""The variables of the user's environment that a run of a drill keeps."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Rank:
         return [one.seal.step for one in self.tiers[number].kept() if one.seal.rank == self.rank]
 
     def proofs(self, step: int) -> list[Digest]:
-        """Those that the tiers have of this step."""
+        """The proofs of this step in the tiers."""
         found = [
             tier.proof(one)
             for tier in self.tiers
