@@ -161,7 +161,7 @@ def begin_copy(copier: Copier, transfer: Transfer, area: Area) -> None:
     from trainer_side.save.copier import CopyJob
     from trainer_side.state.skeleton import Capture
 
-    taken = Capture([], {}, None, ())
+    taken = Capture([], {}, None, (), [], ())
     played = cast(Any, area)
     copier.copy(
         CopyJob(

@@ -156,7 +156,7 @@ class Mirror:
             for nbytes in self._sizes:
                 self._memory.append(stream.on_device(nbytes))
         if self._packing is not None:
-            self._packing.queue()
+            self._packing.queue(stream)
             return
         with torch.inference_mode(mode=False):  # what is made in it could not be written outside of it
             live = LiveTensors(stream, slice_.sources, self.batches)
@@ -164,7 +164,7 @@ class Mirror:
             for runs, memory in zip(self._runs, self._memory, strict=True):
                 packing.add(runs, memory, live, slice_.sources)
         self._packing = packing if live.lasts else None
-        packing.queue()
+        packing.queue(stream)
 
     def sections(self) -> Iterator[Crossing]:
         """In order."""

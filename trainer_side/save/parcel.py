@@ -17,14 +17,12 @@ Views of the parcel's memory and of the live tensors are made once, and hold as 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from trainer_side.save.copy_plan import Batch, CopyPiece, SliceSources, address_of, source_of
@@ -71,8 +69,9 @@ class LiveTensors:
         return self._wide[dtype][at // width : (at + nbytes) // width]
 
 
-# About as many bytes cross in the time that a transfer of its own would take to begin.
-_HOLE_BYTES_MAX = 64 << 10
+# Headers and the padding of a page. In the time that a transfer of its own would take to begin, 64 KiB could cross, but
+# the places of each hole's words are kept.
+_HOLE_BYTES_MAX = 8 << 10
 _ALIGNMENT_BYTES = 512
 # The kernel behind `_foreach_copy_` moves elements, so they are as wide as place and size allow.
 _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -142,12 +141,23 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
+class _LargeCopy(NamedTuple):
+    """A copy of its own, into the memory of a parcel from byte `at` on."""
+
+    memory: torch.Tensor
+    at: int
+    address: int
+    nbytes: int
+    packed: torch.Tensor
+    view: torch.Tensor
+
+
 class Packing:
     """The copies of pieces into parcels' memory, ready to be queued again and again."""
 
     def __init__(self) -> None:
         self._small: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._large: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._large: list[_LargeCopy] = []
 
     def add(
         self,
@@ -167,16 +177,19 @@ class Packing:
             packed = wide[width][at // width : (at + nbytes) // width]
             view = live.view(address, first, nbytes, _WIDTHS[width])
             if nbytes >= LARGE_BYTES:
-                self._large.append((packed, view))
+                self._large.append(_LargeCopy(memory, at, address, nbytes, packed, view))
             else:
                 to, of = self._small.setdefault(width, ([], []))
                 to.append(packed)
                 of.append(view)
 
-    def queue(self) -> None:
+    def queue(self, stream: DeviceStream) -> None:
         """Queue the copies on the current stream."""
-        for packed, view in self._large:
-            packed.copy_(view, non_blocking=True)
+        if not stream.copy(
+            [(one.memory.data_ptr() + one.at, one.address, one.nbytes) for one in self._large]
+        ):
+            for one in self._large:
+                one.packed.copy_(one.view, non_blocking=True)
         for to, of in self._small.values():
             torch._foreach_copy_(to, of, non_blocking=True)
 
@@ -186,22 +199,23 @@ class Parcel:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
-        begins: list[int] = []
-        self._sizes: list[int] = []
-        for run in runs:
-            for before, after in zip(run.pieces, run.pieces[1:], strict=False):
-                end = before.offset + before.nbytes
-                if end < after.offset:
-                    begins.append(end)
-                    self._sizes.append(after.offset - end)
-        self._holes = begins
-        self._aside = ctypes.create_string_buffer(max(1, sum(self._sizes)))
-        start = ctypes.addressof(self._aside)
-        self._places = [*accumulate(self._sizes, initial=start)][: len(begins)]
+        holes = [
+            (before.offset + before.nbytes, after.offset)
+            for run in runs
+            for before, after in zip(run.pieces, run.pieces[1:], strict=False)
+            if before.offset + before.nbytes < after.offset
+        ]
+        # One call for all of them, not one for each: those would fight with the training for the GIL.
+        width = next(one for one in _WIDTHS if not any((begin | end) % one for begin, end in holes))
+        self._dtype = np.dtype(f"u{width}")
+        self._holes = np.concatenate(
+            [np.arange(begin // width, end // width) for begin, end in holes] or [np.arange(0)]
+        )
+        self._aside = np.empty(len(self._holes), self._dtype)
 
     def put_aside(self, area: torch.Tensor) -> None:
         """Keep what lies in the holes. Before `send`; nobody else writes there until `put_back`."""
-        _move(self._places, map(area.data_ptr().__add__, self._holes), self._sizes)
+        np.take(self._words(area), self._holes, out=self._aside, mode="clip")  # others would copy `out`
 
     def send(self, memory: torch.Tensor, area: torch.Tensor) -> None:
         """Queue the transfers on the current stream: one for each run."""
@@ -210,11 +224,11 @@ class Parcel:
 
     def put_back(self, area: torch.Tensor) -> None:
         """The transfers have arrived: lay what was put aside into the holes again."""
-        _move(map(area.data_ptr().__add__, self._holes), self._places, self._sizes)
+        self._words(area)[self._holes] = self._aside
 
-
-def _move(to: Iterable[int], of: Iterable[int], sizes: Collection[int]) -> None:
-    deque(map(ctypes.memmove, to, of, sizes), maxlen=0)
+    def _words(self, area: torch.Tensor) -> np.ndarray[Any, Any]:
+        """The area without its end, where no hole is."""
+        return area.numpy()[: area.numel() // self._dtype.itemsize * self._dtype.itemsize].view(self._dtype)
 
 
 @dataclass
@@ -304,7 +318,7 @@ class LiveBatches:
             if packing is None:
                 packing = self._packings[number] = Packing()
                 packing.add(self._runs[number], crossing.memory, self._live, sources)
-            packing.queue()
+            packing.queue(stream)
             crossing.parcel.send(crossing.memory, area)
 
     def _views_of(

@@ -246,7 +246,7 @@ class Saver:
             transfer,
             area,
             plan.router,
-            taken._replace(tensors=()),  # those that are looked at are with the instant
+            taken,
             begins.after,
             begins.fingerprints,
             place.keeping,
@@ -256,6 +256,9 @@ class Saver:
             device=device,
             route=begins.route,
         )
+        # Freed before the copy thread is busy: torch gives up the GIL for each tensor that it frees, and a busy thread
+        # makes it wait ten microseconds to have the GIL back. `instant` has those that are looked at.
+        taken.tensors.clear()
         self._copier.copy(job)
         self._ledger.begun(transfer, place.keeping)
         return job

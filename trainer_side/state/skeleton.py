@@ -147,8 +147,8 @@ class Capture(NamedTuple):
     contents: dict[int, bytes]
     deferred: Deferred | None
     signature: tuple[Any, ...]
-    tensors: Sequence[torch.Tensor] = ()
-    tensor_entries: Sequence[int] = ()
+    tensors: list[torch.Tensor]
+    tensor_entries: Sequence[int]
 
 
 def plan(
@@ -313,7 +313,7 @@ class _TakenNow(NamedTuple):
 
     sources: list[StorageSource | None]
     data_pkl: bytes | Deferred | None
-    tensors: Sequence[torch.Tensor]
+    tensors: list[torch.Tensor]
     tensor_entries: Sequence[int]
 
 

@@ -106,7 +106,7 @@ def _begin(copier: Copier, staging: SlowStaging, step: int) -> CopyJob:
     staging.storage = parameter_storage
     transfer = Transfer(step, SaveRecord(save_seconds=0.5))
     job = CopyJob(
-        transfer, cast(Staging, staging), cast(Router, staging), Capture([], {}, None, ()), None, None
+        transfer, cast(Staging, staging), cast(Router, staging), Capture([], {}, None, (), [], ()), None, None
     )
     copier.shut()
     copier.copy(job)
@@ -194,7 +194,7 @@ def test_ranks_compare_their_replicas_themselves_where_no_stager_does(lives: boo
     ((staging.storage, _),) = copier.gate.update_order().items()
     keeping = TierWrite((1, 3), (), SaveRecord(), {0: cast(Any, None)}, compare=said.append)
     transfer = Transfer(3, SaveRecord(save_seconds=0.5))
-    taken = Capture([], {}, None, ())
+    taken = Capture([], {}, None, (), [], ())
     copier.shut()
     fingerprints = cast(Fingerprints, FakeFingerprints())
     copier.copy(
