@@ -96,7 +96,7 @@ BUDGETS = {
     "trainer_side/pace": 500,
     "trainer_side/proof": 750,
     "trainer_side/ranks": 2600,
-    "trainer_side/restore": 7150,
+    "trainer_side/restore": 7250,
     "trainer_side/save": 6050,
     "trainer_side/state": 4950,
     "trainer_side/tiers": 5300,

@@ -2,6 +2,7 @@
 
 reserve ─► open_direct ─► write_all | write_in_order ─► (fsync, link: posix_upload) ─► sync_directory
 read_whole: whole pages directly, the rest of the last one by the page cache
+OpenFile: opened once for many reads, where the file is in memory anyway
 """
 
 from __future__ import annotations
@@ -168,13 +169,33 @@ def read_whole(path: Path, offset: int, view: memoryview) -> int:
         if direct_bytes and fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT:
             done = _read_direct(descriptor, view[:direct_bytes], offset)
             fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT)
-        while done < view.nbytes:
-            count = os.preadv(descriptor, [view[done:]], offset + done)
-            if count == 0:
-                break
-            done += count
+        return _read_rest(descriptor, view, offset, done)
     finally:
         os.close(descriptor)
+
+
+class OpenFile:
+    """A regular file that several threads read. It is closed with the last reference, as one of them may hang."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = -1  # opening may raise
+        self._descriptor = open_regular(path, 0)
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def read(self, offset: int, view: memoryview) -> int:
+        """As `read_whole`, but through the page cache."""
+        return _read_rest(self._descriptor, view, offset, 0)
+
+
+def _read_rest(descriptor: int, view: memoryview, offset: int, done: int) -> int:
+    while done < view.nbytes:
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
     return done
 
 

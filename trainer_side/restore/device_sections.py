@@ -4,10 +4,10 @@
                     window B:                   read ─► CRC-32 ─► crosses ═══════►│ …
     of other ranks  window A: received ─► CRC-32 ─► crosses …          the same, in the training thread
 
-A section is a reader's part of one chunk or frame: with four readers, 64 MiB are being read while as much crosses. A
-section with few pieces crosses piece by piece. A section with many crosses in one transfer, and the device distributes
-the pieces by one call for each element width, as wide as address and size allow. If a tensor is sharded in another
-dimension than its first, the whole section crosses as well, and the device picks the rows by one copy per tensor.
+A section is a reader's part of one chunk or frame: at most 128 MiB are being read while as much crosses. A section with
+few pieces crosses piece by piece. A section with many crosses in one transfer, and the device distributes the pieces by
+one call for each element width, as wide as address and size allow. If a tensor is sharded in another dimension than its
+first, the whole section crosses as well, and the device picks the rows by one copy per tensor.
 `device_memory.py` chooses the tensors that go to a device.
 """
 
@@ -25,11 +25,17 @@ from trainer_side.state.accelerator import StreamEvent, module_of, record
 
 Locked = Callable[[int], torch.Tensor]  # page-locked host memory of this size, for DMA
 
-SECTION_BYTES = 16 << 20  # of each reader; larger chunks cross in several sections
+_SECTION_BYTES_MAX = 16 << 20  # larger chunks cross in several sections
+_SECTIONS_BYTES_MAX = 128 << 20  # of all readers
 _WINDOWS = 2  # for each reader: one is read into while the other one crosses
 _WHOLE_FROM = 8  # pieces: from this number on, a section crosses as a whole
 WIDEST_BYTES = 8  # of an element; sections keep what is aligned so
 _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def section_bytes(readers: int) -> int:
+    """Size of a section: the more readers, the smaller, for windows are locked before they are used."""
+    return min(_SECTION_BYTES_MAX, _SECTIONS_BYTES_MAX // readers)
 
 
 class SectionPart(NamedTuple):

@@ -13,10 +13,11 @@ where a CRC covers all of it. Bytes that could not be read from one source are r
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,7 +33,8 @@ from trainer_side.restore.choice import NEARNESS_OF_STORE, STORE, Candidate
 from trainer_side.restore.split_parts import Placed
 from trainer_side.restore.structure import Structure, ends_of
 from trainer_side.restore.targets import EntryTaker, EntryTarget, ScatterTarget, settle, whole_entry
-from trainer_side.tiers.tier import Keeps, Kept, Nearness
+from trainer_side.tiers.first_touch import cores_of_rank
+from trainer_side.tiers.tier import Keeps, Kept, Nearness, OpensSlices
 
 _SMALL_BYTES = 64 << 10
 
@@ -289,9 +291,10 @@ class StoredFile:
         tier: The store, for reports. `what`: the file, for messages.
         request_bytes: How much to ask for at once.
         seconds_share: The fraction of the restore's time limit after which a request counts as hanging.
+        in_memory: Whether reading is copying, so that each core makes it faster.
     """
 
-    seconds_share = math.inf
+    seconds_share, in_memory = math.inf, False
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
@@ -311,6 +314,9 @@ class StoredFile:
         """Fill `view` from `offset` on. Raises `DamageError`: it ends before; or `StoreError`."""
         self._store.read_into(self._manifest.file, offset, view)
 
+    def close(self) -> None:
+        """Does nothing: the store opens its file for each request."""
+
 
 class KeptSlice:
     """A slice in a tier. Any thread; attributes as those of a `StoredFile`."""
@@ -321,7 +327,9 @@ class KeptSlice:
         self._tier, self._kept = tier, kept
         self._frames = frames_of(kept.layout, kept.seal.rank)
         seal = kept.seal
-        self.tier = tier.name
+        self.tier, self.in_memory = tier.name, tier.nearness is Nearness.MEMORY
+        self._open = tier.opened if isinstance(tier, OpensSlices) else self._not_opened
+        self._fill: Callable[[int, memoryview], None] | None = None
         self.seconds_share = StoredFile.seconds_share if tier.nearness is Nearness.STORE else HANGING_SHARE
         whose = f"rank {seal.rank}'s slice of step {seal.step} (attempt {seal.attempt})"
         self.what = f"{tier.name}: {whose} in {kept.place} slot {kept.slot}"
@@ -334,12 +342,37 @@ class KeptSlice:
     def read_into(self, offset: int, view: memoryview) -> None:
         """As the tier does it; what it raises otherwise becomes a `StoreError`."""
         try:
-            self._tier.read_into(self._kept, offset, view)
+            fill = self._fill
+            if (
+                fill is None
+            ):  # several threads may open it; those that are not kept are closed after their read
+                fill = self._fill = self._open(self._kept)
+            fill(offset, view)
         except (DamageError, StoreError):
             raise
         except (HoldfastError, OSError, ValueError) as error:
             raise StoreError(f"{self.what}: {error}") from error
 
+    def close(self) -> None:
+        """Keep nothing open: a file that is removed then gives its memory back. A later read opens it again."""
+        self._fill = None
+
+    def _not_opened(self, kept: Kept) -> Callable[[int, memoryview], None]:
+        return functools.partial(self._tier.read_into, kept)
+
 
 Origin = StoredFile | KeptSlice
 """Where units are read from."""
+
+_REQUESTS = 4  # in flight to a disk or a store
+_CORES_MAX = 16
+
+
+def readers_of(origins: Iterable[Origin]) -> int:
+    """How many requests a rank has in flight to these origins."""
+    return cores_to_use() if all(origin.in_memory for origin in origins) else _REQUESTS
+
+
+def cores_to_use() -> int:
+    """How many threads of a rank copy and sum at once. Some cores stay for the threads that they wait for."""
+    return max(_REQUESTS, min(cores_of_rank() * 3 // 4, _CORES_MAX))

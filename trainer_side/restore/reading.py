@@ -36,9 +36,9 @@ from trainer_side.ranks.deadlines import BoundedThreads
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.broadcast import Broadcast
 from trainer_side.restore.choice import STORE
-from trainer_side.restore.device_sections import SECTION_BYTES, DeviceSections, SectionPart, SectionWindow
+from trainer_side.restore.device_sections import DeviceSections, SectionPart, SectionWindow, section_bytes
 from trainer_side.restore.exchange import Exchange
-from trainer_side.restore.read_plan import Origin, Unit
+from trainer_side.restore.read_plan import Origin, Unit, readers_of
 from trainer_side.restore.scatter import Scatter
 from trainer_side.restore.structure import ImageMap
 from trainer_side.restore.targets import ChunkWindows, EntryTaker, ReadRun, ReadWindow, Sum
@@ -115,12 +115,12 @@ class Means(NamedTuple):
     """How a rank reads.
 
     Attributes:
-        threads: Requests in flight from this rank.
+        threads: Requests in flight from this rank; None: as many as suit the origins.
         seconds_max: For reading, and again for the exchange.
         crossing: The way to the device that some of the targets are on; None: this rank has none there.
     """
 
-    threads: int
+    threads: int | None
     seconds_max: float
     crossing: DeviceSections | None = None
 
@@ -168,7 +168,8 @@ def read(
     outcome = Reading()
     begun = time.monotonic()
     deadline = begun + seconds_max
-    readings = pool.start(own, threads)
+    used = [origins[number] for number in {unit.number for unit in own}]
+    readings = pool.start(own, threads or readers_of(used))
     own_done, shared = begun, 0
     for unit in turns(units, peers.ranks):
         if unit.reader == peers.rank:
@@ -266,10 +267,10 @@ class ReaderPool:
         self._crossing = crossing
         self._origins, self._targets, self._seconds_max = origins, targets, seconds_max
         self._windows, self._exchange = windows, exchange
-        largest = max((origin.request_bytes for origin in origins.values()), default=_PAGE_BYTES)
-        self._request_bytes = min(largest, image.chunk_bytes, image.image_bytes)
-        sections = max(largest, SECTION_BYTES) // self._request_bytes * self._request_bytes
-        self._section_bytes = min(sections, image.chunk_bytes, image.image_bytes)
+        self._largest = max((origin.request_bytes for origin in origins.values()), default=_PAGE_BYTES)
+        self._unit_bytes = min(image.chunk_bytes, image.image_bytes)
+        self._request_bytes = min(self._largest, self._unit_bytes)
+        self._section_bytes = self._request_bytes
         self._local = threading.local()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -283,11 +284,15 @@ class ReaderPool:
 
     def start(self, own: Sequence[Unit], threads: int) -> dict[Unit, Future[None]]:
         """Begin to read this rank's units, in order."""
+        sections = max(self._largest, section_bytes(threads)) // self._request_bytes * self._request_bytes
+        self._section_bytes = min(sections, self._unit_bytes)
         self._readers = BoundedThreads(self.read, own, threads, "read")
         return dict(zip(own, self._readers.futures, strict=True))
 
     def let_go(self) -> None:
-        """Be in no circle of references any more, which would keep the memory of the targets until a collection."""
+        """Keep nothing open, and be in no circle of references, which would keep the targets until a collection."""
+        for origin in self._origins.values():
+            origin.close()
         del self._readers
 
     def look(self, unit: Unit) -> HoldfastError | None:

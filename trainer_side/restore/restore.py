@@ -45,7 +45,7 @@ class RestoreOptions:
         without_store: If the store does not answer, take the newest checkpoint in the tiers, although the store may
             have a newer one.
         may_lack: Names of the state that the checkpoint need not have; they then stay as they are.
-        threads: Requests in flight from this rank.
+        threads: Requests in flight from this rank; None: as many as suit what is read.
         set_aside: Checkpoints to skip, each with all later ones of the same attempt.
         can_skip: Whether an object of this rank's state can leave out batches, as `holdfast rewind` may demand.
         locked: Makes page-locked host memory of a given size, through which bytes go to a device; None: loading brings
@@ -57,7 +57,7 @@ class RestoreOptions:
     seconds_max: float = 600
     without_store: bool = False
     may_lack: frozenset[str] = frozenset()
-    threads: int = 4
+    threads: int | None = None
     set_aside: Collection[CheckpointId] = ()
     can_skip: bool = False
     locked: Locked | None = None

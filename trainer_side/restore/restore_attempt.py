@@ -40,7 +40,15 @@ from trainer_side.restore.inventory import StoreListing, TierListing
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.loading import check, live_trees, load, may_refuse, open_own
 from trainer_side.restore.narrowing import StageNames, is_other, narrow
-from trainer_side.restore.read_plan import KeptSlice, Origin, ReadPlan, StoredFile, agree_on_plan, store_units
+from trainer_side.restore.read_plan import (
+    KeptSlice,
+    Origin,
+    ReadPlan,
+    StoredFile,
+    agree_on_plan,
+    cores_to_use,
+    store_units,
+)
 from trainer_side.restore.reading import Means, Reading, Use, read
 from trainer_side.restore.scatter import Scatter
 from trainer_side.restore.slice_reader import SliceReader
@@ -119,7 +127,7 @@ class RestoreJob:
     events: EventLog | None
     found: TierListing
     shelf: StoreListing
-    threads: int
+    threads: int | None
     seconds_max: float
     may_lack: frozenset[str] = frozenset()
     ring_is_near: bool = False
@@ -285,7 +293,9 @@ class RestoreAttempt:
             return
         begun = time.monotonic()
         sums = {**self._reading.sums, **self._reading.received}
-        error = check_received(manifest, units, whole, sums, self._peers, threads=job.threads)
+        error = check_received(
+            manifest, units, whole, sums, self._peers, threads=job.threads or cores_to_use()
+        )
         self._seconds["check"] = time.monotonic() - begun
         raise_agreed(self._peers, error)
 

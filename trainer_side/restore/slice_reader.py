@@ -25,7 +25,15 @@ from trainer_side.ranks.peers import LonePeers, Peers, gather, raise_agreed
 from trainer_side.restore.choice import NEARNESS_OF_RING, STORE, Candidate, Holder
 from trainer_side.restore.device_sections import DeviceSections
 from trainer_side.restore.exchange import check_entries, check_told, tell
-from trainer_side.restore.read_plan import FramePiece, FrameSource, Origin, Unit, divide, pieces_of
+from trainer_side.restore.read_plan import (
+    FramePiece,
+    FrameSource,
+    Origin,
+    Unit,
+    cores_to_use,
+    divide,
+    pieces_of,
+)
 from trainer_side.restore.reading import Failure, Means, Reading, read
 from trainer_side.restore.structure import ImageEnds, ImageMap, ends_of
 from trainer_side.restore.targets import ChunkWindows, EntryPart, EntryTaker, EntryTarget, Sum
@@ -50,7 +58,7 @@ class SliceReader:
     origins: Mapping[int, Origin]
     manifest: Manifest | None
     peers: Peers
-    threads: int
+    threads: int | None
     seconds_max: float
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
     ring_is_near: bool = False
@@ -172,7 +180,12 @@ class SliceReader:
         for part in windows.parts([extent for unit in done_near for extent in unit.extents]):
             told[part.offset] = part, self.reading.sums[part.offset]
         error = check_told(
-            image, told, targets, self.reading.sums, received=self.reading.received, threads=self.threads
+            image,
+            told,
+            targets,
+            self.reading.sums,
+            received=self.reading.received,
+            threads=self.threads or cores_to_use(),
         )
         raise_agreed(self.peers, error)
         return told

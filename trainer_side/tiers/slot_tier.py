@@ -7,6 +7,7 @@ the first complete step ─► files of earlier layouts go
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -21,7 +22,7 @@ from holdfast.image.proof_record import Digest
 from holdfast.ring.directory import open_private_file
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store.posix_errors import translated
-from holdfast.store.posix_io import read_whole
+from holdfast.store.posix_io import OpenFile, read_whole
 from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.medium import Medium
 from trainer_side.tiers.slot_file import scan
@@ -166,6 +167,18 @@ class SlotTier:
         return self._damage
 
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
+        self._fill(functools.partial(read_whole, Path(kept.place)), kept, offset, view)
+
+    def opened(self, kept: Kept) -> Callable[[int, memoryview], None]:
+        if self.nearness is not Nearness.MEMORY:
+            return functools.partial(self.read_into, kept)
+        path = Path(kept.place)
+        with translated("read", path):
+            return functools.partial(self._fill, OpenFile(path).read, kept)
+
+    def _fill(
+        self, read: Callable[[int, memoryview], int], kept: Kept, offset: int, view: memoryview
+    ) -> None:
         superblock = self._superblocks.get(kept.place)
         if superblock is None:
             raise StoreError(f"{kept.place}: this tier has listed no slice there")
@@ -174,9 +187,8 @@ class SlotTier:
             raise DamageError(
                 f"{what}: asked for bytes {offset} to {offset + view.nbytes}, the slice has {superblock.area_bytes}"
             )
-        path = Path(kept.place)
-        with translated("read", path):
-            done = read_whole(path, superblock.slot_offset(kept.slot) + offset, view.cast("B"))
+        with translated("read", Path(kept.place)):
+            done = read(superblock.slot_offset(kept.slot) + offset, view.cast("B"))
         if done != view.nbytes:
             raise DamageError(f"{what}: cut short: {done} of {view.nbytes} bytes from {offset} on")
 

@@ -162,6 +162,14 @@ class NamesDamage(Protocol):
 
 
 @runtime_checkable
+class OpensSlices(Protocol):
+    """A place that can have a slice open for many reads."""
+
+    def opened(self, kept: Kept) -> Callable[[int, memoryview], None]:
+        """`Keeps.read_into` of one slice; it stays open while anything refers to what is returned."""
+
+
+@runtime_checkable
 class KeepsProofs(Protocol):
     """A place that keeps beside a slice what its rank used in the step after it. StoreError: the device refused."""
 

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.errors import DamageError
 from holdfast.store.posix import PosixStore
-from holdfast.store.posix_io import PAGE_BYTES, read_whole
+from holdfast.store.posix_io import PAGE_BYTES, OpenFile, read_whole
 
 _FILE_BYTES = 5 * PAGE_BYTES + 123
 
@@ -95,4 +95,18 @@ def test_no_descriptor_stays_open(tmp_path: Path, image: bytes) -> None:
         PosixStore(tmp_path).read_into("file", 0, aligned(len(image)))
         with pytest.raises(DamageError):
             PosixStore(tmp_path).read_into("file", PAGE_BYTES, aligned(len(image)))
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_an_open_file_is_the_same_one_although_its_name_goes_and_is_closed_with_its_last_reader(
+    tmp_path: Path, image: bytes
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    read = OpenFile(tmp_path / "file").read
+    (tmp_path / "file").unlink()
+    for offset in (0, 1, PAGE_BYTES, _FILE_BYTES - 1):
+        view = aligned(PAGE_BYTES)
+        count = read(offset, view)
+        assert bytes(view[:count]) == image[offset : offset + PAGE_BYTES]
+    del read
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

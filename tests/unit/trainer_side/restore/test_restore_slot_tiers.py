@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,14 +12,17 @@ import pytest
 
 from holdfast.image.proof_record import Digest
 from holdfast.image.slices import frames_of
+from holdfast.store.posix_io import OpenFile
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers
 from tests.support.slices import Checkpoint, checkpoint, keep
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same
 from tests.unit.trainer_side.tiered import assert_step, bring_back, saved
+from trainer_side.restore import read_plan
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.restore.restore import restore
 from trainer_side.restore.restore_attempt import Restored
 from trainer_side.state.per_rank import PerRank
+from trainer_side.tiers import slot_tier
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.tier import KeepsProofs, Tier
 
@@ -123,6 +127,43 @@ def test_memory_is_read_before_a_disk(machines: Machines, store: CountingStore) 
     tiers = [[machines.open(0, "file"), machines.open(0, "memory")] for _ in range(2)]
     for result, own in zip(assert_step(*bring_back(store, tiers), 5), tiers, strict=True):
         assert result.sources.keys() == {own[1].name}
+
+
+def test_a_slot_in_memory_is_opened_once_for_each_reading(
+    tmpfs: Path, store: CountingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Head and tail, then all of it; nothing stays open: a slot that is removed must give its memory back."""
+    machines = Machines(tmpfs)
+    machines.save(saved(5), 0, 0, 1, kind="memory")
+    paths: list[Path] = []
+
+    class Counted(OpenFile):
+        def __init__(self, path: Path) -> None:
+            paths.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(slot_tier, "OpenFile", Counted)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    results, targets = bring_back(store, [[machines.open(0, "memory")]], threads=1)
+    assert_step(results, targets, 5)
+    assert 2 <= len(paths) <= 4
+    assert len({*paths}) == 2
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    machines.close()
+
+
+@pytest.mark.parametrize(("cores", "readers"), [(1, 4), (2, 4), (8, 6), (16, 12), (64, 16)])
+def test_cores_read_what_is_in_memory_and_few_requests_go_to_a_disk(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, cores: int, readers: int
+) -> None:
+    monkeypatch.setattr(read_plan, "cores_of_rank", lambda: cores)
+    origins = {}
+    for kind in ("memory", "nvme"):
+        machines.save(saved(5), 0, 0, kind=kind)
+        tier = machines.open(0, kind)
+        origins[kind] = read_plan.KeptSlice(tier, tier.kept()[0])
+    assert read_plan.readers_of([origins["memory"]]) == readers
+    assert read_plan.readers_of(origins.values()) == 4
 
 
 def test_a_machine_that_is_lost_is_made_good_by_the_store(machines: Machines, store: CountingStore) -> None:
