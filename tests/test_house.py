@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5700,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 84_500
+PRODUCT_LINES_MAX = 85_000
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

@@ -83,8 +83,8 @@ class SlotFiles:
         self._make(path, layout, rank, slots, profile.writers)
         try:
             opened = self._open_found(layout, rank, slots, layouts)
-        except BaseException:
-            path.unlink(missing_ok=True)  # mostly: there is no room for its pages
+        except ConfigError:
+            path.unlink(missing_ok=True)  # there is no room for its pages
             raise
         assert opened is not None, "it was just made"
         return opened
@@ -203,7 +203,7 @@ class SlotFiles:
             os.close(file)
 
     def _promised_bytes(self, path: Path, superblock: Superblock) -> int:
-        """What files of other ranks will take beyond what they have; only those of this layout are in use."""
+        """The bytes that slot files of other ranks with this layout still miss."""
         promised = 0
         for other, rank in self._place.slot_paths():
             name = self._place.slot_path(rank, superblock.layout_digest, superblock.slots).stem

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError, StoreError
+from holdfast.store.posix_errors import free_bytes
 from tests.unit.trainer_side.tiers.ranks import laid_out, until
 from tests.unit.trainer_side.tiers.test_local_tiers import RUN, Rank
 from trainer_side.tiers import slot_files
@@ -143,7 +144,7 @@ def test_a_tmpfs_that_fills_up_meanwhile_is_an_error_and_no_bus_error(
         pytest.skip("may not mount here")
     try:
         rank = Rank([f"memory:{mounted}/tier"])
-        free = slot_files.free_bytes(mounted)
+        free = free_bytes(mounted)
         assert free is not None
         (mounted / "other").write_bytes(bytes(free))
         monkeypatch.setattr(SlotFiles, "_free_bytes", lambda _: None)  # it came just after the look
