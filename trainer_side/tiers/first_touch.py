@@ -141,7 +141,7 @@ def make_pages(
 ) -> None:
     """Make the missing pages in a part of a mapped file in memory; `beside` and `stopped` as for `populate`.
 
-    What is there stays. OSError: the file system is full (`ENOSPC`), or there is no memory.
+    Existing pages keep their bytes. OSError: the file system is full (`ENOSPC`), or there is no memory.
     """
     with contextlib.suppress(OSError):  # a tmpfs without huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE, offset, nbytes)

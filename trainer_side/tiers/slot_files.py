@@ -203,7 +203,7 @@ class SlotFiles:
             os.close(file)
 
     def _promised_bytes(self, path: Path, superblock: Superblock) -> int:
-        """The bytes that slot files of other ranks with this layout still miss."""
+        """Count the bytes that slot files of other ranks with this layout still miss."""
         promised = 0
         for other, rank in self._place.slot_paths():
             name = self._place.slot_path(rank, superblock.layout_digest, superblock.slots).stem
