@@ -112,7 +112,7 @@ def _file_at(address: int) -> Path | None:
     return None
 
 
-Make = Callable[[], torch.Tensor]
+Make = Callable[[], torch.Tensor | None]  # None: whoever needs it makes it
 
 
 class MemoryAhead:
@@ -124,7 +124,7 @@ class MemoryAhead:
     def __init__(self, makes: Mapping[int, Make]) -> None:
         self._lock = threading.Lock()
         self._unbegun = dict(makes)
-        self._begun: dict[int, Future[torch.Tensor]] = {}
+        self._begun: dict[int, Future[torch.Tensor | None]] = {}
         self._thread: threading.Thread | None = None
         if makes:
             self._thread = threading.Thread(target=self._run, name="holdfast-memory", daemon=True)
@@ -133,7 +133,7 @@ class MemoryAhead:
     def take(self, key: int) -> torch.Tensor | None:
         """Hand out the memory of this key, once; waits if the thread is making it, and raises what that raised.
 
-        None: there is no such key.
+        None: there is no such key, or it could not be made ahead.
         """
         with self._lock:
             make, begun = self._unbegun.pop(key, None), self._begun.pop(key, None)
@@ -164,7 +164,7 @@ class MemoryAhead:
                 future.set_exception(error)
             del made, make, future  # nobody else may want it
 
-    def _next(self) -> tuple[Make, Future[torch.Tensor]] | None:
+    def _next(self) -> tuple[Make, Future[torch.Tensor | None]] | None:
         with self._lock:
             if not self._unbegun:
                 return None

@@ -270,6 +270,7 @@ class StagingPool:
 
     def close(self) -> None:
         """No further step comes: memory that was made ahead of its use goes back."""
+        self._tiers.stop_making()
         if self._ahead is not None:
             self._ahead.close(self._config.full_seconds_max)
 
@@ -280,8 +281,15 @@ class StagingPool:
         """The memory that later saves will want locked: slots by their address, or areas by their number."""
         if self._tiers.is_direct:
             slots = self._tiers.slot_memories()
-            return {address_of(slot): functools.partial(in_slot, slot, pinned=True) for slot in slots}
+            return {
+                address_of(slot): functools.partial(self._locked_slot, number, slot)
+                for number, slot in enumerate(slots)
+            }
         return dict.fromkeys(range(1, count_max), functools.partial(locked_buffer, area_bytes))
+
+    def _locked_slot(self, number: int, slot: memoryview) -> torch.Tensor | None:
+        # Locking would make the missing pages in one thread.
+        return in_slot(slot, pinned=True) if self._tiers.await_slot(number) else None
 
     # -- for a step ----------------------------------------------------------------------------------------------
 

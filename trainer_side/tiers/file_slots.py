@@ -1,8 +1,8 @@
 """The slot of the next slice, and the slices that must stay: a pure core, without bytes and without a clock.
 
-    FREE ─ begin ─► WRITING ─ sealed ─► SEALED ─ begin of a later step ─► WRITING …
-      ▲                │                   │
-      └─── release ────┘                   kept while it is pending, or the newest that is complete
+    MISSING ─ made ─► FREE ─ begin ─► WRITING ─ sealed ─► SEALED ─ begin of a later step ─► WRITING …
+                       ▲                │                   │
+                       └─── release ────┘                   kept while it is pending, or the newest that is complete
 
 The order of steps is that of PCcheck (ASPLOS 2025, listing 1): a counter, here `(attempt, step)`. A slice that is ready
 after a newer step is complete gives its own slot back. PCcheck frees the older slot as soon as the newer checkpoint of
@@ -12,7 +12,7 @@ rank alone restores nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
@@ -30,6 +30,7 @@ class SlotEntry(NamedTuple):
 
 
 class _State(Enum):
+    MISSING = auto()  # its memory is not there yet
     FREE = auto()
     WRITING = auto()
     SEALED = auto()
@@ -45,16 +46,26 @@ class _Slot:
 
 
 class FileSlots:
-    """The slots of one slot file. Not thread-safe. `found`: slices that an earlier process has sealed, by slot."""
+    """The slots of one slot file. Not thread-safe.
 
-    def __init__(self, count: int, found: Mapping[int, SlotEntry] | None = None) -> None:
+    `found`: slices that an earlier process has sealed, by slot. `missing`: slots that wait for `made`; none of `found`.
+    """
+
+    def __init__(
+        self, count: int, found: Mapping[int, SlotEntry] | None = None, missing: Collection[int] = ()
+    ) -> None:
         assert count >= SLOTS_MIN, "the newest complete step needs one, the next one another"
-        self._slots = [_Slot() for _ in range(count)]
+        self._slots = [_Slot(_State.MISSING if slot in missing else _State.FREE) for slot in range(count)]
         self._complete: Order = (0, 0)  # the newest complete step; its slice may have left this file
         for slot, entry in (found or {}).items():
             self._slots[slot] = _Slot(_State.SEALED, entry.order, entry.complete, found=True)
             if entry.complete:
                 self._complete = max(self._complete, entry.order)
+
+    def made(self, number: int) -> None:
+        """The memory of a slot is there now."""
+        assert self._slots[number].state is _State.MISSING, f"slot {number} was there"
+        self._slots[number] = _Slot()
 
     def begin(self, order: Order) -> int | None:
         """Take a slot for this step; None if all must stay, or a newer step is complete.

@@ -35,7 +35,16 @@ from trainer_side.tiers.commit_votes import CommitVotes
 from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator, farthest
 from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, ReplicaWatch, VoteLimits
 from trainer_side.tiers.slot_proof import StepProof
-from trainer_side.tiers.tier import KeepsProofs, KeptSteps, Nearness, Order, SliceWriter, StepVerdict, Tier
+from trainer_side.tiers.tier import (
+    KeepsProofs,
+    KeptSteps,
+    MakesSlots,
+    Nearness,
+    Order,
+    SliceWriter,
+    StepVerdict,
+    Tier,
+)
 from trainer_side.tiers.tier_inventory import TierInventory
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.tiers.tier_write import TierWrite
@@ -265,6 +274,15 @@ class LocalTiers(TierSet):
     def slot_memories(self) -> Sequence[memoryview]:
         return self.tiers[0].memories() if self.is_direct else ()
 
+    def await_slot(self, number: int) -> bool:
+        first = self.tiers[0]
+        return not isinstance(first, MakesSlots) or first.await_slot(number)
+
+    def stop_making(self) -> None:
+        for tier in self.tiers:
+            if isinstance(tier, MakesSlots):
+                tier.stop_making()
+
     # -- one step ------------------------------------------------------------------------------------------------
 
     def begin(
@@ -316,12 +334,15 @@ class LocalTiers(TierSet):
         """A slot, or the reason for not having one."""
         try:
             while True:
-                hopeless = self._is_idle_in(threads) or time.monotonic() >= wait_until
+                making = isinstance(threads.tier, MakesSlots) and threads.tier.is_making
+                hopeless = (not making and self._is_idle_in(threads)) or time.monotonic() >= wait_until
                 writer = self._ask(threads, order)
                 if writer is not None:
                     return writer
                 if hopeless:
-                    return DeclineCause.BUSY.because("no slot is free")
+                    return DeclineCause.BUSY.because(
+                        "the next slot is still being made" if making else "no slot is free"
+                    )
                 if (problem := self._votes.problem) is not None:  # no verdict frees a slot any more
                     return DeclineCause.LOST.because(problem)
                 time.sleep(_LOOK_SECONDS)
@@ -425,6 +446,7 @@ class LocalTiers(TierSet):
         if self._closed:
             return
         self._closed = True
+        self.stop_making()
         for thread in tuple(self._marking):
             thread.join(seconds_max)
         deadline = time.monotonic() + seconds_max

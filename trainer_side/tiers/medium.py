@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import is_aligned, open_direct, write_all
-from trainer_side.tiers.first_touch import can_populate, populate
+from trainer_side.tiers.first_touch import can_populate, make_pages, missing_bytes, populate
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -150,7 +150,7 @@ class MappedFile:
 
     Memory does not survive a power loss, so a flush has nothing to do. The processor keeps the order of stores as every
     other process sees them, also the stores of a process that was killed. All room of the file must be reserved: a
-    missing page would be a SIGBUS.
+    missing page would be a SIGBUS. A file on a tmpfs may come with pages missing: nobody may touch those before `make`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -172,8 +172,13 @@ class MappedFile:
         return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | populated)
 
     def _touch(self) -> None:
-        """Have all pages mapped now."""
-        populate(self._address, len(self._view), write=False)
+        """Have all pages mapped now; where some are missing, `make` does that."""
+        if not missing_bytes(self.path):
+            populate(self._address, len(self._view), write=False)
+
+    def make(self, offset: int, nbytes: int, *, beside: bool, stopped: Callable[[], bool]) -> None:
+        """As `make_pages`."""
+        make_pages(self._map, offset, nbytes, beside=beside, stopped=stopped)
 
     def memory(self, offset: int, nbytes: int) -> memoryview | None:
         return self._view[offset : offset + nbytes]

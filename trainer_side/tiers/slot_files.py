@@ -1,6 +1,7 @@
 """The slot files of one rank: found again, made beside a damaged one, and removed when a newer step is complete.
 
-    open           the file of this layout, if there is one; else measured, room reserved, made whole, then named
+    open           the file of this layout, if there is one; else measured, room reserved, made whole, then named; a
+                   large one in memory is named first, and gets the pages of all but its next slot later
     remove_older   files of earlier layouts and of ranks that are gone, once every rank has a newer step
 
 A damaged file is never changed: the log names it, and a fresh file is made beside it. A file of another run is refused.
@@ -9,6 +10,7 @@ Only the holder of the rank's lock may call `open` and `remove_older`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -28,10 +30,11 @@ from holdfast.store.file_system import IN_MEMORY, file_system_of
 from holdfast.store.posix_errors import free_bytes, translated
 from holdfast.store.posix_io import reserve, sync_directory, write_all
 from trainer_side.tiers.file_slots import SLOTS_MIN
-from trainer_side.tiers.first_touch import fill_file
+from trainer_side.tiers.first_touch import can_populate, fill_file, has_hole, missing_bytes
 from trainer_side.tiers.medium import Medium
 from trainer_side.tiers.slot_file import Examined, SlotFile, examine, first_pages
 from trainer_side.tiers.slot_format import Superblock
+from trainer_side.tiers.slot_pages import MakesPages, SlotPages
 from trainer_side.tiers.slot_proof import proofs_of
 from trainer_side.tiers.slot_writer import OpenSlots
 from trainer_side.tiers.tier import Order
@@ -45,10 +48,14 @@ SCRATCH_BYTES = 64 << 20
 _BLOCK_BYTES = 8 << 20  # the size of one write: like a frame, which is half a chunk or more
 _MEASURE_SECONDS_MAX = 1.0
 _NEARLY = 1.05
+_AT_ONCE_BYTES_MAX = 256 << 20  # the pages of so small a file are there before a thread would be
 
 
 class SlotFiles:
-    """See the module. `slots` per file and `writers` at once are measured when a file is made, if they are None."""
+    """See the module. `slots` per file and `writers` at once are measured when a file is made, if they are None.
+
+    With `later`, pages of a file on a tmpfs may be made beside training.
+    """
 
     def __init__(
         self,
@@ -58,9 +65,10 @@ class SlotFiles:
         *,
         slots: int | None,
         writers: int | None,
+        later: bool = False,
     ) -> None:
         self._name, self._place, self._medium = name, place, medium
-        self._slots, self._writers = slots, writers
+        self._slots, self._writers, self._later = slots, writers, later
 
     def open(self, layout: Layout, rank: int, layouts: dict[str, Layout]) -> OpenSlots:
         """The slot file for this layout. See `Tier.prepare` for errors."""
@@ -71,8 +79,13 @@ class SlotFiles:
         self._place.remove_unfinished(rank)
         profile = self._measured(layout, rank)
         slots = self._slots if self._slots is not None else profile.in_flight + SLOTS_MIN - 1
-        self._make(self._free_path(layout, rank, slots), layout, rank, slots, profile.writers)
-        opened = self._open_found(layout, rank, slots, layouts)
+        path = self._free_path(layout, rank, slots)
+        self._make(path, layout, rank, slots, profile.writers)
+        try:
+            opened = self._open_found(layout, rank, slots, layouts)
+        except ConfigError:
+            path.unlink(missing_ok=True)  # there is no room for its pages
+            raise
         assert opened is not None, "it was just made"
         return opened
 
@@ -139,20 +152,102 @@ class SlotFiles:
         ]
 
     def _attach(self, path: Path, found: Examined, layout: Layout) -> OpenSlots:
+        missing = self._missing(path, found)
         medium = self._medium(path)
         try:
+            later = self._make_next(path, medium, found, missing)
             file = SlotFile(medium, found.superblock, source=str(path))
         except BaseException:
             medium.close()
             raise
-        return OpenSlots(
-            file, layout, found.superblock.rank, run=self._place.run, unsealable=tuple(found.seals_missing)
+
+        def make(slot: int, stopped: threading.Event) -> None:
+            self._make_pages(path, medium, found.superblock, slot, beside=True, stopped=stopped.is_set)
+
+        what = f"rank {found.superblock.rank}: not all slots are made"
+        opened = OpenSlots(
+            file,
+            layout,
+            found.superblock.rank,
+            run=self._place.run,
+            unsealable=tuple(found.seals_missing),
+            missing=later,
+            pages=SlotPages(make, later, what=what) if later else None,
         )
+        opened.make_pages()
+        return opened
+
+    # -- pages of a file in memory -------------------------------------------------------------------------------
+
+    def _missing(self, path: Path, found: Examined) -> list[int]:
+        """The slots without all their pages. ConfigError: no room for them beside what other ranks were promised."""
+        own = missing_bytes(path)
+        if not own:
+            return []
+        superblock = found.superblock
+        free, others = self._free_bytes(), self._promised_bytes(path, superblock)
+        if free is not None and free < own + others:
+            raise self._no_room(
+                superblock, f"{own} bytes are missing, and {others} are promised to other ranks"
+            )
+        file = open_private_file(path, os.O_RDWR)
+        try:
+            if not self._can_make_later():
+                with translated("make", path):
+                    reserve(file, path, superblock.file_bytes)
+                return []
+            return [slot for slot in range(superblock.slots) if has_hole(file, *_span(superblock, slot))]
+        except StoreError as error:
+            raise self._no_room(superblock, str(error)) from error
+        finally:
+            os.close(file)
+
+    def _promised_bytes(self, path: Path, superblock: Superblock) -> int:
+        """Count the bytes that slot files of other ranks with this layout still miss."""
+        promised = 0
+        for other, rank in self._place.slot_paths():
+            name = self._place.slot_path(rank, superblock.layout_digest, superblock.slots).stem
+            if other != path and rank != superblock.rank and other.stem.startswith(name):
+                with contextlib.suppress(FileNotFoundError):
+                    promised += missing_bytes(other)
+        return promised
+
+    def _make_next(self, path: Path, medium: Medium, found: Examined, missing: Sequence[int]) -> list[int]:
+        """Make the pages of the slots that hold a slice, and of the first that holds none; returns the other ones."""
+        free = [slot for slot, named in enumerate(found.committed) if named is None]
+        later = [slot for slot in missing if slot in free[1:]]
+        for slot in missing:
+            if slot not in later:
+                self._make_pages(path, medium, found.superblock, slot, beside=False, stopped=lambda: False)
+        return later
+
+    def _make_pages(
+        self,
+        path: Path,
+        medium: Medium,
+        superblock: Superblock,
+        slot: int,
+        *,
+        beside: bool,
+        stopped: Callable[[], bool],
+    ) -> None:
+        assert isinstance(medium, MakesPages)
+        begin, end = _span(superblock, slot)
+        free = self._free_bytes()
+        if free is not None and free < min(end - begin, missing_bytes(path)):
+            raise self._no_room(superblock, f"too full for slot {slot}")
+        try:
+            medium.make(begin, end - begin, beside=beside, stopped=stopped)
+        except OSError as error:
+            raise self._no_room(superblock, f"slot {slot}: {error.strerror}") from error
+
+    def _can_make_later(self) -> bool:
+        return self._later and can_populate() and file_system_of(self._place.directory) == "tmpfs"
 
     # -- a new one -----------------------------------------------------------------------------------------------
 
     def _make(self, path: Path, layout: Layout, rank: int, slots: int, writers: int) -> None:
-        """Make an empty slot file, whole and durable before it has its name."""
+        """Make an empty slot file, whole and durable before it has its name; a large one in memory without pages."""
         superblock = Superblock.plan(
             layout,
             rank,
@@ -169,8 +264,11 @@ class SlotFiles:
             file = open_private_file(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 try:
-                    fill_file(file, temporary, superblock.file_bytes)
-                    reserve(file, temporary, superblock.file_bytes)
+                    if self._can_make_later() and superblock.file_bytes > _AT_ONCE_BYTES_MAX:
+                        os.ftruncate(file, superblock.file_bytes)  # its pages come when it has its name
+                    else:
+                        fill_file(file, temporary, superblock.file_bytes)
+                        reserve(file, temporary, superblock.file_bytes)
                 except (OSError, StoreError) as error:
                     raise self._no_room(superblock, str(error)) from error
                 write_all(file, memoryview(first_pages(superblock, layout)), 0)
@@ -237,6 +335,12 @@ class SlotFiles:
         except HoldfastError as error:
             _log.warning("tier %s: the device could not be measured: %s", self._name, error)
             return least
+
+
+def _span(superblock: Superblock, slot: int) -> tuple[int, int]:
+    """Where the pages of a slot begin and end; those before the first slot are its own."""
+    begin = superblock.slot_offset(slot) if slot else 0
+    return begin, superblock.slot_offset(slot + 1)
 
 
 # -- how many in flight, and how many writers, suit a device --------------------------------------------------------

@@ -34,6 +34,7 @@ from trainer_side.tiers.tier import Kept, Nearness
 from trainer_side.tiers.tier_directory import RankLock, TierDirectory, refuse_disk
 
 _DYING_SECONDS_MAX = 5.0
+_STOP_SECONDS_MAX = 1.0  # for a thread that makes pages, and asks every 4 MiB whether to stop
 _PROOF_BYTES_MAX = 1 << 20
 _log = logging.getLogger("holdfast.trainer")
 
@@ -63,7 +64,8 @@ class SlotTier:
         if writers is not None and writers < 1:
             raise ConfigError(f"tier {name}: writers must be at least 1, got {writers}")
         self.name, self.nearness, self._place, self._writers = name, nearness, place, writers
-        self._files = SlotFiles(name, place, medium, slots=slots, writers=writers)
+        later = nearness is Nearness.MEMORY
+        self._files = SlotFiles(name, place, medium, slots=slots, writers=writers, later=later)
         self._preparing = threading.Lock()
         self._lock: RankLock | None = None
         self._open: OpenSlots | None = None
@@ -111,6 +113,21 @@ class SlotTier:
             if now is not None:
                 now.retire()
             _log.info("tier %s: %s, %d slots in %s", self.name, self.how, self.slots, self._open.file.source)
+
+    @property
+    def is_making(self) -> bool:
+        """Slots are on their way beside training."""
+        opened = self._open
+        return opened is not None and opened.pages is not None and opened.pages.is_making
+
+    def await_slot(self, slot: int) -> bool:
+        opened = self._open
+        return opened is not None and (opened.pages is None or opened.pages.wait(slot))
+
+    def stop_making(self) -> None:
+        opened = self._open
+        if opened is not None and opened.pages is not None:
+            opened.pages.stop()
 
     def memories(self) -> Sequence[memoryview]:
         return () if self._open is None else self._open.memories()
@@ -197,6 +214,8 @@ class SlotTier:
             opened, self._open = self._open, None
             if opened is not None:
                 opened.retire()
+                if opened.pages is not None:
+                    opened.pages.join(_STOP_SECONDS_MAX)
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None

@@ -10,7 +10,7 @@ nothing. `record` makes commits come one after the other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from holdfast.image.slices import SliceSeal, frames_of
 from trainer_side.tiers.file_slots import FileSlots, SlotEntry
 from trainer_side.tiers.slot_file import SlotFile
 from trainer_side.tiers.slot_format import Commitment
+from trainer_side.tiers.slot_pages import SlotPages
 from trainer_side.tiers.slot_proof import proof_path, slice_names
 from trainer_side.tiers.tier import Order
 
@@ -31,11 +32,19 @@ from trainer_side.tiers.tier import Order
 class OpenSlots:
     """A slot file, for this object alone, to which slices of one layout and rank are written. Any thread.
 
-    `unsealable` are slots that the record names and whose seal is damaged.
+    `unsealable` are slots that the record names and whose seal is damaged. Slots in `missing` wait for `pages`.
     """
 
     def __init__(
-        self, file: SlotFile, layout: Layout, rank: int, *, run: str, unsealable: tuple[int, ...] = ()
+        self,
+        file: SlotFile,
+        layout: Layout,
+        rank: int,
+        *,
+        run: str,
+        unsealable: tuple[int, ...] = (),
+        missing: Collection[int] = (),
+        pages: SlotPages | None = None,
     ) -> None:
         self.file, self.layout, self.rank, self.run = file, layout, rank, run
         self.frames = frames_of(layout, rank)
@@ -44,7 +53,8 @@ class OpenSlots:
             for slot, named in enumerate(file.committed)
             if named is not None and slot not in unsealable
         }
-        self._slots = FileSlots(file.superblock.slots, found)
+        self._slots = FileSlots(file.superblock.slots, found, missing)
+        self.pages = pages
         self._seals: dict[int, Commitment] = {
             slot: named for slot, named in enumerate(file.committed) if named is not None
         }
@@ -63,9 +73,13 @@ class OpenSlots:
     def begin(self, attempt: int, step: int) -> SlotWriter | None:
         with self._core:
             slot = self._slots.begin((attempt, step))
-            if slot is None:
-                return None
-            self._writers += 1
+            if slot is not None:
+                self._writers += 1
+        if slot is None:
+            if self.pages is not None and (problem := self.pages.problem) is not None:
+                self.make_pages()
+                raise problem
+            return None
         try:
             reach(Point.SLOT_RECYCLED)
             writer = SlotWriter(self, slot, (attempt, step))
@@ -75,6 +89,21 @@ class OpenSlots:
             self.give_back(slot)
             raise
         return writer
+
+    def make_pages(self) -> None:
+        """Begin to make the slots that are missing, in a thread; the file stays mapped until that has ended."""
+        pages = self.pages
+        with self._core:
+            if pages is not None and not self._retired and pages.start(self._made, self._pages_ended):
+                self._writers += 1
+
+    def _made(self, slot: int) -> None:
+        with self._core:
+            self._slots.made(slot)
+
+    def _pages_ended(self) -> None:
+        with self._core:
+            self._leave()
 
     def complete(self, order: Order) -> bool:
         """Every rank has sealed this step. Returns whether it is sealed here and was not known to be complete.
@@ -138,6 +167,8 @@ class OpenSlots:
 
     def retire(self) -> None:
         """Close the file as soon as nobody writes to it."""
+        if self.pages is not None:
+            self.pages.stop()
         with self._core:
             self._retired = True
             self._writers += 1

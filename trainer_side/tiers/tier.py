@@ -180,6 +180,21 @@ class KeepsProofs(Protocol):
         """The digest beside a slice that `kept` has named; None without one. Raises `DamageError`: it is damaged."""
 
 
+@runtime_checkable
+class MakesSlots(Protocol):
+    """A tier that may make some of its slots beside training. Any thread."""
+
+    @property
+    def is_making(self) -> bool:
+        """Whether a slot that is not there yet is on its way: `begin` will have one more."""
+
+    def await_slot(self, slot: int) -> bool:
+        """Wait until a slot, as numbered by `memories`, is there, or does not come: False."""
+
+    def stop_making(self) -> None:
+        """No slot is needed that is not there yet."""
+
+
 class Tier(Keeps, Protocol):
     """One tier of one rank. `begin`, `complete`, `void` and `kept` may come from different threads.
 

@@ -140,6 +140,13 @@ class TierSet:
         """The slots that are staging areas, in the order of first use; empty where there are none (`is_direct`)."""
         return ()
 
+    def await_slot(self, number: int) -> bool:  # noqa: ARG002
+        """Wait until a slot of `slot_memories` may be touched; False: it does not come. Any thread."""
+        return True
+
+    def stop_making(self) -> None:
+        """No further step comes: slots that are not there yet are not needed. Any thread."""
+
     def begin(
         self, step: int, record: SaveRecord, *, stager_lives: bool = False, wait_until: float = 0.0
     ) -> TierWrite | None:

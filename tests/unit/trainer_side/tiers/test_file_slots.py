@@ -202,3 +202,14 @@ class _Life(RuleBasedStateMachine):
 
 TestAnyOrderOfEvents = _Life.TestCase
 TestAnyOrderOfEvents.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_slot_whose_memory_is_missing_is_nobodys_until_it_is_made() -> None:
+    slots = FileSlots(2, missing=[1])
+    assert slots.begin((1, 1)) == 0
+    slots.sealed(0)
+    assert slots.begin((1, 2)) is None
+    slots.void((1, 2))
+    assert [entry and entry.order for entry in slots.table()] == [(1, 1), None]
+    slots.made(1)
+    assert slots.begin((1, 2)) == 1

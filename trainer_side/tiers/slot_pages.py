@@ -1,0 +1,117 @@
+"""The pages of a slot file on a tmpfs: those of the next slot are made at once, the others beside training.
+
+    a file with its size ─► next slot: several threads, waited for ─► first save
+                        └─► each other slot: few threads ─► made: it may be begun
+                                                        └─► failed: named; tried again when a save asks for a slot
+
+The size of a file is a promise: every rank takes what the others have not made yet off the room that is free, and so a
+tier that is too small is found before training. A kill leaves pages missing; the next process goes on with them. A slot
+whose pages are missing belongs to nobody: a store into it could be a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Protocol, runtime_checkable
+
+from holdfast.errors import StoreError
+
+_log = logging.getLogger("holdfast.trainer")
+
+
+@runtime_checkable
+class MakesPages(Protocol):
+    """A medium that can make its missing pages."""
+
+    def make(self, offset: int, nbytes: int, *, beside: bool, stopped: Callable[[], bool]) -> None: ...
+
+
+class SlotPages:
+    """Makes the pages of slots in a thread of its own. Any thread.
+
+    `make` makes those of one slot; it asks the event whether to stop, and raises an error that says where there is no
+    room. `missing` are the slots without pages. `made` is called with each that has them now, `ended` at the end of the
+    thread.
+    """
+
+    def __init__(
+        self, make: Callable[[int, threading.Event], object], missing: Iterable[int], *, what: str
+    ) -> None:
+        self._make, self._what = make, what
+        self._changed = threading.Condition()
+        self._missing = sorted(missing)
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._running = False
+        self._problem: StoreError | None = None  # the first one; stays until all pages are there
+
+    @property
+    def is_making(self) -> bool:
+        """Pages are on their way."""
+        with self._changed:
+            return self._running
+
+    def start(self, made: Callable[[int], object], ended: Callable[[], object]) -> bool:
+        """Begin to make what is missing. False: nothing is, it is under way, or it was stopped."""
+        with self._changed:
+            if self._running or self._stopped.is_set() or not self._missing:
+                return False
+            self._running = True
+            self._thread = threading.Thread(
+                target=self._run, args=(made, ended), name="holdfast-slots", daemon=True
+            )
+            self._thread.start()
+            return True
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why slots are missing though nobody makes them; None while there is hope."""
+        with self._changed:
+            return None if self._running else self._problem
+
+    def wait(self, slot: int) -> bool:
+        """Wait for the pages of a slot; False: they do not come."""
+        with self._changed:
+            self._changed.wait_for(lambda: slot not in self._missing or not self._running)
+            return slot not in self._missing
+
+    def stop(self) -> None:
+        """Make no more; what is under way ends within milliseconds."""
+        self._stopped.set()
+
+    def join(self, seconds_max: float) -> None:
+        """Wait for the end of the thread, but no longer."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(seconds_max)
+
+    def _run(self, made: Callable[[int], object], ended: Callable[[], object]) -> None:
+        try:
+            while (slot := self._next()) is not None:
+                self._make(slot, self._stopped)
+                if self._stopped.is_set():
+                    break
+                with self._changed:
+                    self._missing.remove(slot)
+                made(slot)
+                with self._changed:
+                    self._changed.notify_all()
+            with self._changed:
+                self._problem = self._problem if self._missing else None
+        except Exception as error:  # noqa: BLE001 - saves go on in the slots that are there
+            problem = StoreError(f"{self._what}: {error}; the next save that finds no slot tries again")
+            with self._changed:
+                news, self._problem = self._problem is None, self._problem or problem
+            if news:
+                _log.error("%s", problem)
+        finally:
+            ended()
+            with self._changed:
+                self._running = False
+                self._changed.notify_all()
+
+    def _next(self) -> int | None:
+        with self._changed:
+            return None if self._stopped.is_set() else next(iter(self._missing), None)
