@@ -29,7 +29,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS_MIN = 3.0  # a phase that has less is left out
 _START_SECONDS = 5.0  # more than that, where its process must start: importing torch takes as long
 # A phase may be so late, at the cost of the last ones: to kill it costs the locked memory that the next ones share.
-_LATE_SECONDS = 10.0
+_LATE_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _ENOUGH_BYTES = 16 << 30
 _ON = ("card", "driver", "torch", "commit")

@@ -21,6 +21,7 @@ __all__ = [
     "STRATEGIES",
     "ByHoldfast",
     "DeviceTraining",
+    "ManySmallTensors",
     "Way",
     "differing",
     "join_alone",
@@ -103,6 +104,22 @@ class DeviceTraining:
         self.optimizer.zero_grad(set_to_none=True)
 
 
+class ManySmallTensors(DeviceTraining):
+    """Small parameters, and an optimizer that updates them all at once and keeps nothing of them."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        numbers = max(1, nbytes // count // 4)
+        self.model = nn.ParameterList(torch.ones(numbers, device="cuda") for _ in range(count))  # type: ignore[assignment]
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=True)  # type: ignore[assignment]
+        self.step()
+
+    def step(self) -> None:
+        """As `DeviceTraining`."""
+        self.optimizer.step()
+
+
 def _layers(sizes: ModelSizes, layers: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Embedding(sizes.vocabulary, sizes.width),
@@ -120,7 +137,7 @@ def paths_of(training: DeviceTraining) -> list[tuple[Any, ...]]:
         *(
             ("optimizer", "state", number, key)
             for number, parameter in enumerate(training.model.parameters())
-            for key in sorted(state[parameter])
+            for key in sorted(state.get(parameter, ()))
         ),
     ]
 
@@ -128,7 +145,7 @@ def paths_of(training: DeviceTraining) -> list[tuple[Any, ...]]:
 def tensors_of(training: DeviceTraining) -> list[torch.Tensor]:
     """The parameters, and what the optimizer keeps of each."""
     state, parameters = training.optimizer.state, list(training.model.parameters())
-    return [*parameters, *(state[one][key] for one in parameters for key in sorted(state[one]))]
+    return [*parameters, *(state[one][key] for one in parameters for key in sorted(state.get(one, ())))]
 
 
 def differing(

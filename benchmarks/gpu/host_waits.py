@@ -1,10 +1,12 @@
 """Whether `save()` waits for the device, what it allocates and maps, and how many operators it calls.
 
-`default` with the large state, the other strategies with the tiny one. A GradScaler is in each state.
+`default` with the large state where it is still open, the other strategies with the tiny one, each with a GradScaler.
+Then the call and the stall of a state of many small tensors.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -13,27 +15,32 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.device_training import STRATEGIES, saved_by
+from benchmarks.gpu.device_training import STRATEGIES, ManySmallTensors, saved_by
 from benchmarks.gpu.measured import Measured, Sizes
 from benchmarks.gpu.shared import Shared, beside_torch
-from benchmarks.gpu.windows import Windows
+from benchmarks.gpu.windows import FEW, Windows
 
 __all__ = ["measure"]
 
 _WARM_UP = 3
 _SLEEP_CYCLES = 500_000_000  # a quarter of a second and more, on any device
+_MANY_SECONDS_MAX = 4.0
 _COPIES = ("aten::copy_", "aten::_foreach_copy_", "aten::cat", "aten::stack")
 
 
-def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: ARG001 - the same for all phases
-    measured.put(strategies={})
-    found = {"default": _one_save(shared.windows())}
+def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:
+    found: dict[str, Any] = {}
     measured.put(strategies=found)
+    if shared.is_open:
+        found["default"] = _one_save(shared.windows())
+        measured.put(strategies=found)
+    shared.close()
+    _many_small_tensors(measured, sizes, shared)
     training = shared.training("tiny")
     scaler = torch.amp.GradScaler("cuda")
     scaler.scale(torch.ones(1, device="cuda"))
     for strategy in STRATEGIES:
-        if strategy == "default":
+        if strategy in found:
             continue
         with saved_by(strategy, training, measured.folder, scaler=scaler) as saver:
             windows = shared.windows_of(training, saver)
@@ -43,6 +50,19 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: 
                 training.step()
             found[strategy] = _one_save(windows)
             measured.put(strategies=found)
+
+
+def _many_small_tensors(measured: Measured, sizes: Sizes, shared: Shared) -> None:
+    training = ManySmallTensors(sizes.small_tensors, sizes.small_bytes)
+    figures: dict[str, Any] = {"tensors": sizes.small_tensors, "state_bytes": training.state_bytes}
+    begun = time.monotonic()
+    with saved_by("default", training, measured.folder) as saver:
+        windows = shared.windows_of(training, saver)
+        figures |= windows.open(begun)
+        windows.measure(FEW, time.monotonic() + _MANY_SECONDS_MAX)
+        figures |= windows.figures()
+        measured.put(many=figures)
+        measured.put(many=figures | windows.kept())
 
 
 def _one_save(windows: Windows) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """A rank of a job that is killed and goes on.
 
-    python -m benchmarks.gpu.job_rank KIND BACKEND OUT STEPS KILLED_AT [--quick]
+    python -m benchmarks.gpu.job_rank KIND BACKEND OUT STEPS KILLED_AT ENDS [--quick]
 
-KIND is `alone` (one rank, a tier in shared memory), `ddp` or `fsdp2` (with the stager that the environment names), or
-`probe`: no training, but whether NCCL takes these ranks. Deterministic algorithms; dropout on the device.
+KIND is `alone` (one rank, a tier in shared memory), `ddp` or `fsdp2` (with the stager that the environment names).
+Deterministic algorithms; dropout on the device. One that torchrun has started again is not killed again. Shortly before
+ENDS, of the monotonic clock, it is to be killed, and says where each of its threads is.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import json
 import os
@@ -24,6 +26,7 @@ from benchmarks.gpu.measured import FULL, QUICK, Sizes
 
 __all__: list[str] = []
 
+_STACKS_SECONDS = 4.0
 _SAVED_SECONDS_MAX = 30.0
 _LAYERS = 4
 _EVERY = 3
@@ -36,14 +39,12 @@ def _main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("killed_at", type=int)
+    parser.add_argument("ends", type=float)
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
-    if asked.kind == "probe":
-        torch.distributed.init_process_group("nccl")
-        torch.cuda.set_device(0)
-        torch.distributed.all_reduce(torch.ones(1, device="cuda"))
-        torch.cuda.synchronize()
-        return
+    faulthandler.dump_traceback_later(max(1.0, asked.ends - _STACKS_SECONDS - time.monotonic()))
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        asked.killed_at = 0
     _train(asked, QUICK if asked.quick else FULL)
 
 
@@ -51,6 +52,7 @@ def _train(asked: argparse.Namespace, sizes: Sizes) -> None:
     from benchmarks.gpu.device_training import join_alone
     from holdfast import Checkpointer, PerRank, RngState, init_torch_distributed
 
+    _say(asked, "has its imports")
     if asked.kind == "alone":
         join_alone()
         rank = 0
@@ -63,8 +65,10 @@ def _train(asked: argparse.Namespace, sizes: Sizes) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=asked.kind != "fsdp2")
     scaler = torch.amp.GradScaler("cuda", enabled=asked.kind != "fsdp2")
     state = {"model": model, "optimizer": optimizer, "scaler": scaler, "rng": PerRank(RngState())}
+    _say(asked, "has its model")
     with Checkpointer(state, every=_EVERY) as checkpointer:
         first = checkpointer.restore()
+        _say(asked, f"begins with step {first}")
         for step in range(first, asked.steps):
             generator = torch.Generator().manual_seed(1000 * step + rank)
             data = torch.randn(sizes.tiny.batch, sizes.tiny.width, generator=generator).cuda()
@@ -75,9 +79,11 @@ def _train(asked: argparse.Namespace, sizes: Sizes) -> None:
             checkpointer.step(step)
             if asked.killed_at and step == asked.killed_at:
                 _wait_saved(checkpointer, alone=asked.kind == "alone")
+                _say(asked, "is killed")
                 os.kill(os.getpid(), signal.SIGKILL)
+        _say(asked, "has trained")
     asked.out.with_name(f"{asked.out.name}-{rank}.json").write_text(
-        json.dumps({"first_step": first, "digest": _digest(model, optimizer)}), encoding="utf-8"
+        json.dumps({"first_step": first, "digests": _digests(model, optimizer)}), encoding="utf-8"
     )
     if asked.kind != "alone":
         torch.distributed.destroy_process_group()
@@ -99,6 +105,12 @@ def _model(kind: str, sizes: Sizes) -> tuple[nn.Module, nn.Module]:
     return model, model
 
 
+def _say(asked: argparse.Namespace, what: str) -> None:
+    """With the seconds that are left, so that a slow job shows where it was slow."""
+    left = asked.ends - time.monotonic()
+    print(f"rank {os.environ.get('RANK', '0')}, {left:.1f} s left: {what}", flush=True)
+
+
 def _wait_saved(checkpointer: Any, *, alone: bool) -> None:
     deadline = time.monotonic() + _SAVED_SECONDS_MAX
     while (checkpointer.kept_step if alone else checkpointer.staged_step) < _EVERY - 1:
@@ -107,16 +119,24 @@ def _wait_saved(checkpointer: Any, *, alone: bool) -> None:
         time.sleep(0.01)
 
 
-def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of every bit of this rank's state."""
+def _digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Of every bit of this rank's state, by part."""
     moments = [
         value for of in optimizer.state.values() for value in of.values() if isinstance(value, torch.Tensor)
     ]
-    seen = hashlib.sha256()
-    for tensor in (*model.state_dict().values(), *moments, torch.cuda.get_rng_state()):
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        seen.update(local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return seen.hexdigest()
+    parts = {
+        "model": [*model.state_dict().values()],
+        "moments": moments,
+        "random": [torch.cuda.get_rng_state()],
+    }
+    found = {}
+    for name, tensors in parts.items():
+        seen = hashlib.sha256()
+        for tensor in tensors:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            seen.update(local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        found[name] = seen.hexdigest()
+    return found
 
 
 if __name__ == "__main__":

@@ -102,6 +102,10 @@ class Measured:
         self._left_out[what] = reason
         self._write()
 
+    def beside(self, name: str) -> Path:
+        """A file beside the figures, for what was said."""
+        return self._path.with_name(f"{self.phase}-{name}")
+
     def seconds_left(self) -> float:
         return self._ends - time.monotonic()
 

@@ -12,11 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["ready"]
+__all__ = ["find_peers", "ready"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WHEELS = _ROOT / ".wheels"
 _SECONDS_MAX = 60
+_WHERE = "GPU_PEERS"
 # Module ─► package. torch is not among them: the machine's own is measured.
 _NEEDED = {
     "annotated_types": "annotated-types",
@@ -47,19 +48,23 @@ _PEERS = {
 
 
 def ready(folder: Path) -> dict[str, str]:
-    """Variables for Python that finds the tree and what was missing, which is put into `folder`. At most a minute."""
+    """Variables for Python that finds the tree and what was missing, which is put into `folder`. At most a minute.
+
+    The peers are found after `find_peers` alone: each torchrun would import lm-resiliency, which registers with it.
+    """
     ends = time.monotonic() + _SECONDS_MAX
+    peers = folder.with_name("peers")
     is_missing = False
-    for packages in (_NEEDED, _PEERS):
+    for packages, into in ((_NEEDED, folder), (_PEERS, peers)):
         missing = [
             package for module, package in packages.items() if importlib.util.find_spec(module) is None
         ]
         if missing:
-            is_missing = True
-            reason = _install(folder, missing, ends - time.monotonic())
+            is_missing = is_missing or into == folder
+            reason = _install(into, missing, ends - time.monotonic())
             # One that cannot be had must not take the others with it.
             for package in missing if reason and len(missing) > 1 else ():
-                _install(folder, [package], ends - time.monotonic())
+                _install(into, [package], ends - time.monotonic())
             if reason:
                 print(f"not all there: {', '.join(missing)}: {reason}", file=sys.stderr)
     paths = [
@@ -67,7 +72,13 @@ def ready(folder: Path) -> dict[str, str]:
         str(_ROOT),
         *([str(folder)] if is_missing else []),
     ]
-    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path), _WHERE: str(peers)}
+
+
+def find_peers() -> None:
+    """Let this process import what `ready` has installed of them."""
+    if (folder := os.environ.get(_WHERE, "")) not in sys.path:
+        sys.path.append(folder)
 
 
 def _install(folder: Path, packages: list[str], seconds: float) -> str:

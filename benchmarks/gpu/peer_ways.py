@@ -298,10 +298,9 @@ def _in(state: Any, paths: Sequence[tuple[Any, ...]]) -> list[torch.Tensor]:
     return found
 
 
-# Name ─► (the way, whose memory is made while other phases run). In the order in which they are opened.
-PEERS: dict[str, tuple[type[_Peer], bool]] = {
-    "lm_resiliency": (_LmResiliency, True),
-    "dcp": (_Dcp, True),
-    "torch_checkpointing": (_TorchCheckpointing, True),
-    "torch_save": (_TorchSave, False),
+PEERS: dict[str, type[_Peer]] = {
+    "lm_resiliency": _LmResiliency,
+    "dcp": _Dcp,
+    "torch_checkpointing": _TorchCheckpointing,
+    "torch_save": _TorchSave,
 }

@@ -1,6 +1,7 @@
-"""One peer beside holdfast: the same two trainings, the same windows, its copy compared with clones taken at the save.
+"""holdfast's peers one by one: the same training, the same windows, the copy compared with clones taken at the save.
 
-The phase's name says which: `peers-dcp`. `peers-holdfast` has the small state alone, since `stall` has the large one.
+The phase's name says which, with the small state: `peers-dcp`. `peers-holdfast` is holdfast itself, in the same run;
+`peers-large` has the large state, with as many of the peers as there is time for. `stall` has that of holdfast.
 """
 
 from __future__ import annotations
@@ -9,51 +10,90 @@ import contextlib
 import gc
 import shutil
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.device_training import saved_by
-from benchmarks.gpu.measured import Measured, Sizes
+from benchmarks.gpu.measured import QUICK, Measured, Sizes
+from benchmarks.gpu.packages import find_peers
 from benchmarks.gpu.peer_ways import PEERS
 from benchmarks.gpu.shared import Shared, free_host_bytes
 from benchmarks.gpu.stall import measure_way
-from benchmarks.gpu.windows import BARE, FEW, Windows
+from benchmarks.gpu.windows import BARE, FEW
 
-__all__ = ["measure", "no_room", "opened"]
+__all__ = ["measure"]
 
 _ROOM = 2.4  # a peer has two slots at most, and something beside them
+_LOCKED_BYTES_PER_SECOND = 1.4e9
+_WINDOWS_SECONDS = 5.0
+# Peer ─► copies of the state that it locks; in the order of what they take.
+_LARGE = {"torch_checkpointing": 1, "dcp": 1, "lm_resiliency": 2}
+_TAIL = 300
 
 
-def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: ARG001 - the same for all phases
+def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:
+    shared.close()
+    find_peers()
     name = measured.phase.removeprefix("peers-")
     if name == "holdfast":
         _measure_holdfast(measured, shared)
-        return
-    pattern = BARE if name == "torch_save" else FEW
+    elif name == "large":
+        _measure_large(measured, sizes, shared)
+    else:
+        _told(measured, [_way(measured, shared, name, "small")])
+
+
+def _measure_large(measured: Measured, sizes: Sizes, shared: Shared) -> None:
     ways: list[dict[str, Any]] = []
-    # torch.save writes the large state for so long that the small one comes first.
-    for size in ("small", "large") if name == "torch_save" else ("large", "small"):
-        about: dict[str, Any] = {"opened_beside_jobs": True}
-        if (name, size) in shared.opened:
-            windows = shared.opened.pop((name, size))
-        elif reason := no_room(shared, size, measured.folder):
-            measured.leave_out(size, reason)
+    measured.put(ways=ways)
+    for name, copies in _LARGE.items():
+        needed = copies * shared.training("large").state_bytes / _LOCKED_BYTES_PER_SECOND + _WINDOWS_SECONDS
+        if sizes != QUICK and measured.seconds_left() < needed:
+            measured.leave_out(name, f"{measured.seconds_left():.0f} s were left, and it takes {needed:.0f}")
             continue
-        else:
-            windows, about = opened(shared, name, size, measured.folder)
-        about = {"host_bytes": windows.saver.host_bytes(), **about}
         try:
-            ways.append(
-                measure_way(
-                    measured, windows, shared, size=size, pattern=pattern, way=about, others=tuple(ways)
-                )
-            )
-        finally:
-            windows.saver.close()
-            del windows
-            _give_back()
+            ways.append(_way(measured, shared, name, "large", tuple(ways)))
+        except ModuleNotFoundError as error:
+            measured.leave_out(name, f"no package {error.name}")
+        except Exception as error:  # noqa: BLE001 - the others are measured all the same
+            measured.leave_out(name, f"{type(error).__name__}: {error}"[-_TAIL:])
+    _told(measured, ways)
+
+
+def _way(
+    measured: Measured, shared: Shared, name: str, size: str, others: tuple[dict[str, Any], ...] = ()
+) -> dict[str, Any]:
+    """The figures of a peer, whose memory is given back afterwards: the next one needs the room."""
+    try:
+        return _opened(measured, shared, name, size, others)
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+        with contextlib.suppress(AttributeError):  # private: it has another name in some versions
+            torch._C._host_emptyCache()
+
+
+def _opened(
+    measured: Measured, shared: Shared, name: str, size: str, others: tuple[dict[str, Any], ...]
+) -> dict[str, Any]:
+    training = shared.training(size)
+    needed = int(_ROOM * training.state_bytes)
+    room = min(free_host_bytes(), shutil.disk_usage(measured.folder).free)
+    if room < needed:  # without room the copy would be ended by SIGBUS
+        raise RuntimeError(f"it may take {needed} bytes of memory, and {room} are there")
+    begun = time.monotonic()
+    saver = PEERS[name](training, measured.folder)
+    try:
+        windows = shared.windows_of(training, saver)
+        about = {"way": name, **windows.open(begun)}
+        pattern = BARE if saver.blocks else FEW
+        return measure_way(measured, windows, shared, size=size, pattern=pattern, way=about, others=others)
+    finally:
+        saver.close()
+
+
+def _told(measured: Measured, ways: list[dict[str, Any]]) -> None:
     if wrong := [way for way in ways if way["consistent"] != "yes"]:
         measured.put(torn=[f"{way['way']} {way['size']}: {way['consistent']}" for way in wrong])
 
@@ -66,27 +106,3 @@ def _measure_holdfast(measured: Measured, shared: Shared) -> None:
         way = measure_way(measured, windows, shared, size="small", pattern=FEW, way=windows.open(begun))
     if way["consistent"] != "yes":
         raise RuntimeError(f"what was saved is not the state at the save: {way}")
-
-
-def no_room(shared: Shared, size: str, folder: Path) -> str:
-    """Why a peer is not opened; empty where there is room. Without it the copy would be ended by SIGBUS."""
-    needed = int(_ROOM * shared.training(size).state_bytes)
-    room = min(free_host_bytes(), shutil.disk_usage(folder).free)
-    return f"it may take {needed} bytes of memory, and {room} are there" if room < needed else ""
-
-
-def opened(shared: Shared, name: str, size: str, folder: Path) -> tuple[Windows, dict[str, Any]]:
-    """A peer whose memory has been used once."""
-    training = shared.training(size)
-    begun = time.monotonic()
-    way, _ = PEERS[name]
-    windows = shared.windows_of(training, way(training, folder))
-    return windows, windows.open(begun)
-
-
-def _give_back() -> None:
-    """Pinned memory that torch would keep: the next peer needs the room."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    with contextlib.suppress(AttributeError):  # private: it has another name in some versions
-        torch._C._host_emptyCache()

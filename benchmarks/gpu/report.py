@@ -134,10 +134,32 @@ def _of_saves(run: GpuRun) -> Iterable[Figure]:
         to_device = rates.get("to_device", rates.get("pinned"))
         copies = back * to_device / gb if back and to_device else None
         yield _at_most(f"{gb:.1f} GB restored to the device, in bare copies", _RESTORE_COPIES_MAX, copies, 1)
+        if way.get("stall_ms") is not None and way.get("device_copy_ms"):
+            told = ", ".join(
+                f"{way[key] / way['device_copy_ms']:.1f}"
+                for key in ("stall_ms", "stall_queued_ms")
+                if way.get(key) is not None
+            )
+            told += f" of {way['device_copy_ms']:.1f} ms each"
+            yield Figure(f"stall of {gb:.1f} GB, idle and busy, in copies on the device", "", told, None)
+    yield from _of_many(run)
     large = sizes.get("large", {})
     host_gb = large.get("host_gb") or large.get("host_bytes", 0) / 1e9
     name = f"first use: {host_gb:.0f} GB made, locked and used, s" if host_gb else "first use of 24 GB, s"
     yield _at_most(name, _FIRST_USE_SECONDS_MAX, large.get("open_seconds"), 1)
+
+
+def _of_many(run: GpuRun) -> Iterable[Figure]:
+    many = run.of("waits").get("many")
+    if not many:
+        return
+    what = f"{many['state_bytes'] / 1e9:.1f} GB, {many['tensors']:,} tensors"
+    most = _CALL_MS_MAX + _CALL_MS_PER_TENSOR_MAX * many["tensors"]
+    # The device is idle while the host is in the call, so that is a part of the stall.
+    stall = most + _STALL_MS_PER_GB_MAX * many["state_bytes"] / 1e9
+    for name, queued in (("device idle", ""), ("queue busy", "_queued")):
+        yield _at_most(f"`save()` of {what}, {name}, ms", most, many.get(f"call{queued}_ms"), 1)
+        yield _at_most(f"stall of {what}, {name}, ms", stall, many.get(f"stall{queued}_ms"), 1)
 
 
 def _of_waits(run: GpuRun) -> Iterable[Figure]:
@@ -265,7 +287,7 @@ def peers_table(run: GpuRun) -> str:
                 f"{_cell(way.get('none_ms'), 0)}{spread}",
                 _cell(way.get("copy_seconds"), 2),
                 _cell(host or None, 1),
-                _cell(None if way.get("opened_beside_jobs") else way.get("open_seconds") or None, 1),
+                _cell(way.get("open_seconds") or None, 1),
                 str(way.get("consistent")),
             ]
             rows.append(f"| {' | '.join(cells)} |")

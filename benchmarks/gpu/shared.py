@@ -1,4 +1,4 @@
-"""What phases of one process share, each made when it is first asked for: trainings, the open Checkpointer, peers.
+"""What phases of one process share, each made when it is first asked for: trainings, rates, the open Checkpointer.
 
 Made once: the state of 12 GB on the device, and the 24 GB of locked memory of holdfast's two slots.
 """
@@ -25,13 +25,11 @@ class Shared:
     """See the module.
 
     Attributes:
-        opened: Peers whose memory is there, by name and size.
         opening: Of holdfast's at size `large`: seconds until each slot has been used, and its bytes.
     """
 
     def __init__(self, sizes: Sizes, folder: Path) -> None:
         self.sizes, self.folder = sizes, folder
-        self.opened: dict[tuple[str, str], Windows] = {}
         self.opening: dict[str, float] = {}
         self.beside_before = 0
         self._trainings: dict[str, DeviceTraining] = {}
@@ -83,11 +81,14 @@ class Shared:
         """Those of any way."""
         return Windows(training, saver, self.rates()["pinned"], self.sizes.window_steps_min)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `windows()` makes nothing."""
+        return self._windows is not None
+
     def close(self) -> None:
-        """Give everything back."""
-        for windows in self.opened.values():
-            with contextlib.suppress(Exception):
-                windows.saver.close()
+        """Close the Checkpointer of `windows()`, so that another one may be made."""
+        self._windows = None
         self._stack.close()
 
 

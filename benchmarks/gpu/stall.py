@@ -56,6 +56,7 @@ def measure_way(
     if measured.phase == "stall":
         way["way"] = "holdfast"
     way["keeps"] = windows.saver.keeps
+    way["device_copy_ms"] = round(nbytes / rates["on_device"] / 1e6, 3)
     way["consistent"] = "not looked at"
 
     def put(**figures: Any) -> None:
