@@ -198,7 +198,7 @@ class RankHandler:
             self._trainers.heard(rank)  # it waits for us, and answers no beats before it is welcome
         if self._previous_jobs.settled(flusher.ring, flusher.attempt):
             for rank in self._unwelcomed & self._trainers.present:
-                self._trainers.send(rank, self._welcome().to_frame())
+                self._trainers.welcome(rank, self._welcome().to_frame())
             self._unwelcomed.clear()
 
     def _welcome(self) -> Welcome:

@@ -3,6 +3,9 @@
     HELLO ─► here ── nothing heard for rank_seconds_max ──► silent ── heard again ──► here
                └──────────── BYE, dead, broke the protocol ────┴──────────────────► gone
 
+Except for beats, WELCOME is the first message that a rank gets: broadcasts from before it are held until then. Ranks
+that have lost another stager join one after the other, and the first may save before the last is here.
+
 A beat goes to every rank a few times within that time, and each rank answers it; whatever else it says counts as well.
 Only time in which this process listened counts: a stager that was stopped has not heard what was said meanwhile.
 """
@@ -55,6 +58,8 @@ class Trainers:
         self.lost: set[int] = set()
         self.beat_seconds = min(_BEAT_SECONDS_MAX, rank_seconds_max / _BEATS_PER_LIMIT)
         self._known: dict[int, _Heard] = {}  # ranks that have said HELLO; before that they import torch
+        # Broadcasts held for each rank that has no WELCOME yet.
+        self._held: dict[int, list[bytes]] = {rank: [] for rank in range(port.ranks)}
         self._turned_at = self._beat_at = clock()
         self._listened_seconds = 0.0
 
@@ -62,8 +67,18 @@ class Trainers:
         self._port.send(rank, message)
 
     def send_all(self, message: bytes) -> None:
+        """Send to every rank that is present; one without WELCOME gets it right after that."""
         for rank in self.present:
-            self._port.send(rank, message)
+            held = self._held.get(rank)
+            if held is None:
+                self._port.send(rank, message)
+            else:
+                held.append(message)
+
+    def welcome(self, rank: int, message: bytes) -> None:
+        """Send this WELCOME, then what was held for the rank."""
+        for one in (message, *self._held.pop(rank, ())):
+            self._port.send(rank, one)
 
     def hello(self, rank: int, frame: Frame) -> None:
         body = wire.json_body(frame)
@@ -100,6 +115,7 @@ class Trainers:
     def leave(self, rank: int, *, lost: bool) -> None:
         """Nothing more comes from this rank."""
         self.present.discard(rank)
+        self._held.pop(rank, None)
         if lost:
             self.lost.add(rank)
 

@@ -303,7 +303,7 @@ class Scenario:
             assert not ended, f"{marker.name} was never reached:\n{self._said(job)}"
             return False
 
-        wait_until(reached, _REACH_SECONDS_MAX, f"{marker.name} was not reached:\n{self._said(job)}")
+        wait_until(reached, _REACH_SECONDS_MAX, lambda: f"{marker.name} was not reached:\n{self._said(job)}")
         return int(marker.read_text())
 
     def _wait_for_training(self, job: Job) -> None:
@@ -314,7 +314,9 @@ class Scenario:
             assert job.process.poll() is None, self._said(job)
             return all(SAVES[1] - 1 in losses(path) for path in written)
 
-        wait_until(trained, _REACH_SECONDS_MAX, f"the ranks wait for who stands still:\n{self._said(job)}")
+        wait_until(
+            trained, _REACH_SECONDS_MAX, lambda: f"the ranks wait for who stands still:\n{self._said(job)}"
+        )
 
     def _wait_for_added_slots(self, job: Job, first_chunks: int) -> None:
         """Until a save has filled slots that were added: they serve first, but for a save that has all its slots."""
@@ -331,7 +333,9 @@ class Scenario:
                 )
                 return found
 
-            wait_until(used, _END_SECONDS_MAX, f"no save is in the slots that were added:\n{self._said(job)}")
+            wait_until(
+                used, _END_SECONDS_MAX, lambda: f"no save is in the slots that were added:\n{self._said(job)}"
+            )
 
     def _pid(self, victim: str, job: Job, number: int) -> int:
         if victim == "mpirun":

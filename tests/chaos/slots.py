@@ -120,7 +120,7 @@ class Machine:
                 assert not ended, f"{fault} was never reached:\n{job.output()}"
                 return False
 
-            wait_until(reached, _LIMIT_SECONDS, f"{fault} was not reached:\n{job.output()}")
+            wait_until(reached, _LIMIT_SECONDS, lambda: f"{fault} was not reached:\n{job.output()}")
             if cell.all_ranks:
                 process = psutil.Process(int(marker.read_text()))
                 wait_until(lambda: process.status() == psutil.STATUS_STOPPED, 30, "it does not stand still")

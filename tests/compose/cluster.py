@@ -99,7 +99,7 @@ class ComposeCluster:
             assert self.state("stager")["Status"] == "running", self.log("stager")
             return max(self.steps(), default=-1) >= step
 
-        wait_until(told, _SECONDS_MAX, f"step {step} does not come:\n{self.log('stager')}")
+        wait_until(told, _SECONDS_MAX, lambda: f"step {step} does not come:\n{self.log('stager')}")
 
     def in_node(self, *command: str) -> str:
         """Run it in a container of its own beside the cluster, from the nodes' image and with their environment."""

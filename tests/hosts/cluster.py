@@ -194,13 +194,13 @@ class Cluster:
             assert found or self._runs[-1].poll() is None, self.story()
             return bool(found)
 
-        wait_until(there, _SECONDS_MAX, f"no {event} {fields}:\n{self.story()}")
+        wait_until(there, _SECONDS_MAX, lambda: f"no {event} {fields}:\n{self.story()}")
         return found[-1]
 
     def until_paused(self) -> None:
         """Until the first attempt stands still, some steps behind a step that is durable."""
         self.until("durable", step=PAUSE_AT // EVERY * EVERY - 1)
-        wait_until((self.out(1) / "paused-0").exists, _SECONDS_MAX, f"no pause:\n{self.story()}")
+        wait_until((self.out(1) / "paused-0").exists, _SECONDS_MAX, lambda: f"no pause:\n{self.story()}")
 
     def status(self, event: str = "") -> list[dict[str, Any]]:
         """What the supervisor has decided."""
@@ -233,7 +233,7 @@ class Cluster:
         def left() -> list[str]:
             return [line for host in hosts for line in (*host.commands(), *_files(host, "/dev/shm"))]
 
-        wait_until(lambda: not left(), 60, f"left behind: {left()}")
+        wait_until(lambda: not left(), 60, lambda: f"left behind: {left()}")
         if self._place is None:
             return
         client = plain_client()

@@ -105,7 +105,7 @@ class Host:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
             self._process = None
-        wait_until(lambda: not self.pids(), 30, f"{self.name} still has {self.pids()}")
+        wait_until(lambda: not self.pids(), 30, lambda: f"{self.name} still has {self.pids()}")
 
     def remove(self) -> None:
         """Nothing of it is left."""

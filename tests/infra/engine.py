@@ -131,7 +131,9 @@ class PlayedJobSet:
             failed[:] = [pod for pod in self.pods if pod.process.poll() not in {None, 0}]
             return bool(failed) or all(pod.process.poll() == 0 for job in targets for pod in self.of(job))
 
-        wait_until(settled, _SECONDS_MAX, f"no pod has failed, and the job is not done:\n{self.output()}")
+        wait_until(
+            settled, _SECONDS_MAX, lambda: f"no pod has failed, and the job is not done:\n{self.output()}"
+        )
         if not failed:
             self._stop(self.pods)
             return "Completed"
@@ -180,7 +182,7 @@ class PlayedJobSet:
             with socket.socket() as probe:
                 return probe.connect_ex((self._address(name), port)) == 0
 
-        wait_until(listens, _SECONDS_MAX, f"{name} does not become ready:\n{self.output()}")
+        wait_until(listens, _SECONDS_MAX, lambda: f"{name} does not become ready:\n{self.output()}")
 
     def _pod(self, job: Mapping[str, Any], index: int) -> PlayedPod:
         pod = job["template"]["spec"]["template"]["spec"]

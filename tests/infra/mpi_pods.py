@@ -117,7 +117,7 @@ class PlayedMpiJob:
             assert all(pod.code() is None for pod in self.pods), self.output()
             return all((self.folder / "out" / f"ready-{rank}").exists() for rank in range(NODES))
 
-        wait_until(ready, _SECONDS_MAX, f"the ranks do not come so far:\n{self.output()}")
+        wait_until(ready, _SECONDS_MAX, lambda: f"the ranks do not come so far:\n{self.output()}")
 
     def take(self, pod: MpiPod, told: Callable[[], bool]) -> None:
         """The kubelet ends a node's pod: first its hook, which here waits until `told`, then SIGTERM."""
@@ -127,7 +127,7 @@ class PlayedMpiJob:
         assert waits != line
         hook = pod.begin_hook(waits)
         try:
-            wait_until(told, _SECONDS_MAX, f"nobody hears of the notice:\n{self.output()}")
+            wait_until(told, _SECONDS_MAX, lambda: f"nobody hears of the notice:\n{self.output()}")
             assert hook.poll() is None, "the hook ends the pod before the deadline of its notice"
         finally:
             over.touch()
@@ -142,7 +142,7 @@ class PlayedMpiJob:
             codes.update({pod.name: pod.code() for pod in self.pods})
             return any(codes.values()) or codes[self.pods[-1].name] == 0
 
-        wait_until(settled, _SECONDS_MAX, f"no pod ends:\n{self.output()}")
+        wait_until(settled, _SECONDS_MAX, lambda: f"no pod ends:\n{self.output()}")
         self.codes.append(codes)
         self.stop()
         failed = [(name, code) for name, code in codes.items() if code]

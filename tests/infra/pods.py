@@ -163,7 +163,7 @@ def wait_for_ranks(jobset: PlayedJobSet | PlayedJobGroup) -> None:
         assert all(pod.process.poll() is None for pod in jobset.pods), jobset.output()
         return all((jobset.folder / "out" / f"ready-{rank}").exists() for rank in range(RANKS))
 
-    wait_until(ready, 240, f"the ranks do not come so far:\n{jobset.output()}")
+    wait_until(ready, 240, lambda: f"the ranks do not come so far:\n{jobset.output()}")
 
 
 def go_on(jobset: PlayedJobSet | PlayedJobGroup) -> None:

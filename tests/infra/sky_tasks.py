@@ -78,7 +78,7 @@ class PlayedJobGroup:
             codes = [pod.process.poll() for pod in pods]
             return any(codes) or None not in codes
 
-        wait_until(over, _SECONDS_MAX, f"{name} does not end:\n{self.output()}")
+        wait_until(over, _SECONDS_MAX, lambda: f"{name} does not end:\n{self.output()}")
         codes = [pod.process.poll() for pod in pods]
         for pod in pods:
             pod.kill()

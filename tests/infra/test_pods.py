@@ -47,7 +47,7 @@ def test_the_stagers_pod_is_replaced_and_the_running_ranks_join_it(tmp_path: Pat
         assert jobset.settle() == "ReplacePod", jobset.output()
         assert stager.process.returncode == (AGAIN if loss == "evicted" else -signal.SIGKILL)
         wait_until(
-            lambda: jobset.output().count("the stager is reached again") == len(ranks), 120, jobset.output()
+            lambda: jobset.output().count("the stager is reached again") == len(ranks), 120, jobset.output
         )
         assert jobset.of("ranks") == ranks
         assert all(pod.process.poll() is None for pod in ranks), jobset.output()

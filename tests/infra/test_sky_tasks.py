@@ -40,7 +40,9 @@ def test_a_killed_rank_has_its_task_run_again_which_resumes_beside_the_same_stag
         # Nothing tells the stager to end: the delay before SkyPilot takes its pod away is its time to write.
         assert stager.process.poll() is None
         wait_until(
-            lambda: STEPS - 1 in saved(tmp_path), 60, f"the last step is not durable:\n{group.output()}"
+            lambda: STEPS - 1 in saved(tmp_path),
+            60,
+            lambda: f"the last step is not durable:\n{group.output()}",
         )
 
 

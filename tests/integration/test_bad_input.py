@@ -132,7 +132,7 @@ def check_a_second_stager(tmp_path: Path, *, beside: bool) -> None:
     with cluster.start(RANKS, "hold", "3") as first:
         runtime = cluster.runtime
         held = [cluster.out(1) / f"holding-{rank}" for rank in range(RANKS)]
-        wait_until(lambda: all(path.exists() for path in held), SECONDS_MAX, first.output())
+        wait_until(lambda: all(path.exists() for path in held), SECONDS_MAX, first.output)
         with cluster.start(RANKS, "plain", "2", runtime=runtime if beside else None) as second:
             assert second.wait(SECONDS_MAX) != 0, second.output()
         for rank in said(cluster, 2):

@@ -151,7 +151,7 @@ def check_exception(tmp_path: Path, how: str) -> None:
             return all((out / f"met-{rank}").exists() for rank in ranks)
 
         try:
-            wait_until(left, SECONDS_MAX, f"the block does not end:\n{job.output()}")
+            wait_until(left, SECONDS_MAX, lambda: f"the block does not end:\n{job.output()}")
             said = job.output()
         finally:
             flusher(cluster).send_signal(signal.SIGCONT)

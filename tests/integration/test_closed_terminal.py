@@ -115,7 +115,7 @@ def test_a_stager_whose_terminal_closes_in_mid_job_writes_what_is_staged(tmp_pat
         start = {"stager": False, "rewrite": by_torchrun(2), "env": joined}
         with cluster.start(2, *RUN, str(PAUSE_AT), **start) as job:  # type: ignore[arg-type]
             paused = [cluster.out(1) / f"paused-{rank}" for rank in range(2)]
-            wait_until(lambda: all(path.exists() for path in paused), SECONDS_MAX, job.output())
+            wait_until(lambda: all(path.exists() for path in paused), SECONDS_MAX, job.output)
             terminal.close()
             assert terminal.process.wait(SECONDS_MAX) == PeerLost.exit_code
             assert list((tmp_path / "store").glob(f"step-{SAVED:09d}*.json"))

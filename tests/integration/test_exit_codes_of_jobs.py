@@ -34,7 +34,7 @@ def cluster(tmp_path: Path) -> Cluster:
 def signalled(cluster: Cluster, job: Job, number: int, *, wrapper: bool = False) -> None:
     """Send the signal to rank 1, or to its wrapper, once it stands still."""
     out = cluster.out(cluster.started)
-    wait_until((out / "paused-1").exists, SECONDS_MAX, f"no pause:\n{job.output()}")
+    wait_until((out / "paused-1").exists, SECONDS_MAX, lambda: f"no pause:\n{job.output()}")
     rank = psutil.Process(int((out / "pid-1").read_text()))
     target = rank.parent() if wrapper else rank
     assert target is not None

@@ -36,7 +36,7 @@ def run(cluster: Cluster, *, kill_after: int = 0) -> list[str]:
         if not kill_after:
             job.succeed(SECONDS_MAX)
             return lines(cluster, number)
-        wait_until(lambda: len(lines(cluster, number)) >= kill_after, SECONDS_MAX, job.output())
+        wait_until(lambda: len(lines(cluster, number)) >= kill_after, SECONDS_MAX, job.output)
         for rank in range(2):
             os.kill(int((cluster.out(number) / f"pid-{rank}").read_text()), signal.SIGKILL)
         job.wait(SECONDS_MAX)

@@ -60,14 +60,14 @@ class Spot:
             assert job.process.poll() is None, job.output()
             return path.exists() and len(path.read_text().splitlines()) > step
 
-        wait_until(there, _WAIT_SECONDS_MAX, f"step {step} is not done:\n{job.output()}")
+        wait_until(there, _WAIT_SECONDS_MAX, lambda: f"step {step} is not done:\n{job.output()}")
 
     def wait_for(self, job: Job, name: str) -> dict[str, Any]:
         def there() -> bool:
             assert job.process.poll() is None or self.events(name), job.output()
             return bool(self.events(name))
 
-        wait_until(there, _WAIT_SECONDS_MAX, f"no event {name}:\n{job.output()}")
+        wait_until(there, _WAIT_SECONDS_MAX, lambda: f"no event {name}:\n{job.output()}")
         return self.events(name)[0]
 
     def steps(self) -> list[int]:

@@ -47,7 +47,7 @@ class Place:
         """SIGTERM to each rank and all that it has started, once both stand still."""
         out = self.cluster.out(self.cluster.started)
         marks = [out / f"standing-{rank}" for rank in range(2)]
-        wait_until(lambda: all(mark.exists() for mark in marks), SECONDS_MAX, job.output())
+        wait_until(lambda: all(mark.exists() for mark in marks), SECONDS_MAX, job.output)
         groups = {os.getpgid(int(mark.read_text())) for mark in marks}
         assert os.getpgrp() not in groups
         for group in groups:

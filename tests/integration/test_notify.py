@@ -59,7 +59,7 @@ def test_a_standing_stager_tells_people_and_waits_for_no_destination(tmp_path: P
                 (out / "go-on").touch()
                 os.kill(int((out / "pid-1").read_text()), signal.SIGKILL)
                 job.succeed(SECONDS_MAX)
-            wait_until(lambda: kinds(told)["job_ended"] > 0, SECONDS_MAX, stager.output())
+            wait_until(lambda: kinds(told)["job_ended"] > 0, SECONDS_MAX, stager.output)
             assert stager.stop() == 0, stager.output()
         assert hanging.said()[0]["event"] == "lost"
         assert SECRET not in stager.output()

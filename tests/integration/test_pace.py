@@ -56,7 +56,7 @@ class Paced:
             intervals = self.events("interval")[count:]
             return [line for line in intervals if (line["every"] > than) == longer and line["every"] != than]
 
-        wait_until(lambda: bool(found()), WAIT_SECONDS_MAX, f"no other interval:\n{job.output()}")
+        wait_until(lambda: bool(found()), WAIT_SECONDS_MAX, lambda: f"no other interval:\n{job.output()}")
         return found()[0]
 
     def train_until(self, job: Job, step: int) -> None:
@@ -67,7 +67,7 @@ class Paced:
             text = path.read_text() if path.exists() else ""
             return bool(text) and int(text) >= step
 
-        wait_until(there, WAIT_SECONDS_MAX, job.output())
+        wait_until(there, WAIT_SECONDS_MAX, job.output)
 
     def stop(self, job: Job) -> str:
         (self.cluster.out(1) / "stop").touch()

@@ -78,7 +78,7 @@ class WrappedJob:
             assert process.poll() is None, self.output()
             return all((self.out / f"ready-{rank}").exists() for rank in range(RANKS))
 
-        wait_until(ready, SECONDS_MAX, f"the ranks do not come so far:\n{self.output()}")
+        wait_until(ready, SECONDS_MAX, lambda: f"the ranks do not come so far:\n{self.output()}")
         (self.out / "go-on").touch()
 
     def pid(self, rank: int) -> int:
@@ -143,5 +143,7 @@ def test_an_agent_that_is_killed_takes_the_wrappers_and_their_ranks_with_it(job:
         assert process.pid not in pids
         os.kill(process.pid, signal.SIGKILL)
         wait_until(
-            lambda: not any(map(psutil.pid_exists, pids)), 60, f"processes {pids} live on:\n{job.output()}"
+            lambda: not any(map(psutil.pid_exists, pids)),
+            60,
+            lambda: f"processes {pids} live on:\n{job.output()}",
         )

@@ -65,7 +65,7 @@ def _wait_for(job: Job, said: str, times: int = RANKS) -> None:
         assert job.process.poll() is None, job.output()
         return job.output().count(said) >= times
 
-    wait_until(seen, SECONDS_MAX, f"{said!r} was not said {times} times:\n{job.output()}")
+    wait_until(seen, SECONDS_MAX, lambda: f"{said!r} was not said {times} times:\n{job.output()}")
 
 
 def _check_as_undisturbed(scene: Scene, reference: Path) -> None:

@@ -138,7 +138,7 @@ class Run:
     def assert_nothing_left(self) -> None:
         """No process, no ring, no segment of MPI, no upload."""
         # The flusher gives its directory back just before it ends.
-        wait_until(lambda: not self.living(), SECONDS_MAX, f"still there: {self.living()}")
+        wait_until(lambda: not self.living(), SECONDS_MAX, lambda: f"still there: {self.living()}")
         assert not runtime_directory(self.store, self.runtime).exists()
         assert not list(self.runtime.glob("*-mpi-*"))
         assert not [
@@ -311,7 +311,7 @@ def test_a_running_job_refuses_a_second_supervisor_hears_sigusr1_and_leaves_noth
         said = [line for line in read_events(run.logs / "events.jsonl") if line["event"] == "notice"]
         return {line["told_rank"] for line in said if line["source"] == "sigusr1"}
 
-    wait_until(lambda: noticed() == {0, 1}, SECONDS_MAX, f"{noticed()} heard it:\n{run.said()}")
+    wait_until(lambda: noticed() == {0, 1}, SECONDS_MAX, lambda: f"{noticed()} heard it:\n{run.said()}")
     assert first.poll() is None
     assert all(psutil.pid_exists(run.pid(rank)) for rank in range(2))
     first.terminate()

@@ -125,9 +125,9 @@ def test_training_goes_on_when_the_stager_is_killed_and_another_one_takes_the_ne
 def test_sigterm_to_torchrun_is_a_notice_and_the_stager_brings_all_ranks_to_one_step(scene: Scene) -> None:
     with scene.start([str(MANY), str(NEVER)], TRAIN_STEP_SECONDS="0.02", HOLDFAST_WATCH="sigterm") as job:
         path = scene.cluster.out(1) / "losses-1"
-        wait_until(lambda: path.exists() and len(losses(path)) > 5, 240, job.output())
+        wait_until(lambda: path.exists() and len(losses(path)) > 5, 240, job.output)
         os.kill(job.process.pid, signal.SIGTERM)
-        wait_until(lambda: bool(list((scene.directory / "store").glob("step-*.json"))), 120, job.output())
+        wait_until(lambda: bool(list((scene.directory / "store").glob("step-*.json"))), 120, job.output)
         for rank in range(RANKS):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(scene.pid(rank), signal.SIGKILL)
@@ -142,11 +142,11 @@ def test_sigterm_to_torchrun_is_a_notice_and_the_stager_brings_all_ranks_to_one_
 def test_an_interval_that_is_found_by_itself_is_the_same_on_all_ranks(scene: Scene) -> None:
     scene.cluster = Cluster(scene.directory, scene.cluster.store, scene.env, script=pacing.__file__)
     with scene.start([], PACING_STEP_SECONDS="0.01") as job:
-        wait_until(lambda: len(scene.events("interval")) > 0, 120, f"no interval:\n{job.output()}")
+        wait_until(lambda: len(scene.events("interval")) > 0, 120, lambda: f"no interval:\n{job.output()}")
         (interval, *_) = scene.events("interval")
         step = scene.cluster.out(1) / "step"
         wait_until(
-            lambda: int(step.read_text() or 0) > interval["first_step"] + interval["every"], 120, job.output()
+            lambda: int(step.read_text() or 0) > interval["first_step"] + interval["every"], 120, job.output
         )
         (scene.cluster.out(1) / "stop").touch()
         job.succeed(120)

@@ -36,19 +36,19 @@ def test_ranks_hear_that_the_stager_is_stopping_and_are_never_busy(scene: Scene)
         TRAIN_STAGED_SECONDS_MAX="1",  # a declined step is waited for: none is on its way at the next
         HOLDFAST_CLOSE_SECONDS_MAX="1",
     ) as job:
-        wait_until(lambda: newest(scene, "durable") > 0, 240, job.output())
+        wait_until(lambda: newest(scene, "durable") > 0, 240, job.output)
         directory = runtime_directory(scene.cluster.store, scene.directory / "stager-runtime")
         flusher = int((directory / "flusher.pid").read_text())
         os.kill(flusher, signal.SIGSTOP)  # so that writing takes as long as the test wants
         try:
             before = newest(scene, "staged")
-            wait_until(lambda: newest(scene, "staged") > before, 120, job.output())
+            wait_until(lambda: newest(scene, "staged") > before, 120, job.output)
             scene.stager.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: len(declined(scene, "stager stopping")) >= 3 * RANKS, 120, job.output())
+            wait_until(lambda: len(declined(scene, "stager stopping")) >= 3 * RANKS, 120, job.output)
         finally:
             os.kill(flusher, signal.SIGCONT)
         assert scene.stager.process.wait(120) == PeerLost.exit_code, scene.stager.output()
-        wait_until(lambda: len(declined(scene, "stager lost")) >= 2 * RANKS, 120, job.output())
+        wait_until(lambda: len(declined(scene, "stager lost")) >= 2 * RANKS, 120, job.output)
         job.kill()
     stopping = declined(scene, "stager stopping")
     first = min(step for _, step in stopping)

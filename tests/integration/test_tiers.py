@@ -65,7 +65,7 @@ def wait_for_pause(cluster: Cluster, job: Job, *, kept: int) -> None:
             return False
         return len([event for event in events(cluster, "complete") if event["step"] == kept]) == 2 * RANKS
 
-    wait_until(ready, 120, f"no pause with step {kept} complete in both tiers:\n{job.output()}")
+    wait_until(ready, 120, lambda: f"no pause with step {kept} complete in both tiers:\n{job.output()}")
 
 
 def kill_all_ranks(cluster: Cluster) -> None:
@@ -142,7 +142,7 @@ def check_resumed_alone(cluster: Cluster, reference: Path, memory: Path, *, lost
 def test_beside_the_stager_a_killed_run_resumes_from_memory(cluster: Cluster, reference: Path) -> None:
     with cluster.start(RANKS, *RUN, str(PAUSE_AT)) as job:
         wait_for_pause(cluster, job, kept=SAVED)
-        wait_until(lambda: bool(events(cluster, "durable")), 120, job.output())
+        wait_until(lambda: bool(events(cluster, "durable")), 120, job.output)
         kill_all_ranks(cluster)
         job.wait(60)
     with cluster.start(RANKS, *RUN) as job:
@@ -162,13 +162,11 @@ def check_after_the_stager_s_death_ranks_write_to_the_store_themselves(
     slices = tmp_path / "store" / "slices"
     with cluster.start(RANKS, *RUN, str(PAUSE_AT)) as job:
         out = cluster.out(1)
-        wait_until(lambda: all((out / f"paused-{rank}").exists() for rank in range(RANKS)), 120, job.output())
-        wait_until(
-            lambda: {event["step"] for event in events(cluster, "durable")} == {3, 7}, 120, job.output()
-        )
+        wait_until(lambda: all((out / f"paused-{rank}").exists() for rank in range(RANKS)), 120, job.output)
+        wait_until(lambda: {event["step"] for event in events(cluster, "durable")} == {3, 7}, 120, job.output)
         assert not slices.exists(), "while the stager lives it brings them there"
         os.kill(stager_of(cluster.runtime), signal.SIGKILL)
-        wait_until(lambda: len(events(cluster, "stager_lost")) == RANKS, 120, job.output())
+        wait_until(lambda: len(events(cluster, "stager_lost")) == RANKS, 120, job.output)
         (out / "go-on").touch()
         job.wait(120)
     assert job.output().count("are kept in store alone") == RANKS, job.output()

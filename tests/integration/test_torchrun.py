@@ -68,7 +68,7 @@ def wait_for_pause(cluster: Cluster, job: Job) -> None:
         paused = all((cluster.out(1) / f"paused-{rank}").exists() for rank in range(RANKS))
         return paused and [event["step"] for event in events(cluster, "complete")].count(SAVED) == RANKS
 
-    wait_until(ready, 240, f"no pause with step {SAVED} complete:\n{job.output()}")
+    wait_until(ready, 240, lambda: f"no pause with step {SAVED} complete:\n{job.output()}")
 
 
 def test_an_agent_that_is_killed_takes_its_ranks_with_it_and_a_new_one_resumes(
@@ -106,9 +106,9 @@ def test_sigterm_to_torchrun_is_a_notice_and_all_ranks_save_one_step(cluster: Cl
     slowly = {"TRAIN_STEP_SECONDS": "0.02"}  # and watched by default
     with start(cluster, [str(MANY), str(NEVER)], env=slowly) as job:
         path = cluster.out(1) / "losses-1"
-        wait_until(lambda: path.exists() and len(losses(path)) > 5, 240, job.output())
+        wait_until(lambda: path.exists() and len(losses(path)) > 5, 240, job.output)
         os.kill(job.process.pid, signal.SIGTERM)
-        wait_until(lambda: len(events(cluster, "complete")) == RANKS, 120, job.output())
+        wait_until(lambda: len(events(cluster, "complete")) == RANKS, 120, job.output)
         for rank in range(RANKS):
             os.kill(pid(cluster, rank), signal.SIGKILL)
         job.wait(120)

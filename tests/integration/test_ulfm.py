@@ -70,7 +70,7 @@ class UlfmJob:
             assert self.job.process.poll() is None or self.events(event), self.job.output()
             return bool(self.events(event))
 
-        wait_until(there, SECONDS_MAX, f"no {event}:\n{self.job.log.read_text(errors='replace')}")
+        wait_until(there, SECONDS_MAX, lambda: f"no {event}:\n{self.job.log.read_text(errors='replace')}")
         return self.events(event)[0]
 
     def struck(self) -> Path:

@@ -87,13 +87,15 @@ def test_a_host_that_vanishes_is_noticed_by_deadline_from_both_ends(tmp_path: Pa
     story = Story(tmp_path)
     cluster = story.cluster
     with cluster.start(2, *RUN, rewrite=hosts.rewrite) as job:
-        wait_until(story.struck().exists, SECONDS_MAX, f"the fault did not strike:\n{job.output()}")
-        wait_until(lambda: bool(story.of("staged")), SECONDS_MAX, f"nothing staged:\n{job.output()}")
+        wait_until(story.struck().exists, SECONDS_MAX, lambda: f"the fault did not strike:\n{job.output()}")
+        wait_until(lambda: bool(story.of("staged")), SECONDS_MAX, lambda: f"nothing staged:\n{job.output()}")
         hosts.cut()
         os.kill(int(story.struck().read_text()), signal.SIGCONT)
 
         # From the stager's end.
-        wait_until(lambda: len(story.of("rank_silent")) == 2, SECONDS_MAX, f"not noticed:\n{job.output()}")
+        wait_until(
+            lambda: len(story.of("rank_silent")) == 2, SECONDS_MAX, lambda: f"not noticed:\n{job.output()}"
+        )
         silent = story.of("rank_silent")
         assert {line["silent_rank"] for line in silent} == {0, 1}
         assert all(f"on host {hosts.name}" in line["name"] for line in silent)
@@ -104,7 +106,7 @@ def test_a_host_that_vanishes_is_noticed_by_deadline_from_both_ends(tmp_path: Pa
         assert [line["step"] for line in story.of("staged")] == [3]
         wait_until(lambda: bool(story.of("durable", "flusher")), SECONDS_MAX, "step 3 is not durable")
         # It comes through mpirun, and the wire is cut.
-        wait_until(lambda: "has been silent for" in " ".join(job.output().split()), SECONDS_MAX, job.output())
+        wait_until(lambda: "has been silent for" in " ".join(job.output().split()), SECONDS_MAX, job.output)
 
         # From the trainers' end: over there nothing of holdfast is left to wait for, and they go on.
         wait_until(
@@ -115,7 +117,9 @@ def test_a_host_that_vanishes_is_noticed_by_deadline_from_both_ends(tmp_path: Pa
         lost = story.of("stager_lost", "trainer")
         assert sorted(line["rank"] for line in lost) == [0, 1], "said once by each rank"
         assert all("heard nothing from the stager" in line["message"] for line in lost)
-        wait_until(lambda: not _ranks(hosts), SECONDS_MAX, f"ranks hang at their end: {_ranks(hosts)}")
+        wait_until(
+            lambda: not _ranks(hosts), SECONDS_MAX, lambda: f"ranks hang at their end: {_ranks(hosts)}"
+        )
     story.assert_trained_on(1)
     cluster.wait_for_flusher()
 

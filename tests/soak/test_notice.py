@@ -63,7 +63,7 @@ def test_ranks_that_are_told_at_the_same_time_save_one_step(make: Callable[[int]
         for server in spot.servers:
             server.interrupt(20)
         saved = spot.wait_for(job, "emergency_staged")["saved_step"]
-        wait_until(lambda: len(spot.events("notice")) == 3, _WAIT_SECONDS_MAX, job.output())
+        wait_until(lambda: len(spot.events("notice")) == 3, _WAIT_SECONDS_MAX, job.output)
         spot.train_until(job, saved + 60)  # several looks of each watch, which hear the same again
         job.kill()
     spot.cluster.wait_for_flusher()

@@ -22,7 +22,7 @@ def test_after_the_stagers_death_all_ranks_go_on_at_the_same_steps(tmp_path: Pat
         paced = run.wait_for(job, 0, longer=True, than=0)
         run.train_until(job, paced["first_step"] + 2 * paced["every"])
         os.kill(stager_of(run.cluster.runtime), signal.SIGKILL)
-        wait_until(lambda: len(run.events("stager_lost")) == RANKS, WAIT_SECONDS_MAX, job.output())
+        wait_until(lambda: len(run.events("stager_lost")) == RANKS, WAIT_SECONDS_MAX, job.output)
         lost_at = int((run.cluster.out(1) / "step").read_text())
         # What was appointed last may not have reached every rank: each goes on from what it has heard.
         every = 1 << (max(line["every"] for line in run.events("interval")) - 1).bit_length()

@@ -69,7 +69,7 @@ def test_a_supervisor_that_is_killed_takes_its_job_with_it(run: Run, reference: 
     assert run.process is not None
     run.process.kill()
     run.process.wait()
-    wait_until(lambda: not run.living(), 60, f"left: {run.living()}")
+    wait_until(lambda: not run.living(), 60, lambda: f"left: {run.living()}")
     assert not runtime_directory(run.store, run.runtime).exists()
     run.main_job()
     assert run.wait() == 0, run.said()

@@ -73,7 +73,7 @@ def test_a_host_that_vanishes_is_a_preemption(tmp_path: Path, hosts: TwoHosts) -
         def here() -> list[str]:
             return [line for line in run.living() if int(line.partition(":")[0]) not in hosts.pids()]
 
-        wait_until(lambda: not here(), SECONDS_MAX, f"still there: {here()}")
+        wait_until(lambda: not here(), SECONDS_MAX, lambda: f"still there: {here()}")
     finally:
         if run.process is not None and run.process.poll() is None:
             run.process.send_signal(signal.SIGKILL)

@@ -103,11 +103,13 @@ class Cluster:
         wait_until(lambda: not directory.exists(), seconds_max, f"{directory} is still there")
 
 
-def wait_until(condition: Callable[[], bool], seconds_max: float, message: str) -> None:
-    """Look again and again; a failure of the test at the limit."""
+def wait_until(condition: Callable[[], bool], seconds_max: float, message: str | Callable[[], str]) -> None:
+    """Look again and again; a failure of the test at the limit. A `message` that is a function is called then, to show
+    the output at that time.
+    """
     deadline = time.monotonic() + seconds_max
     while not condition():
-        assert time.monotonic() < deadline, message
+        assert time.monotonic() < deadline, message() if callable(message) else message
         time.sleep(0.05)
 
 
@@ -123,7 +125,7 @@ def kill_ranks(cluster: Cluster, job: Job, ranks: int, number: int, *, saved: in
         return paused and any(item.step == saved for item in catalog.list())
 
     try:
-        wait_until(ready, 120, f"no pause with step {saved} in the store:\n{job.output()}")
+        wait_until(ready, 120, lambda: f"no pause with step {saved} in the store:\n{job.output()}")
     finally:
         store.close()
     for rank in range(ranks):
@@ -211,7 +213,7 @@ for path in sys.argv[3:]:
 
 def assert_nothing_left(runtime: Path, seconds_max: float = 60) -> None:
     """No process of the machine that `runtime` stands for lives, and no ring, socket or journal is left on it."""
-    wait_until(lambda: not _processes(runtime), seconds_max, f"still there: {_processes(runtime)}")
+    wait_until(lambda: not _processes(runtime), seconds_max, lambda: f"still there: {_processes(runtime)}")
     assert not [path for path in runtime.rglob("*") if not path.is_dir()]
 
 

@@ -47,7 +47,7 @@ class Scene:
             paused = all((self.cluster.out(1) / f"paused-{rank}").exists() for rank in range(RANKS))
             return paused and any((self.directory / "store").glob(f"step-{SAVED:09d}*.json"))
 
-        wait_until(ready, 240, f"no pause with step {SAVED} in the store:\n{job.output()}")
+        wait_until(ready, 240, lambda: f"no pause with step {SAVED} in the store:\n{job.output()}")
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         return [line for line in read_events(self.directory / "events") if line["event"] in kinds]

@@ -145,6 +145,12 @@ class Bench:
         self.flusher = Channel(theirs)
         return found
 
+    def welcome_all(self) -> None:
+        """The ranks have joined, and have not said who they are: no beat is awaited of them."""
+        for rank in range(2):
+            self.service._trainers.welcome(rank, wire.encode(Kind.WELCOME))
+        self.port.sent.clear()
+
     def turn(self) -> None:
         for _ in range(3):
             self.service._turn()

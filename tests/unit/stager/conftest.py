@@ -11,7 +11,15 @@ from tests.unit.stager.bench import Bench
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def empty_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """No rank has joined."""
     bench = Bench(tmp_path, monkeypatch)
     yield bench
     bench.close()
+
+
+@pytest.fixture
+def bench(empty_bench: Bench) -> Bench:
+    """Both ranks have their WELCOME."""
+    empty_bench.welcome_all()
+    return empty_bench

@@ -60,8 +60,8 @@ def test_a_payload_of_another_size_drops_its_rank(bench: Bench) -> None:
     assert "payload of" in wire.json_body(bench.port.told(Kind.REFUSED)[0][1])["message"]
 
 
-def _say_hello(bench: Bench) -> None:
-    for rank in range(2):
+def _say_hello(bench: Bench, *ranks: int) -> None:
+    for rank in ranks or range(2):
         body = wire.to_json({"version": wire.VERSION, "pid": 100 + rank, "host": f"spot-{rank}"})
         bench.port.say(rank, Kind.HELLO, attempt=0, body=body)
     bench.turn()
@@ -74,6 +74,27 @@ def _pass(bench: Bench, seconds: int, *, alive: tuple[int, ...]) -> None:
         for rank in alive:
             bench.port.say(rank, Kind.BEAT)
         bench.service._turn()
+
+
+def _told_but_beats(bench: Bench, rank: int) -> list[Kind]:
+    return [frame.kind for to, frame in bench.port.sent if to == rank and frame.kind is not Kind.BEAT]
+
+
+def test_a_rank_that_comes_while_another_one_trains_hears_welcome_first(empty_bench: Bench) -> None:
+    bench, port = empty_bench, empty_bench.port
+    _say_hello(bench, 0)
+    port.say(0, Kind.DECLINE, step=7, body=b"this rank had lost the stager")
+    notice = {"kind": "terminate", "seconds_left": 60, "source": "aws", "said_by": "", "rank": -1}
+    port.say(0, Kind.NOTICE, body=wire.to_json(notice))
+    bench.turn()
+    told = [Kind.WELCOME, Kind.DECLINED, Kind.SAVE_AT]
+    assert _told_but_beats(bench, 0) == told
+    assert _told_but_beats(bench, 1) == []
+    _say_hello(bench, 1)
+    assert _told_but_beats(bench, 1) == told
+    port.say(0, Kind.DECLINE, step=9, body=b"busy")
+    bench.turn()
+    assert [rank for rank, frame in port.told(Kind.DECLINED) if frame.step == 9] == [0, 1]
 
 
 def test_every_rank_gets_beats(bench: Bench) -> None:
