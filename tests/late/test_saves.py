@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,6 +33,16 @@ STEPS_MAX = 40
 _WORDS_BYTES = 4096
 
 
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """torch fills new tensors with NaNs, on the stream that they are made on."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.late("lazy", "side_lazy", "dice:1")
 @MIRROR
 def test_each_way_of_a_copy_gives_the_bytes_of_the_moment(
@@ -40,6 +53,24 @@ def test_each_way_of_a_copy_gives_the_bytes_of_the_moment(
         assert rank.save(step)
         rank.update()
         rank.land(step)
+    rank.checkpointer.close()
+
+
+@pytest.mark.late("lazy", "side_lazy", "dice:1")
+@pytest.mark.parametrize(
+    "chosen", [_deterministic, partial(torch.device, "cuda")], ids=["filled", "on device"]
+)
+@MIRROR
+def test_a_save_ignores_what_the_script_has_chosen_for_new_tensors(
+    mirror: str, chosen: Callable[[], AbstractContextManager[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = DeviceRank(monkeypatch, device_bytes_max=mirror)
+    for step in range(4):
+        with chosen():
+            assert rank.save(step)
+        rank.update()
+        with chosen():
+            rank.land(step)
     rank.checkpointer.close()
 
 

@@ -139,7 +139,7 @@ class Contents:
     def load(self, entry: int) -> torch.UntypedStorage:
         """The storage of an entry, in memory of its own: it goes when nobody refers to it any more."""
         nbytes = self.nbytes(entry)
-        storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        storage = torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
         memory = bytes_of(storage.data_ptr(), nbytes)
 
         def lay(offset: int, part: memoryview) -> None:
@@ -181,7 +181,7 @@ def bytes_of(address: int, nbytes: int) -> memoryview:
 def dense(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """`tensor` of the tree, with these bytes as its storage: in row-major order, without gaps."""
     place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    found = torch.empty(0, dtype=tensor.dtype).set_(storage, *place)
+    found = torch.empty(0, dtype=tensor.dtype, device=storage.device).set_(storage, *place)
     if tensor.is_conj():
         found = found.conj()
     if tensor.is_neg():

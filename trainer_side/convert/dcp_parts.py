@@ -107,7 +107,7 @@ class StoredTensor:
     def _whole(self, number: int) -> torch.Tensor:
         path, offset, length = self._parts[number]
         what = told_part(path, offset, length)
-        found = torch.empty(self._pattern.regions[number].size, dtype=self.tensor.dtype)
+        found = torch.empty(self._pattern.regions[number].size, dtype=self.tensor.dtype, device="cpu")
         try:
             with path.open("rb") as file:
                 loaded = torch.load(

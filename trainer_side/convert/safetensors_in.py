@@ -105,7 +105,7 @@ def _tensor(memory: mmap.mmap, base: int, told: Any) -> torch.Tensor:
     if end - begin != count * dtype.itemsize:
         raise ValueError(f"{end - begin} bytes for a tensor of {shape} and {dtype}")
     if not count:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if (base + begin) % dtype.itemsize:  # other writers do not align
         return torch.frombuffer(bytearray(memory[base + begin : base + end]), dtype=dtype).reshape(shape)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=base + begin).reshape(shape)

@@ -73,7 +73,7 @@ class C10dPeers:
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
         what = f"a broadcast of rank {root}"
-        length = torch.tensor([len(data) if data is not None else 0])
+        length = torch.tensor([len(data) if data is not None else 0], device="cpu")
         self._await(self._broadcast(length, root), what)
         nbytes = int(length[0])
         buffer = bytearray(data) if self.rank == root and data is not None else bytearray(nbytes)
@@ -82,7 +82,7 @@ class C10dPeers:
         return bytes(buffer)
 
     def all_agree(self, ok: bool) -> bool:
-        agreed = torch.tensor([int(ok)])
+        agreed = torch.tensor([int(ok)], device="cpu")
         options: Any = AllreduceOptions()
         options.reduceOp, options.timeout = ReduceOp.MIN, _NEVER
         self._await(self._group.allreduce([agreed], options), "all ranks to agree")
@@ -199,7 +199,7 @@ class C10dPeers:
         """
         neighbour = (self.rank + 1) % self.ranks
         with contextlib.suppress(RuntimeError):
-            never = self._group.recv([torch.empty(1, dtype=torch.uint8)], neighbour, _CUT_TAG)
+            never = self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], neighbour, _CUT_TAG)
             never.wait(timedelta(milliseconds=1))
         deadline = time.monotonic() + _CUT_SECONDS_MAX
         while not all(moving.work.is_completed() for moving in self._shared) and time.monotonic() < deadline:
@@ -218,7 +218,7 @@ def _messages(pieces: Pieces, *, reads: bool) -> list[tuple[torch.Tensor, Pieces
             if len(group) == 1:
                 made.append((_memory(*group[0]), ()))
                 continue
-            packed = torch.empty(sum(nbytes for _, nbytes in group), dtype=torch.uint8)
+            packed = torch.empty(sum(nbytes for _, nbytes in group), dtype=torch.uint8, device="cpu")
             made.append((packed, () if reads else group))
             place = packed.data_ptr()
             for address, nbytes in group if reads else ():

@@ -104,7 +104,7 @@ class SliceReader:
         """
         head_bytes, tail_offset = ends_of(self.layout)
         ends = ImageEnds(self.layout.image_bytes, self.layout.chunk_bytes, head_bytes, tail_offset)
-        data = torch.empty(ends.nbytes, dtype=torch.uint8)
+        data = torch.empty(ends.nbytes, dtype=torch.uint8, device="cpu")
         memory, address = data.numpy().data, data.data_ptr()
         targets: dict[int, EntryTaker] = {0: EntryTarget(address, memory[:head_bytes])}
         targets[1] = EntryTarget(address + head_bytes, memory[head_bytes:])

@@ -178,7 +178,7 @@ class Claims:
             self._sources[span] = source
             self.nbytes += comb.nbytes
             return RegionTarget(entry, base, comb, whole, _bytes_of(local))
-        read = torch.empty(region.size, dtype=saved.dtype)
+        read = torch.empty(region.size, dtype=saved.dtype, device="cpu")
         shaped = read.as_strided(local.shape, _strides(held.region.size, order))
         return RegionTarget(entry, base, comb, whole, _bytes_of(read), (shaped, local), is_fresh=is_own)
 
@@ -267,7 +267,9 @@ class EntryTarget(NamedTuple):
     @classmethod
     def of(cls, storage: torch.UntypedStorage) -> EntryTarget:
         """The memory of a CPU storage; the view keeps the storage alive."""
-        return cls(storage.data_ptr(), torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
+        return cls(
+            storage.data_ptr(), torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().data
+        )
 
     def put(self, inside: int, address: int, view: memoryview) -> None:
         """Take bytes of the entry, which begin `inside` bytes into it. Any thread."""

@@ -189,10 +189,10 @@ def _clashes(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor]) -> I
     """Pairs of which the one would overwrite the other with different bytes."""
     begin = group[0].begin // _ALIGNED_BYTES * _ALIGNED_BYTES
     nbytes = max(one.end for one in group) - begin
-    memory = torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
+    memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
     values = [saved[one.path].detach().to("cpu", one.local.dtype) for one in group]
     views = [
-        torch.empty(0, dtype=one.local.dtype).set_(
+        torch.empty(0, dtype=one.local.dtype, device="cpu").set_(
             memory, (one.begin - begin) // one.local.element_size(), one.local.shape, one.local.stride()
         )
         for one in group

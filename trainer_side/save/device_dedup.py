@@ -208,9 +208,9 @@ class _Factors(NamedTuple):
 @functools.cache
 def _factors(device: torch.device) -> _Factors:
     # A generator of its own: the training's random numbers stay as they are.
-    generator = torch.Generator().manual_seed(secrets.randbits(63))
+    generator = torch.Generator("cpu").manual_seed(secrets.randbits(63))
     rows = _PART_BYTES // _ROW_BYTES + 1
-    made = torch.empty(_ROW_WORDS + _WORD_BYTES + 2 * rows, dtype=torch.int64)
+    made = torch.empty(_ROW_WORDS + _WORD_BYTES + 2 * rows, dtype=torch.int64, device="cpu")
     made.random_(-(2**63), None, generator=generator)
     there = made.to(device)
     return _Factors(there[: -2 * rows], there[-2 * rows : -rows], there[-rows:])

@@ -159,8 +159,8 @@ class DeviceStream:
         return self._memory(nbytes)
 
     def _memory(self, nbytes: int) -> torch.Tensor:
-        # Not torch.empty(nbytes): after torch.use_deterministic_algorithms(True) that queues NaNs into the new memory, on
-        # the own stream. They may come after what the training's stream copies there.
+        # Not torch.empty(nbytes): under torch.use_deterministic_algorithms(True) it queues a fill with NaNs on the own
+        # stream, which may run after the training's stream has copied the state there.
         with torch.inference_mode(mode=False):
             storage = torch.UntypedStorage(nbytes, device=self._device)
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)

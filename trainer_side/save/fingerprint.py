@@ -98,7 +98,7 @@ class DeviceSamples:
         self._places: list[tuple[int, int]] = []
         self._plan: _Plan | None = None
         self._groups: list[tuple[int, int]] = []  # rows apart, and the last row that may be the first one
-        self._rows = self._index = self._group = torch.empty(0)
+        self._rows = self._index = self._group = torch.empty(0, device="cpu")
 
     def gather(self, sources: Sequence[StorageSource], step: int) -> DeviceRows | None:
         """Queue the samples on the current stream; None: they must be taken one by one."""
@@ -109,7 +109,9 @@ class DeviceSamples:
             self._plan = self._lay_out(*np.array(places, np.int64).T) if places else None
         if self._plan is None:
             return None
-        firsts = torch.empty(len(self._groups), dtype=torch.int64, pin_memory=self._device.type != "cpu")
+        firsts = torch.empty(
+            len(self._groups), dtype=torch.int64, device="cpu", pin_memory=self._device.type != "cpu"
+        )
         drawn = [min(first_row(step, apart), last) * ROW_BYTES for apart, last in self._groups]
         firsts.numpy()[:] = drawn
         index = firsts.to(self._device, non_blocking=True).index_select(0, self._group)

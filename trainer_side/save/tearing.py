@@ -327,18 +327,18 @@ def _differs_in(
     tensors: Iterable[torch.Tensor], piece: CopyPiece, source: StorageSource, area: torch.Tensor
 ) -> bool:
     """Whether one of the bytes that differ belongs to a tensor, and does not lie between two."""
-    belongs = torch.zeros(source.storage.nbytes(), dtype=torch.uint8).untyped_storage()
+    belongs = torch.zeros(source.storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
     for tensor in tensors:
         unit = _UNITS[tensor.element_size()]
         times = tensor.element_size() // unit.itemsize  # a complex128 is two words
-        mark = torch.empty(0, dtype=unit)
+        mark = torch.empty(0, dtype=unit, device="cpu")
         shape, stride = (*tensor.shape, times), (*(times * one for one in tensor.stride()), 1)
         mark.set_(belongs, times * tensor.storage_offset(), shape, stride).fill_(-1)
     first, last = piece.entry_offset, piece.entry_offset + piece.nbytes
     live = source.bytes()[first:last].cpu().numpy()
     copy = area[piece.offset : piece.offset + piece.nbytes].numpy()
     begin = source.start_bytes + first
-    mine = torch.empty(0, dtype=torch.uint8).set_(belongs, begin, (piece.nbytes,), (1,)).numpy()
+    mine = torch.empty(0, dtype=torch.uint8, device="cpu").set_(belongs, begin, (piece.nbytes,), (1,)).numpy()
     return bool(((live != copy) & (mine != 0)).any())
 
 

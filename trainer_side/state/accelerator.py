@@ -66,7 +66,7 @@ def brought(memory: torch.Tensor) -> tuple[torch.Tensor, StreamEvent | None]:
     """A small tensor in host memory, and when it is there; queued on the current stream of its own device."""
     if memory.device.type == "cpu":
         return memory, None
-    here = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
+    here = torch.empty(memory.shape, dtype=memory.dtype, device="cpu", pin_memory=True)
     here.copy_(memory, non_blocking=True)
     return here, record(memory.device)
 

@@ -58,7 +58,7 @@ class RngState:
             },
             "python": {
                 "version": int(version),
-                "internal": torch.tensor(internal, dtype=torch.int64),
+                "internal": torch.tensor(internal, dtype=torch.int64, device="cpu"),
                 "gauss_next": gauss_next,
             },
         }

@@ -110,7 +110,7 @@ class Stages:
             return value
         _, dtype, shape, _ = self._union.table[row]
         if value is None:
-            value = torch.empty(0, dtype=getattr(torch, dtype))
+            value = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
             return StagePart(value, tuple(shape), is_here=False)
         return StagePart(value, tuple(shape), is_here=True)
 

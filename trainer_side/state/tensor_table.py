@@ -156,7 +156,7 @@ def _in_pieces(memory: torch.Tensor, buffers: Sequence[torch.Tensor]) -> int:
 
 
 def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
 class TensorTable(NamedTuple):
