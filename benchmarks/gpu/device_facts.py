@@ -54,8 +54,9 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: 
 
 
 def _commit() -> str:
+    """HOLDFAST_COMMIT names it where the tree is a copy, with commits of its own or none."""
     said = _said(["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"])
-    return said or os.environ.get("HOLDFAST_COMMIT", "") or "unknown"
+    return os.environ.get("HOLDFAST_COMMIT", "") or said or "unknown"
 
 
 def of_the_driver() -> dict[str, Any]:
