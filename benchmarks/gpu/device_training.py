@@ -193,6 +193,9 @@ class Way:
     def wait_done(self) -> None:
         """Until the last one is where it goes."""
 
+    def wait_made(self) -> None:
+        """Until what it makes beside the training is there."""
+
     def host_bytes(self) -> int:
         """Of host memory that it holds."""
         return 0
@@ -249,6 +252,15 @@ class ByHoldfast(Way):
         while not self.copied():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"step {self._step} was not kept: {self.checkpointer.stats}")
+            time.sleep(_POLL_SECONDS)
+
+    def wait_made(self) -> None:
+        """As `Way`: the pages of all slots."""
+        deadline = time.monotonic() + _DONE_SECONDS_MAX
+        files = [path for path in self._tier.rglob("*") if path.is_file()]
+        while any(path.stat().st_blocks * 512 < path.stat().st_size for path in files):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the slots were not made: {files}")
             time.sleep(_POLL_SECONDS)
 
     def host_bytes(self) -> int:

@@ -55,8 +55,10 @@ class Windows:
 
     def open(self, begun: float) -> dict[str, float]:
         """Save until all memory of the way has been used once; `begun`: when it began to be made."""
-        for _ in range(self.saver.warm_ups):
+        for number in range(self.saver.warm_ups):
             self._window("idle", counts=False)
+            if number == 0:
+                self.saver.wait_made()
         self._declined = 0
         return {"open_seconds": round(time.monotonic() - begun, 3), "host_bytes": self.saver.host_bytes()}
 

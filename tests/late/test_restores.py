@@ -168,11 +168,14 @@ class Sections:
         assert window.section.is_pinned()
         if not parts:
             return
-        stream = way._stream.cuda_stream
+        if not hasattr(way._local, "stream"):
+            way._local.stream = way._new_stream()
+        is_dealt = len(parts) >= device_sections._WHOLE_FROM or any(part.runs > 1 for part in parts)
+        stream = (way._stream if is_dealt else way._local.stream).cuda_stream
         if stream not in self.streams:  # other restores may have used it before
             self.streams[stream] = self._late.copied(stream).to_device
         self.parts.append(len(parts))
-        if len(parts) >= device_sections._WHOLE_FROM or any(part.runs > 1 for part in parts):
+        if is_dealt:
             begin = min(part.begin for part in parts)
             self.expected_bytes += max(part.end for part in parts) - begin // 8 * 8
         else:

@@ -1,10 +1,10 @@
 """Moves bytes of an image into device memory, section by section, through page-locked windows.
 
-    a reader        window A: read ─► CRC-32 ─► crosses ═══════►│      on a stream of the restore's own
+    a reader        window A: read ─► CRC-32 ─► crosses ═══════►│      on a stream of its own
                     window B:                   read ─► CRC-32 ─► crosses ═══════►│ …
     of other ranks  window A: received ─► CRC-32 ─► crosses …          the same, in the training thread
 
-A section is a reader's part of one chunk or frame: at most 128 MiB are being read while as much crosses. A section with
+A section is a reader's part of one chunk or frame: at most 192 MiB are being read while as much crosses. A section with
 few pieces crosses piece by piece. A section with many crosses in one transfer, and the device distributes the pieces by
 one call for each element width, as wide as address and size allow. If a tensor is sharded in another dimension than its
 first, the whole section crosses as well, and the device picks the rows by one copy per tensor.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from trainer_side.state.accelerator import StreamEvent, module_of, record
 Locked = Callable[[int], torch.Tensor]  # page-locked host memory of this size, for DMA
 
 _SECTION_BYTES_MAX = 16 << 20  # larger chunks cross in several sections
-_SECTIONS_BYTES_MAX = 128 << 20  # of all readers
+_SECTIONS_BYTES_MAX = 192 << 20  # of all readers
 _WINDOWS = 2  # for each reader: one is read into while the other one crosses
 _WHOLE_FROM = 8  # pieces: from this number on, a section crosses as a whole
 WIDEST_BYTES = 8  # of an element; sections keep what is aligned so
@@ -83,9 +83,9 @@ class DeviceSections:
 
     def __init__(self, device: torch.device, locked: Locked) -> None:
         self._device, self._module, self._locked = device, module_of(device), locked
-        self._stream = self._module.Stream(device)
-        self._stream.wait_stream(self._module.current_stream(device))
-        self._queue = threading.Lock()  # the scratch is used in the order of the stream
+        self._begin = record(device)
+        self._stream = self._new_stream()  # of all sections that are distributed on the device
+        self._queue = threading.Lock()  # the scratch is used in the order of that stream
         self._scratch: torch.Tensor | None = None
         self._local = threading.local()
         self._windows: list[SectionWindow] = []  # readers end before what they have sent has crossed
@@ -105,30 +105,38 @@ class DeviceSections:
         """Queue the copies of a section. The window may be read into again when `window` gives it."""
         if not parts:
             return
-        with (
-            self._queue,
-            self._module.device(self._device),
-            self._module.stream(self._stream),
-            torch.no_grad(),
-        ):
+        with self._module.device(self._device), torch.no_grad():
             if len(parts) < _WHOLE_FROM and all(part.runs == 1 for part in parts):
-                for memory, at, begin, nbytes, _, _ in parts:
-                    memory[at : at + nbytes].copy_(window.section[begin : begin + nbytes], non_blocking=True)
-            else:
+                # On a stream of the thread's own: a dozen readers would wait for each other longer than for the device.
+                if not hasattr(self._local, "stream"):
+                    self._local.stream = self._new_stream()
+                with self._module.stream(self._local.stream):
+                    for memory, at, begin, nbytes, _, _ in parts:
+                        memory[at : at + nbytes].copy_(
+                            window.section[begin : begin + nbytes], non_blocking=True
+                        )
+                    window.crossed = record(self._device)
+                return
+            with self._queue, self._module.stream(self._stream):
                 begin = min(part.begin for part in parts) // WIDEST_BYTES * WIDEST_BYTES
                 self._deal(
                     self._on_device(window.section[begin : max(part.end for part in parts)]), begin, parts
                 )
-            window.crossed = record(self._device)
+                window.crossed = record(self._device)
 
     def finish(self) -> None:
         """Wait until all that was sent is on the device. Nobody sends any more."""
-        with self._module.device(self._device), self._module.stream(self._stream):
-            event = record(self._device)
-        event.synchronize()
+        for window in self._windows:
+            if window.crossed is not None:
+                window.crossed.synchronize()
         self._windows.clear()
         self._local = threading.local()
         self._scratch = None
+
+    def _new_stream(self) -> Any:
+        stream = self._module.Stream(self._device)
+        stream.wait_event(self._begin)
+        return stream
 
     def _on_device(self, section: torch.Tensor) -> torch.Tensor:
         nbytes = section.numel()
