@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer
 
 DURABLE_SECONDS_MAX = 60.0
@@ -33,6 +34,7 @@ def main() -> None:
     wanted = rest[rest.index("--best") + 1] if "--best" in rest else None
     given = [float(word) for word in (rest[: rest.index("--best")] if wanted else rest)]
     out.mkdir(parents=True, exist_ok=True)
+    do_without_compiler()
     torch.manual_seed(7)
     model = torch.nn.Linear(300, 100)
     optimizer = torch.optim.AdamW(model.parameters())

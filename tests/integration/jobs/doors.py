@@ -12,6 +12,7 @@ import torch
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import HoldfastError
+from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, PerRank
 
 
@@ -85,6 +86,7 @@ def forked(checkpointer: Checkpointer, state: dict[str, Any]) -> None:
 
 
 def in_child(how: str, checkpointer: Checkpointer, state: dict[str, Any]) -> None:
+    do_without_compiler()
     optimizer = torch.optim.SGD(state["model"].parameters())
     optimizer.step()
     if how == "close":

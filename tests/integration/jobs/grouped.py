@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
 
 STEPS, STANDS_AT, STANDS_SECONDS = 12, 5, 100.0
@@ -29,6 +30,7 @@ def main() -> None:
     out, how = Path(sys.argv[1]), sys.argv[2]
     out.mkdir(exist_ok=True)
     rank, ranks = init_torch_distributed("gloo")
+    do_without_compiler()
     torch.manual_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
+from tests.support.no_compiler import do_without_compiler
 
 EVERY = 4
 _SECONDS_MAX = 60.0
@@ -48,6 +49,7 @@ def has_proofs(tier: Path, ranks: int) -> bool:
 
 def main(steps: int, kill_at: int, *faults: str) -> None:
     rank, world = init_torch_distributed("gloo")
+    do_without_compiler()
     torch.manual_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
