@@ -19,7 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("late")
-    policies = marker.args if marker else metafunc.config.getoption("--late-policies").split(",")
+    policies = metafunc.config.getoption("--late-policies").split(",")
+    if marker:  # of its own policies those that are asked for, and all of them where none is
+        policies = [policy for policy in marker.args if policy in policies] or marker.args
     metafunc.parametrize("late_policy", policies, indirect=True, scope="function")
 
 
