@@ -164,7 +164,7 @@ def test_polling_an_event_comes_to_an_end() -> None:
     assert any(torch.cuda.current_stream().query() for _ in range(100))
 
 
-@pytest.mark.late("lazy", "side_lazy", "eager", "dice:3")
+@pytest.mark.late("lazy", "side_lazy", "eager", "dice:1")
 def test_a_device_that_spins_is_busy_until_somebody_waits(late: LateMachine) -> None:
     live = numbers()
     torch.cuda._sleep(1000)  # type: ignore[no-untyped-call]

@@ -128,7 +128,10 @@ class DeviceSections:
         """Wait until all that was sent is on the device. Nobody sends any more."""
         for window in self._windows:
             if window.crossed is not None:
-                window.crossed.synchronize()
+                self._stream.wait_event(window.crossed)
+        with self._module.device(self._device), self._module.stream(self._stream):
+            event = record(self._device)
+        event.synchronize()
         self._windows.clear()
         self._local = threading.local()
         self._scratch = None
