@@ -48,7 +48,7 @@ class Sizes:
 
 _LARGE = ModelSizes(layers=16, width=2048, heads=16, vocabulary=50_304, context=512, batch=8)
 _QUICK = ModelSizes(layers=1, width=32, heads=8, vocabulary=64, context=8, batch=2)
-# With fp32 AdamW the states have 12.1, 4.0 and 0.2 GB. The first is also that of the figures of 9aff311.
+# With fp32 AdamW the states have 12.1, 4.0 and 0.2 GB.
 FULL = Sizes(
     rounds=6,
     copy_bytes=1 << 30,

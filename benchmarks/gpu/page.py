@@ -1,6 +1,6 @@
 """The tables of docs/gpu.md, between markers, from the committed JSON of each run: no figure is typed by hand.
 
-<!-- measured: h100-9aff311 machine -->    or `figures`, or `peers`
+<!-- measured: h100-4422a1df machine -->    or `figures`, or `peers`
 … <!-- end -->
 """
 

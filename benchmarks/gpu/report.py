@@ -1,7 +1,6 @@
 """The figures of a run beside their targets, from its JSON alone: for the terminal, OUT/report.md and docs/gpu.md.
 
-Reads what `make gpu` writes, and the run of 9aff311, whose peers were measured by a program of its own: one document
-has `ways` of all peers, and another one the documents of several phases.
+Reads what `make gpu` writes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 __all__ = ["Figure", "GpuRun", "figures", "machine", "markdown", "peers_table", "write_report"]
 
 _HOLDFAST = "holdfast"
-# Targets. Of the stall: 1.2 copies on the device at its own rate of 9aff311, for a byte that is read and written.
+# Targets. Of the stall: 1.2 copies on the device at the rate of an H100, for a byte that is read and written.
 _STALL_MS_PER_GB_MAX = 0.82
 _CALL_MS_MAX, _CALL_MS_PER_TENSOR_MAX = 3.0, 1.5e-3
 _SMALL_CALL_MS_MAX = 15.0
@@ -63,24 +62,12 @@ class GpuRun:
         self.folder = folder
         self.phases: dict[str, dict[str, Any]] = {}
         self.ways: list[dict[str, Any]] = []
-        self.on: dict[str, Any] = {}
         for path in sorted(folder.glob("*.json")):
             document = json.loads(path.read_text(encoding="utf-8"))
-            if "phase" in document:
-                self.phases[path.stem] = document
-            else:
-                self.phases |= {
-                    name: of for name, of in document.items() if isinstance(of, dict) and "phase" in of
-                }
-                self.phases[path.stem] = {"figures": document}
-                self.on |= document.get("on", {})
-            self.ways += [
-                way
-                for way in (document.get("figures", document).get("ways") or ())
-                if isinstance(way, dict) and "state_bytes" in way
-            ]
-        first = self.phases.get("facts", {}).get("on") or {}
-        self.on = {**first, **self.on}
+            self.phases[path.stem] = document
+            ways = document.get("figures", {}).get("ways") or ()
+            self.ways += [way for way in ways if isinstance(way, dict) and "state_bytes" in way]
+        self.on: dict[str, Any] = self.phases.get("facts", {}).get("on") or {}
 
     def of(self, phase: str) -> dict[str, Any]:
         """Figures of a phase, as far as there are any."""
@@ -234,16 +221,9 @@ def _of_bits(run: GpuRun) -> Iterable[Figure]:
         told = f"{of.get('exact', 0)} of {of.get('saves', '?')} files" if "error" not in of else "failed"
         right = of.get("exact") == of.get("saves") is not None
         yield Figure(f"published files, {name.replace('_', ' ')}", "all exact", told, right)
-    for name, said in (run.of("others").get("published_files_compared") or {}).items():
-        right = said.endswith("exact") or said == "same bits"
-        yield Figure(name.replace("_", " "), "exact", said, right)
     for kind, of in (run.of("jobs").get("jobs") or {}).items():
         told = f"{of.get('ranks')} ranks, {of.get('backend')}: {'same bits' if of.get('same_bits') else 'not the same'}"
         yield Figure(f"killed and resumed, {kind}", "same bits", told, bool(of.get("same_bits")))
-    resumed = run.of("resume")
-    if resumed:
-        told = "same bits" if resumed.get("same_bits") else "not the same"
-        yield Figure("killed and resumed, one rank", "same bits", told, bool(resumed.get("same_bits")))
     tests = run.of("tests")
     if tests:
         failed = len(tests["failed"])

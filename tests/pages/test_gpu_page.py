@@ -7,7 +7,6 @@ import json
 from benchmarks.gpu import page
 
 RUNS = page.PAGE.parent / "figures" / "data" / "gpu"
-H100 = RUNS / "h100-9aff311"
 
 
 def test_the_tables_of_the_page_are_those_of_the_json() -> None:
