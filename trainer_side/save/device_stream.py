@@ -162,7 +162,7 @@ class DeviceStream:
         # Not torch.empty(nbytes): under torch.use_deterministic_algorithms(True) it queues a fill with NaNs on the own
         # stream, which may run after the training's stream has copied the state there.
         with torch.inference_mode(mode=False):
-            storage = torch.UntypedStorage(nbytes, device=self._device)
+            storage = torch.UntypedStorage(nbytes, device=self._device)  # type: ignore[no-untyped-call]
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def span(self, address: int, nbytes: int) -> torch.Tensor | None:
