@@ -298,8 +298,9 @@ class TierWriterThreads:
         return _UNTOLD_SECONDS if self._parts else None
 
     def _wake(self) -> None:
+        # One thread, which wakes the next one if it takes a frame. All of them would take the GIL from the training.
         with self._changed:
-            self._changed.notify_all()
+            self._changed.notify()
 
     def _take_verdicts(self) -> list[StepVerdict | StepProof]:
         """Verdicts that nothing holds back any more. Each goes to `_deliver`; under the lock."""
@@ -365,7 +366,6 @@ class TierWriterThreads:
             part.given_up = part.given_up or problem
             if part.orphaned and not part.busy:
                 self._orphans.append(part)
-            self._changed.notify_all()
 
     def _finish(self, part: SlotWrite) -> None:
         write, reason = part.write, part.given_up
