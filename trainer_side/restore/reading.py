@@ -284,8 +284,9 @@ class ReaderPool:
 
     def start(self, own: Sequence[Unit], threads: int) -> dict[Unit, Future[None]]:
         """Begin to read this rank's units, in order."""
-        sections = max(self._largest, section_bytes(threads)) // self._request_bytes * self._request_bytes
-        self._section_bytes = min(sections, self._unit_bytes)
+        if self._crossing is not None:
+            sections = max(self._largest, section_bytes(threads)) // self._request_bytes * self._request_bytes
+            self._section_bytes = min(sections, self._unit_bytes)
         self._readers = BoundedThreads(self.read, own, threads, "read")
         return dict(zip(own, self._readers.futures, strict=True))
 

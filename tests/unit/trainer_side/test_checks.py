@@ -111,7 +111,7 @@ def test_a_memory_tier_on_a_disk_is_found(
         pytest.skip(f"{tmp_path} is in memory here")
     monkeypatch.setenv("HOLDFAST_TIERS", f"memory,memory:{tmpfs},memory:{tmp_path},file:{tmp_path}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
-    *fine, wrong = tiers(PLAN)
+    *fine, wrong = [finding for finding in tiers(PLAN) if finding.check != "memory tier pages"]
     assert [finding.state for finding in fine] == [CheckState.OK, CheckState.OK]
     assert [finding.fix for finding in fine] == ["", ""]
     assert wrong.state is (CheckState.FAIL if device else CheckState.WARN)

@@ -66,7 +66,7 @@ def test_the_first_save_is_kept_while_the_second_slot_is_being_made(making: Maki
     until(lambda: rank.kept() == [1])
     assert rank.bytes_of(1) == {1}
     assert missing_bytes(slots(tmpfs)) > 0
-    assert [beside for _, beside in making.calls] == [False, True]
+    until(lambda: [beside for _, beside in making.calls] == [False, True])
     assert first.released.wait(SECONDS)
     assert rank.begin(2) is None, "no wait is allowed"
     making.may.set()
