@@ -46,7 +46,7 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: 
 
 
 def _parts() -> list[list[str]]:
-    """What each process runs."""
+    """The arguments of pytest for each process."""
     apart = {_OF_MEMORY, _COMPILED, *_ON_THE_LATE_DEVICE}
     others = sorted(path.name for path in (_ROOT / _FOLDER).glob("test_*.py") if path.name not in apart)
     compiled = [[f"{_FOLDER}/{_COMPILED}", "-k", part] for part in _COMPILED_PARTS]
@@ -67,7 +67,7 @@ class _Tests:
         self.results: dict[str, list[str]] = {"PASSED": [], "FAILED": [], "ERROR": [], "SKIPPED": []}
 
     def run(self, number: int, what: list[str]) -> str:
-        """What pytest has said where it failed. The first process is that with the test of the free memory."""
+        """Run one process; returns the end of its output if it failed. Process 0 has the test of the free memory."""
         last: deque[str] = deque(maxlen=_LINES_KEPT)
         begun = time.monotonic()
         try:

@@ -120,7 +120,7 @@ def _wait_saved(checkpointer: Any, *, alone: bool) -> None:
 
 
 def _digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Of every bit of this rank's state, by part."""
+    """Digests of the model, the moments and the random state of this rank."""
     moments = [
         value for of in optimizer.state.values() for value in of.values() if isinstance(value, torch.Tensor)
     ]

@@ -119,7 +119,7 @@ class _Job:
     def _launch(
         self, store: str, name: str, joining: dict[str, str], *, killed_at: int = 0
     ) -> list[dict[str, Any]]:
-        """What its ranks have written; nothing where one is killed that nobody starts again."""
+        """Run the job; returns the results of its ranks, none if a rank is killed and not restarted."""
         folder = self._measured.folder / f"{self._kind}-{store}-{self._backend}"
         (folder / "tier").mkdir(parents=True, exist_ok=True)
         left = self._measured.seconds_left() - _END_SECONDS

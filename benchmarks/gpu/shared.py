@@ -1,4 +1,4 @@
-"""What phases of one process share, each made when it is first asked for: trainings, rates, the open Checkpointer.
+"""Phases of one process share trainings, rates and the open Checkpointer. Each is made at its first use.
 
 Made once: the state of 12 GB on the device, and the 24 GB of locked memory of holdfast's two slots.
 """

@@ -343,9 +343,8 @@ class KeptSlice:
         """As the tier does it; what it raises otherwise becomes a `StoreError`."""
         try:
             fill = self._fill
-            if (
-                fill is None
-            ):  # several threads may open it; those that are not kept are closed after their read
+            if fill is None:
+                # Several threads may open it; each file that is not kept is closed after its read.
                 fill = self._fill = self._open(self._kept)
             fill(offset, view)
         except (DamageError, StoreError):
