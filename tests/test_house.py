@@ -198,7 +198,6 @@ NAMED_OTHERWISE = {
         "trainer_side/tiers/slot_format.py",
     ],
     "to be renamed: the file and its class have different names for one thing": [
-        "operator_side/drill/job.py",
         "trainer_side/ranks/deadlines.py",
         "trainer_side/restore/inventory.py",
     ],

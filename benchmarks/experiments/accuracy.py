@@ -18,11 +18,10 @@ from benchmarks.experiments import Options, document
 from benchmarks.grid import Grid
 from holdfast.store import open_store
 from operator_side.drill.compare import compare, constants
+from operator_side.drill.drill_run import DrillRun, Setup, wait_until
 from operator_side.drill.findings import Struck, examine
-from operator_side.drill.job import DrillRun, Setup, wait_until
 from operator_side.drill.kill_plan import Kill, KillTarget
 from operator_side.drill.run_drill import disturb
-from operator_side.drill.supervised_run import SupervisedRun
 
 __all__ = ["grids", "measure", "run"]
 
@@ -49,16 +48,14 @@ def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
     """
     deadline = time.monotonic() + _SECONDS_MAX
     progress("undisturbed")
-    with SupervisedRun(
+    with DrillRun(
         _setup(folder, "undisturbed", epochs, width), folder / "undisturbed", kills=0
     ) as undisturbed:
         while not undisturbed.look()[0]:
             wait_until(deadline)
     kills = _kills(epochs)
     progress(f"killed {len(kills)} times")
-    with SupervisedRun(
-        _setup(folder, "killed", epochs, width), folder / "killed", kills=len(kills)
-    ) as killed:
+    with DrillRun(_setup(folder, "killed", epochs, width), folder / "killed", kills=len(kills)) as killed:
         struck = disturb(killed, kills, 0.0, deadline, progress)
     for one in (undisturbed, killed):
         if one.exit_code != 0:

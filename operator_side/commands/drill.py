@@ -104,7 +104,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
     "files_compared", "files_differ", "constant": [name], "samples": null or {"trained", "skipped", "repeated"},
     "counters": [text], "measured": [name], "wrong": [text]}. `measured` names times, which are not compared.
     """
-    from operator_side.drill.job import Setup
+    from operator_side.drill.drill_run import Setup
     from operator_side.drill.run_drill import check_folder, run_drill
 
     given = folder is not None

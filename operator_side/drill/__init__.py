@@ -1,11 +1,11 @@
 """`holdfast drill`: kills a user's own script under `holdfast run` at random points, and checks how it resumes.
 
     run_drill ── reference run ──► kill_plan (pure): which kill, after which step
-      │  └─ drilled run: job ── events, status, diary of the ranks ──► kill_plan ── Strike, GiveNotice ──► job
+      │  └─ drilled run ── events, status, diary of the ranks ──► kill_plan ── Strike, GiveNotice ──► it
       └─ findings (pure): resumed, lost, recovery, samples ◄── events, status, diary      compare ◄── both stores
 
 run_drill, kill_plan                  runs the script twice, with kills drawn from a seed
-job, supervised_run, torchrun_run     one run: `holdfast run`, with mpirun or with torchrun
+drill_run, torchrun_run               one run: `holdfast run`, with mpirun or with torchrun
 run_progress                          the progress that is shown meanwhile
 findings, batches                     the finding of each kill; the batches that a resumed run trained on
 seeding                               the calls that make a script deterministic, where its runs differ before any kill

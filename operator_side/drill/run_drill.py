@@ -16,16 +16,15 @@ from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.store import open_store
 from operator_side.drill.batches import name_other_batches
 from operator_side.drill.compare import Compared, compare, constants
+from operator_side.drill.drill_run import DrillRun, Setup, wait_until
 from operator_side.drill.findings import KillFinding, Samples, Struck, counters, examine, samples, shortened
-from operator_side.drill.job import DrillRun, Setup, wait_until
 from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, Strike, plan
 from operator_side.drill.run_progress import RunProgress, number_of_steps
 from operator_side.drill.seeding import advice_on_seeding
-from operator_side.drill.supervised_run import SupervisedRun
 from operator_side.drill.torchrun_run import TorchrunRun
 
 _ANSWERS = {"emergency_staged", "emergency_failed"}
-_RUNS: Mapping[str, type[SupervisedRun | TorchrunRun]] = {"mpirun": SupervisedRun, "torchrun": TorchrunRun}
+_RUNS: Mapping[str, type[DrillRun]] = {"mpirun": DrillRun, "torchrun": TorchrunRun}
 
 
 @dataclass

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from operator_side.drill.job import Setup, parent_of
+from operator_side.drill.drill_run import DrillRun, Setup, is_stager, parent_of
 from operator_side.drill.kill_plan import Kill, KillTarget
-from operator_side.drill.supervised_run import SupervisedRun, is_stager
 
 # torchrun sends SIGTERM to the workers that are left when one has died. Where that is a notice they wait for a step
 # that does not come; a drill has no use for the 30 seconds that they are given.
@@ -65,8 +64,8 @@ class Starts:
         return said
 
 
-class TorchrunRun(SupervisedRun):
-    """See the module; as `SupervisedRun`."""
+class TorchrunRun(DrillRun):
+    """See the module; as `DrillRun`."""
 
     def __init__(self, setup: Setup, folder: Path, *, kills: int) -> None:
         self._starts = Starts(setup.ranks)

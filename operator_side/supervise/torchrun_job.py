@@ -32,7 +32,7 @@ from operator_side.supervise.job_output import meaning
 from operator_side.supervise.kept_stager import KeptStager
 from operator_side.supervise.supervisor_messages import StepDurable, StepStaged
 from operator_side.supervise.tied import tied, tied_to_any
-from operator_side.supervise.verdict import INTERRUPTED
+from operator_side.supervise.verdict import INTERRUPTED, signal_name
 
 _log = logging.getLogger("holdfast.run")
 
@@ -148,7 +148,7 @@ class TorchrunJob:
             status = self._stager.ended()
             if self._told:
                 return TorchrunEnd(
-                    self._told_code(), f"ended by {_name(self._told)} before any rank was started"
+                    self._told_code(), f"ended by {signal_name(self._told)} before any rank was started"
                 )
             if status is not None:
                 return TorchrunEnd(_code(status), "the stager has ended before any rank was started")
@@ -189,7 +189,7 @@ class TorchrunJob:
         if self._told == signal.SIGINT:
             return TorchrunEnd(INTERRUPTED, "ended by SIGINT")
         if status < 0 and self._told:
-            return TorchrunEnd(128 + self._told, f"ended by {_name(self._told)}")
+            return TorchrunEnd(128 + self._told, f"ended by {signal_name(self._told)}")
         return TorchrunEnd(_code(status))
 
     def _look_at_stager(self) -> None:
@@ -198,7 +198,9 @@ class TorchrunJob:
         if status is None or self._told or self._given_up is not None:
             return
         how = (
-            f"the stager was killed by {_name(-status)}" if status < 0 else f"the stager ended with {status}"
+            f"the stager was killed by {signal_name(-status)}"
+            if status < 0
+            else f"the stager ended with {status}"
         )
         pause_seconds = self._stager.again()
         if pause_seconds is None:
@@ -253,7 +255,7 @@ class TorchrunJob:
                 self._told = number
                 _log.warning(
                     "told to end by %s: the ranks may save once more, and have %g s; again: at once",
-                    _name(number),
+                    signal_name(number),
                     self._grace_seconds,
                 )
                 self._tell()
@@ -275,12 +277,6 @@ class TorchrunJob:
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
         self._signals.append(number)
-
-
-def _name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
 
 
 def _code(status: int) -> int:

@@ -146,7 +146,7 @@ def _killed(evidence: Evidence) -> Verdict | None:
     killed = [death for death in evidence.deaths if death.from_outside]
     if killed:
         first = killed[0]
-        how = f"{_who(first.rank, evidence)} was killed by {_signal(-first.status)} from outside"
+        how = f"{_who(first.rank, evidence)} was killed by {signal_name(-first.status)} from outside"
         return Verdict(Cause.KILLED, how, f"killed {first.status}", first.rank, 128 - first.status)
     reported = {death.rank for death in evidence.deaths}
     unreported = [rank for rank in evidence.lost_first if rank not in reported]
@@ -157,7 +157,7 @@ def _killed(evidence: Evidence) -> Verdict | None:
         )
         return Verdict(Cause.KILLED, how, "killed unreported", None, 128 + signal.SIGKILL)
     if evidence.mpirun_status < 0 and not evidence.given_up:
-        how = f"{evidence.launcher} was killed by {_signal(-evidence.mpirun_status)}"
+        how = f"{evidence.launcher} was killed by {signal_name(-evidence.mpirun_status)}"
         return Verdict(Cause.KILLED, how, "killed mpirun", None, 128 - evidence.mpirun_status)
     return None
 
@@ -181,7 +181,7 @@ def _crashed(evidence: Evidence) -> Verdict | None:
     first = next((death for death in crashed if death.exception), crashed[0])
     who = _who(first.rank, evidence)
     if first.status < 0:
-        how, code = f"{who} ended with {_signal(-first.status)}", 128 - first.status
+        how, code = f"{who} ended with {signal_name(-first.status)}", 128 - first.status
     else:
         how, code = f"{who} ended with exit code {first.status}", first.status
     if first.exception:
@@ -240,7 +240,8 @@ def _who(rank: int, evidence: Evidence) -> str:
     return f"{name} on {evidence.began[rank]}" if rank in evidence.began else name
 
 
-def _signal(number: int) -> str:
+def signal_name(number: int) -> str:
+    """The name of a signal, also of one that Python does not know."""
     try:
         return signal.Signals(number).name
     except ValueError:

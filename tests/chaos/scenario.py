@@ -40,6 +40,7 @@ from tests.chaos.cells import EVERY, RANKS, SAVES, STEPS
 from tests.chaos.place import Place
 from tests.support.cluster import assert_nothing_left, load, losses, same, wait_until
 from tests.support.events import read_events
+from tests.support.forked_job import ForkedJob
 from tests.support.job import Job, environment
 from tests.support.standing_stager import StandingProcess
 from tests.support.torchrun import by_torchrun
@@ -442,7 +443,7 @@ class Scenario:
 
 def uninterrupted(settings: Sequence[str], size: Mapping[str, str], directory: Path) -> None:
     """The same training, never killed: the reference that scenarios are compared with."""
-    with Job(
+    with ForkedJob(
         RANKS,
         [training.__file__, str(directory / "out"), str(STEPS), str(EVERY)],
         ["--store", str(directory / "store"), *settings, "--keep-last", "0"],

@@ -20,6 +20,7 @@ from tests.chaos.cells import EVERY, RANKS, SAVES, STEPS
 from tests.chaos.place import DirectoryPlace
 from tests.support.cluster import load, losses, same, wait_until
 from tests.support.events import read_events
+from tests.support.forked_job import ForkedJob
 from tests.support.job import Job, environment
 
 _LIMIT_SECONDS = 120.0
@@ -94,7 +95,7 @@ class Machine:
             FIRED_VARIABLE: str(self.markers),
             **({VARIABLE: fault} if fault else {}),
         }
-        return Job(
+        return ForkedJob(
             RANKS,
             [training.__file__, str(self.out(self._jobs)), str(STEPS), str(EVERY)],
             None,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.late.control import is_late
-from tests.support.compiled_training import traced_code
+from tests.support.compiled_training import no_compiled_code, traced_code
 from tests.unit.trainer_side.save.saving_training import (
     STEPS,
     Compile,
@@ -39,9 +39,8 @@ BACKENDS = {
 
 @pytest.fixture(autouse=True)
 def _no_compiled_code() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+    with no_compiled_code():
+        yield
 
 
 @pytest.mark.parametrize("device_bytes_max", ["0", "1GiB"], ids=["gate", "mirror"])

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.jobs import on_devices
 from tests.gpu.test_late_rules import POLICIES
 from tests.late.control import is_late
 from tests.late.running import SECONDS_MAX, late_runtime, run_late
 from tests.support.cluster import Cluster, kill_ranks, losses, same
 
 pytestmark = pytest.mark.skipif(is_late(), reason="this is that device")
+_JOB = Path(__file__).with_name("jobs") / "on_devices.py"  # not imported: FSDP2 takes a second of each worker
 
 
 # How a job runs ─► whether `make rest` has it; the others are in tests/soak/test_late_policies.py.
@@ -43,7 +43,7 @@ def resumes_exactly(tmp_path: Path, way: str) -> None:
     env |= {"HOLDFAST_DEVICE_BYTES_MAX": "0"} if way.endswith("gate") else {}
     env |= {"SHARDED": "1"} if way.startswith("FSDP2") else {}
     undisturbed, killed = (
-        Cluster(tmp_path / name, str(tmp_path / name / "store"), env, script=on_devices.__file__)
+        Cluster(tmp_path / name, str(tmp_path / name / "store"), env, script=str(_JOB))
         for name in ("undisturbed", "killed")
     )
     for one in (undisturbed, killed):

@@ -26,11 +26,11 @@ def test_a_killed_loop_without_a_loader_trains_on_the_batches_and_bits_of_the_pl
     with cluster.start(RANKS, "-1", "train", *options, stager=False, rewrite=by_torchrun(RANKS)) as job:
         job.succeed(120)
     resumable = ("train_resumable", *options, "--every", str(EVERY))
-    with cluster.start(RANKS, str(PAUSE_AT), *resumable) as job:
+    with cluster.start(RANKS, str(PAUSE_AT), *resumable, forked=True) as job:
         kill_ranks(cluster, job, RANKS, cluster.started, saved=SAVED)
         job.wait(60)
     cluster.wait_for_flusher()
-    with cluster.start(RANKS, "-1", *resumable) as job:
+    with cluster.start(RANKS, "-1", *resumable, forked=True) as job:
         job.succeed(120)
     cluster.wait_for_flusher()
     for rank in range(RANKS):

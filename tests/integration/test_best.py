@@ -29,7 +29,7 @@ def test_the_best_step_stays_and_is_restored_to_the_bit(tmp_path: Path) -> None:
     """The second job's flusher and checkpoints know of the first one's best only from the store."""
     store = tmp_path / "store"
     env = {"HOLDFAST_COPY": "inside"}  # none is kept because others may turn out doubtful
-    cluster = Cluster(tmp_path, str(store), env, script=best.__file__, stager=(*KEPT, *BEST))
+    cluster = Cluster(tmp_path, str(store), env, script=best.__file__, stager=(*KEPT, *BEST), forked=True)
     with cluster.start(RANKS, "0.9", "0.25", "0.5", "0.75", "nan", "0.875") as job:
         job.succeed(120)
     cluster.wait_for_flusher()

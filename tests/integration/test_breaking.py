@@ -21,7 +21,6 @@ from tests.support.cluster import Cluster, wait_until
 from tests.support.job import environment
 from tests.support.signals import INTERRUPTIBLE
 from tests.support.standing_stager import standing_stager
-from tests.support.torchrun import by_torchrun
 
 pytestmark = [pytest.mark.mpi]
 SECONDS_MAX = 150.0
@@ -53,7 +52,7 @@ def make(tmp_path: Path, **env: str) -> Cluster:
 @pytest.mark.parametrize(("how", "thread"), [("copy", "holdfast-copy"), ("link", "holdfast-link")])
 def test_a_broken_thread_is_named_with_a_stager(tmp_path: Path, how: str, thread: str) -> None:
     cluster = make(tmp_path)
-    with cluster.start(2, how) as job:
+    with cluster.start(2, how, forked=how == "copy") as job:
         code = job.wait(SECONDS_MAX)
         said = job.output()
     assert code in {9, 11}, (
@@ -67,10 +66,6 @@ def test_a_broken_thread_is_named_with_a_stager(tmp_path: Path, how: str, thread
     assert sum(first["causes"].values()) >= AFTER - 2, "rank 0 was not told"
     assert thread in second["error"]
     cluster.wait_for_flusher()
-
-
-def test_a_broken_tier_thread_is_named_with_local_tiers_alone(tmp_path: Path) -> None:
-    check_tiers(tmp_path, "lane", "holdfast-tier-0-0")
 
 
 def check_tiers(tmp_path: Path, how: str, thread: str) -> None:
@@ -98,7 +93,7 @@ def check_tcp(tmp_path: Path, how: str, thread: str) -> None:
     (tmp_path / "store").mkdir()
     with standing_stager(cluster.store, env, tmp_path / "stager.log") as stager:
         address = {"HOLDFAST_STAGER": stager.address, "HOLDFAST_RECONNECT_SECONDS_MAX": "5"}
-        with cluster.start(2, how, stager=False, rewrite=by_torchrun(2), env=address) as job:
+        with cluster.start(2, how, stager=False, env=address, forked=True) as job:
             code = job.wait(SECONDS_MAX)
             said = job.output()
     assert code != 0, said
@@ -111,7 +106,7 @@ def check_tcp(tmp_path: Path, how: str, thread: str) -> None:
 
 def test_a_watch_that_dies_is_said_and_checkpoints_go_on(tmp_path: Path) -> None:
     cluster = make(tmp_path, HOLDFAST_WATCH="sigusr1")
-    with cluster.start(2, "watch") as job:
+    with cluster.start(2, "watch", forked=True) as job:
         job.succeed(SECONDS_MAX)
         said = job.output()
     assert (
@@ -144,7 +139,7 @@ def check_exception(tmp_path: Path, how: str) -> None:
     """The flusher stands still: `close()` would wait for it for ten minutes."""
     cluster = make(tmp_path)
     said_by, _, ranks = ENDS[how]
-    with cluster.start(2, how) as job:
+    with cluster.start(2, how, forked=True) as job:
         out = cluster.out(1)
 
         def left() -> bool:

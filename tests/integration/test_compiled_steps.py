@@ -13,7 +13,7 @@ import torch
 
 from tests.integration.jobs import compiled
 from tests.support.cluster import Cluster, losses, same, wait_until
-from tests.support.compiled_training import traced_code
+from tests.support.compiled_training import no_compiled_code, traced_code
 from tests.support.job import Job
 from tests.support.torchrun import by_torchrun
 from tests.unit.trainer_side.save.saving_training import (
@@ -31,9 +31,8 @@ SECONDS_MAX = 240
 
 @pytest.fixture(autouse=True)
 def _no_compiled_code() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+    with no_compiled_code():
+        yield
 
 
 def _check(monkeypatch: pytest.MonkeyPatch, pattern: str, compile_by: Compile, **options: Any) -> None:
@@ -83,30 +82,29 @@ def check_backward(monkeypatch: pytest.MonkeyPatch, pattern: str, backend: str) 
         _check(monkeypatch, pattern, by_backend(backend))
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch traces no backward()"
-)
 def test_a_backward_pass_in_the_graph_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        pytest.skip("this torch traces no backward()")
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         _check(monkeypatch, "whole", by_backend("aot_eager"))
 
 
 @pytest.mark.mpi
 def test_a_compiled_training_is_killed_and_goes_on_exactly(tmp_path: Path) -> None:
-    goes_on_exactly("mpirun", tmp_path)
+    goes_on_exactly("forked", tmp_path)
 
 
 def goes_on_exactly(launcher: str, tmp_path: Path) -> None:
-    """Under mpirun with a stager, under torchrun with local tiers and without one."""
+    """With a stager; under torchrun with local tiers and without one."""
     ranks, steps, pause, saved = 2, 14, 8, 5
     under_torchrun = launcher == "torchrun"
     undisturbed, killed = (_cluster(tmp_path / name, under_torchrun) for name in ("undisturbed", "killed"))
 
     def start(cluster: Cluster, *arguments: str) -> Job:
-        rewrite = by_torchrun(ranks) if under_torchrun else list
-        return cluster.start(
-            ranks, str(steps), "aot_eager", *arguments, stager=not under_torchrun, rewrite=rewrite
-        )
+        given = (str(steps), "aot_eager", *arguments)
+        if under_torchrun:
+            return cluster.start(ranks, *given, stager=False, rewrite=by_torchrun(ranks))
+        return cluster.start(ranks, *given, forked=True)
 
     with start(undisturbed) as job:
         job.succeed(SECONDS_MAX)
@@ -120,6 +118,7 @@ def goes_on_exactly(launcher: str, tmp_path: Path) -> None:
         for rank in range(ranks):
             os.kill(int((out / f"pid-{rank}").read_text()), signal.SIGKILL)
         job.kill()
+    killed.wait_for_flusher()
     with start(killed) as job:
         job.succeed(SECONDS_MAX)
     for rank in range(ranks):
@@ -134,6 +133,7 @@ def goes_on_exactly(launcher: str, tmp_path: Path) -> None:
 def _cluster(directory: Path, under_torchrun: bool) -> Cluster:
     (directory / "disk").mkdir(parents=True)
     env = {"HOLDFAST_ON_FULL": "wait", "TORCHINDUCTOR_CACHE_DIR": str(directory.parent / "inductor")}
+    env["RANKS_IMPORT"] = "torch._inductor.cudagraph_trees"
     if under_torchrun:
         env |= {
             "HOLDFAST_TIERS": f"file:{directory / 'disk'}",

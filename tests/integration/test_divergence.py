@@ -16,7 +16,8 @@ from operator_side.commands.assemble import assemble_command
 from operator_side.commands.ls import ls
 from operator_side.commands.verify import verify
 from tests.integration.jobs import drifting
-from tests.support.job import Job, environment
+from tests.support.forked_job import ForkedJob
+from tests.support.job import environment
 from trainer_side.tiers.open_tiers import open_tier
 
 pytestmark = [pytest.mark.mpi]
@@ -55,7 +56,7 @@ class Outcome:
             "HOLDFAST_ON_DIVERGENCE": option,
         }
         (directory / "disk").mkdir()
-        with Job(
+        with ForkedJob(
             ranks,
             [drifting.__file__, str(directory / "out"), scenario, str(steps)],
             [*options, "--on-divergence", option] if stager else None,

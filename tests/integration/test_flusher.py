@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -69,8 +70,15 @@ def image_of(tmp_path: Path, seed: int, *, rows: int = 400) -> Image:
     return from_torch_file(path, chunk_bytes=CHUNK_BYTES, ranks=RANKS)
 
 
-def assert_loads(path: Path, seed: int, *, rows: int = 400) -> None:
-    """In a process that has never heard of holdfast."""
+def assert_holds(path: Path, seed: int, *, rows: int = 400) -> None:
+    assert zipfile.ZipFile(path).testzip() is None
+    got, want = torch.load(path, weights_only=True), state(seed, rows=rows)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+def assert_loads_without_holdfast(path: Path, seed: int, *, rows: int = 400) -> None:
+    """In a process that has never heard of it."""
     code = (
         "import sys, torch; torch.manual_seed(int(sys.argv[2]));"
         "want = {f'layer.{n}': torch.randn(int(sys.argv[3]), 101) for n in range(4)};"
@@ -100,7 +108,7 @@ def test_checkpoints_become_files_that_torch_loads_and_the_flusher_leaves_nothin
     assert flusher.wait() == 0
 
     assert (flusher.store / "step-000000005.pt").read_bytes() == image.final
-    assert_loads(flusher.store / "step-000000010.pt", 2)
+    assert_loads_without_holdfast(flusher.store / "step-000000010.pt", 2)
     assert flusher.visible() == [
         "step-000000005.json",
         "step-000000005.pt",
@@ -131,7 +139,7 @@ def test_an_image_larger_than_the_ring_streams_through_it(
     stager.save(large, 1)
     stager.finish()
     assert flusher.wait() == 0
-    assert_loads(flusher.store / "step-000000001.pt", 3, rows=2500)
+    assert_holds(flusher.store / "step-000000001.pt", 3, rows=2500)
     assert flusher.manifest(1)["state"] == "durable"
 
 
@@ -193,7 +201,7 @@ def test_a_staged_checkpoint_in_the_ring_survives_a_killed_flusher(
     assert again.attempt == 2
     again.save(image, 7)
     again.finish()
-    assert_loads(second.store / "step-000000005.pt", 1)
+    assert_holds(second.store / "step-000000005.pt", 1)
     steps = ("step-000000005", "step-000000007-a002")
     assert second.visible() == [f"{step}.{kind}" for step in steps for kind in ("json", "pt")]
     assert second.manifest(5)["attempt"] == 1
@@ -372,7 +380,7 @@ def test_a_flusher_that_dies_with_the_room_of_an_old_checkpoint_costs_none(
     back.finish()
     assert second.wait() == 0
     assert second.visible() == [f"step-{newest:09d}.json", f"step-{newest:09d}.pt"]
-    assert_loads(second.store / f"step-{newest:09d}.pt", newest)
+    assert_holds(second.store / f"step-{newest:09d}.pt", newest)
     assert second.manifest(newest)["state"] == "verified"
     assert second.hidden() == []
 
@@ -396,7 +404,7 @@ def test_each_checkpoint_is_written_into_the_room_of_the_one_before(
             rooms.append(os.getxattr(path, "user.step") if "user.step" in marks else None)
             os.setxattr(path, "user.step", str(step).encode())
         assert rooms == [None, None, *((b"1", b"2") if reuse == "--reuse" else (None, None))]
-        assert_loads(path, step, rows=rows)
+        assert_holds(path, step, rows=rows)
         stager.finish()
         assert flusher.wait() == 0
         assert flusher.hidden() == []

@@ -78,7 +78,9 @@ def assert_imported(directory: Path, rows: int) -> None:
 
 def test_a_job_goes_on_from_what_torch_saved(tmp_path: Path) -> None:
     file = old_file(tmp_path / "old.pt", steps=3)
-    cluster = Cluster(tmp_path, str(tmp_path / "store"), {"TRAIN_MAY_LACK": "rng"}, script=train.__file__)
+    cluster = Cluster(
+        tmp_path, str(tmp_path / "store"), {"TRAIN_MAY_LACK": "rng"}, script=train.__file__, forked=True
+    )
     command = [HOLDFAST, "import", str(file), cluster.store, "--step", "2", "--drop", "epoch"]
     subprocess.run(command, env=environment(tmp_path / "runtime"), check=True)
     with cluster.start(2, "6", "3") as job:

@@ -24,7 +24,7 @@ def after(finished: Finished, local: Cluster) -> Cluster:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_another_world_size_takes_up_the_same_state(after: Cluster, ranks: int) -> None:
     newest = load(max(Path(after.store).glob("*.pt")))
-    with after.start(ranks, *RUN) as job:
+    with after.start(ranks, *RUN, forked=True) as job:
         job.succeed(120)
         said = job.output()
     assert said.count(f"step 11 was saved by 2 ranks, and this job has {ranks}:") == 1, said
@@ -40,7 +40,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(after: Cluster) -> 
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 0x10
     newest.write_bytes(content)
-    with after.start(2, *RUN) as job:
+    with after.start(2, *RUN, forked=True) as job:
         job.succeed(120)
         said = job.output()
     for rank in range(2):

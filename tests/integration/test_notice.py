@@ -86,7 +86,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same training, never told anything."""
     directory = tmp_path_factory.mktemp("reference")
     cluster = Cluster(directory, str(directory / "store"), {}, script=train.__file__)
-    with cluster.start(2, str(STEPS), str(NEVER)) as job:
+    with cluster.start(2, str(STEPS), str(NEVER), forked=True) as job:
         job.succeed(120)
     return cluster.out(1)
 

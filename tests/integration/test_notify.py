@@ -75,10 +75,8 @@ def test_a_standing_stager_tells_people_and_waits_for_no_destination(tmp_path: P
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("is_supervised", [False, True])
-def test_the_stager_of_an_mpirun_job_tells_people_unless_holdfast_run_does(
-    tmp_path: Path, is_supervised: bool
-) -> None:
+def test_the_stager_of_an_mpirun_job_tells_people(tmp_path: Path) -> None:
+    """Unless `holdfast run` does: test_run."""
     script, told = tmp_path / "train.py", tmp_path / "told"
     script.write_text(
         "import torch\n"
@@ -89,11 +87,10 @@ def test_the_stager_of_an_mpirun_job_tells_people_unless_holdfast_run_does(
         "    checkpointer.step(0)\n"
     )
     stager = ["--store", str(tmp_path / "store"), *SMALL, "--notify-command", written(told)]
-    more = {"HOLDFAST_RUN_ATTEMPT": "1"} if is_supervised else {}
-    env = environment(tmp_path / "runtime", HOLDFAST_EVENTS=str(tmp_path / "events"), **more)
+    env = environment(tmp_path / "runtime", HOLDFAST_EVENTS=str(tmp_path / "events"))
     with Job(1, [str(script)], stager, env=env, log=tmp_path / "job.log") as job:
         job.succeed(SECONDS_MAX)
-    assert kinds(told) == ({} if is_supervised else {"job_ended": 1}), job.output()
+    assert kinds(told) == {"job_ended": 1}, job.output()
 
 
 @pytest.mark.mpi

@@ -18,8 +18,11 @@ import pytest
 from holdfast.errors import ResumeDiffers
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.proof_record import ProofRecord
+from holdfast.ring.directory import runtime_directory
 from tests.integration.jobs import proven
-from tests.support.job import Job, environment
+from tests.support.cluster import wait_until
+from tests.support.forked_job import ForkedJob
+from tests.support.job import environment
 from tests.support.once import made_once
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -34,11 +37,14 @@ class PlayedResume:
     def __init__(
         self, directory: Path, name: str, store: Path, *arguments: str, ranks: int = 2, **more: str
     ) -> None:
-        events = directory / f"{name}.jsonl"
-        env = environment(directory / f"{name}-runtime", HOLDFAST_EVENTS=str(events), **more)
+        events, runtime = directory / f"{name}.jsonl", directory / f"{name}-runtime"
+        env = environment(runtime, HOLDFAST_EVENTS=str(events), **more)
         stager = ["--store", str(store), *STAGER]
-        with Job(ranks, [proven.__file__, *arguments], stager, env=env, log=directory / f"{name}.log") as job:
+        log = directory / f"{name}.log"
+        with ForkedJob(ranks, [proven.__file__, *arguments], stager, env=env, log=log) as job:
             job.wait(SECONDS_MAX)
+        ring = runtime_directory(str(store), runtime)
+        wait_until(lambda: not ring.exists(), SECONDS_MAX, "the flusher does not end")
 
 
 @pytest.fixture(scope="module")

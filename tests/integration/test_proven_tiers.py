@@ -18,7 +18,8 @@ import pytest
 
 from holdfast.errors import ResumeDiffers
 from tests.integration.jobs import proven
-from tests.support.job import Job, environment
+from tests.support.forked_job import ForkedJob
+from tests.support.job import environment
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 SECONDS_MAX = 120
@@ -46,7 +47,7 @@ class Machine:
         env = environment(self._directory / f"{name}-runtime", **env)
         arguments = [proven.__file__, STEPS, str(kill_at), *faults]
         log = self._directory / f"{name}.log"
-        with Job(RANKS, arguments, None, env=env, log=log, ulfm=False) as job:  # ULFM's mpirun ends with 0
+        with ForkedJob(RANKS, arguments, None, env=env, log=log) as job:
             return job.wait(SECONDS_MAX)
 
     def output(self, name: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.job import Job, environment
+from tests.support.forked_job import ForkedJob
+from tests.support.job import environment
 
 pytestmark = [pytest.mark.mpi]
 _JOB = Path(__file__).with_name("jobs") / "reordered.py"  # not imported: torch's own modules for it warn
@@ -17,7 +18,7 @@ STEPS = 6
 
 def _run(directory: Path, way: str, order: str, steps: int, store: str) -> dict[str, Any]:
     out = directory / f"{store}-{order}.pt"
-    with Job(
+    with ForkedJob(
         2,
         [str(_JOB), way, order, str(steps), str(out)],
         ["--store", str(directory / store), "--chunk-bytes", "64KiB", "--ring-bytes", "4MiB"],

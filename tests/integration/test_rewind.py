@@ -28,7 +28,7 @@ def trained(cluster: Cluster, steps: int) -> list[dict[int, Any]]:
 
 
 def test_a_job_goes_on_from_an_older_step_without_the_batches_of_a_spike(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, str(tmp_path / "store"), {}, script=data.__file__)
+    cluster = Cluster(tmp_path, str(tmp_path / "store"), {}, script=data.__file__, forked=True)
     spiked = trained(cluster, 20)
     typed = CliRunner().invoke(
         rewind, [cluster.store, "--to", "4", "--skip-batches", "7..9"], catch_exceptions=False

@@ -60,7 +60,9 @@ class Meshes(Cluster):
 
     def __init__(self, directory: Path) -> None:
         env = {"HOLDFAST_ON_FULL": "wait"}
-        super().__init__(directory, str(directory / "store"), env, script=str(_JOB), stager=SMALL)
+        super().__init__(
+            directory, str(directory / "store"), env, script=str(_JOB), stager=SMALL, forked=True
+        )
         self.truths = directory / "truths"
         self.truths.mkdir()
 

@@ -53,7 +53,12 @@ class Outcome:
         env = {} if stager else {"HOLDFAST_TIERS": "store", "HOLDFAST_STORE": str(store)}
         env["HOLDFAST_ON_DIVERGENCE"] = "off"  # a proof is not a matter of taste
         cluster = Cluster(
-            directory, str(store), env, script=str(_JOB), stager=(*SMALL, "--on-divergence", "off")
+            directory,
+            str(store),
+            env,
+            script=str(_JOB),
+            stager=(*SMALL, "--on-divergence", "off"),
+            forked=True,
         )
         with cluster.start(RANKS, *arguments, stager=stager) as job:
             job.succeed(SECONDS_MAX)

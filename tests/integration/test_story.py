@@ -58,7 +58,7 @@ def test_a_script_that_never_restores_puts_nothing_over_the_checkpoints_of_its_r
     """Refused at its first save on all ranks, unless it says fresh=True; then attempts order the steps."""
     store = tmp_path / "store"
     cluster = cluster_on(tmp_path, store)
-    with cluster.start(RANKS, "plain", "2") as job:
+    with cluster.start(RANKS, "plain", "2", forked=True) as job:
         job.succeed(SECONDS_MAX)
     cluster.wait_for_flusher()
     before = {path: path.read_bytes() for path in store.glob("step-*")}
@@ -74,7 +74,7 @@ def test_a_script_that_never_restores_puts_nothing_over_the_checkpoints_of_its_r
     cluster.wait_for_flusher()
     assert {path: path.read_bytes() for path in store.glob("step-*")} == before
 
-    with cluster.start(RANKS, "fresh", "1") as job:
+    with cluster.start(RANKS, "fresh", "1", forked=True) as job:
         job.succeed(SECONDS_MAX)
         assert job.output().count("starts a new training beside them") == 1, job.output()
     cluster.wait_for_flusher()
@@ -87,21 +87,22 @@ def test_a_script_that_never_restores_puts_nothing_over_the_checkpoints_of_its_r
 def test_a_store_on_a_file_system_that_is_not_mounted(tmp_path: Path) -> None:
     """Refused by the stager, and by `holdfast run` before it starts anything; --create makes it all the same."""
     store = tmp_path / "nfs" / "team" / "run"
-    cluster = cluster_on(tmp_path, store)
-    with cluster.start(RANKS, "plain", "1") as job:
-        assert job.wait(SECONDS_MAX) == StoreError.exit_code, job.output()
-        check_said_once(job.output(), "StoreError", str(store), f"no directory {store.parent}", "--create")
+    env = environment(tmp_path / "runtime")
+    stager = [HOLDFAST, "stager", "--store", str(store), "--listen", "127.0.0.1:0"]
+    refused = subprocess.run(
+        stager, env=env, capture_output=True, text=True, timeout=SECONDS_MAX, check=False
+    )
+    assert refused.returncode == StoreError.exit_code, refused.stderr
+    for words in (str(store), f"no directory {store.parent}", "--create"):
+        assert words in " ".join(refused.stderr.split())
     assert not (tmp_path / "nfs").exists()
     command = [HOLDFAST, "run", "-n", "1", "--store", str(store), "--logs", str(tmp_path / "logs"), "--"]
-    ran = subprocess.run(
-        [*command, "true"], env=environment(tmp_path / "runtime"), capture_output=True, text=True, check=False
-    )
+    ran = subprocess.run([*command, "true"], env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == StoreError.exit_code, ran.stderr
     assert f"no directory {store.parent}" in ran.stderr
     assert not (tmp_path / "nfs").exists()
     assert not (tmp_path / "logs").exists()
-    created = Cluster(tmp_path, str(store), {"HOLDFAST_CREATE": "true"}, script=story.__file__)
-    created.started = 1
-    with created.start(RANKS, "plain", "1") as job:
+    created = cluster_on(tmp_path, store, HOLDFAST_CREATE="true")
+    with created.start(RANKS, "plain", "1", forked=True) as job:
         job.succeed(SECONDS_MAX)
     assert list(store.glob("step-000000000*.pt"))

@@ -94,46 +94,52 @@ def check_kept_once(cluster: Cluster, saves: int) -> None:
 def test_without_a_stager_a_killed_run_resumes_from_its_disk_when_its_memory_is_lost(
     cluster: Cluster, reference: Path, memory: Path
 ) -> None:
+    """First its slices are gone for one rank, and it does not begin again; then they are back."""
     check_resumed_alone(cluster, reference, memory, lost=True)
 
 
-def test_a_job_whose_slices_are_gone_for_one_rank_does_not_begin_again(
-    cluster: Cluster, memory: Path
+def check_refused_without_the_slices_of_a_rank(
+    cluster: Cluster, tiers: list[Path], env: dict[str, str]
 ) -> None:
-    alone = {"HOLDFAST_STORE": cluster.store, **SMALL_ALONE}
-    with cluster.start(RANKS, *RUN, str(PAUSE_AT), stager=False, env=alone) as job:
-        wait_for_pause(cluster, job, kept=SAVED)
-        kill_all_ranks(cluster)
-        job.wait(60)
-    tiers = [memory, cluster.directory / "disk"]
-    for tier in tiers:
-        (of_rank_1,) = tier.glob("*/rank-00001-*.slots")
-        of_rank_1.unlink()
+    """They are moved away, and back."""
+    lost = {
+        path: cluster.directory / f"away-{n}"
+        for n, tier in enumerate(tiers)
+        for path in tier.glob("*/rank-00001-*.slots")
+    }
+    assert len(lost) == len(tiers)
+    for path, away in lost.items():
+        shutil.move(path, away)
     left = {path: path.read_bytes() for tier in tiers for path in tier.glob("*/*.slots")}
-    assert len(left) == 2
-    with cluster.start(RANKS, *RUN, stager=False, env=alone) as job:
+    assert len(left) == len(tiers)
+    with cluster.start(RANKS, *RUN, stager=False, env=env, forked=True) as job:
         assert job.wait(120) == 6, job.output()
     said = " ".join(job.output().split())
     assert "there are checkpoints, and none is whole" in said
     assert (
-        f"rank 1 on host {socket.gethostname()} has not its slice in memory:{memory}, file:{tiers[1]}" in said
+        f"rank 1 on host {socket.gethostname()} has not its slice in memory:{tiers[0]}, file:{tiers[1]}"
+        in said
     )
     assert {path: path.read_bytes() for path in left} == left
+    for path, away in lost.items():
+        shutil.move(away, path)
 
 
 def check_resumed_alone(cluster: Cluster, reference: Path, memory: Path, *, lost: bool) -> None:
     """Killed without a stager, and resumed; lost: the machine's memory is."""
     alone = {"HOLDFAST_STORE": cluster.store, **SMALL_ALONE}
-    with cluster.start(RANKS, *RUN, str(PAUSE_AT), stager=False, env=alone) as job:
+    with cluster.start(RANKS, *RUN, str(PAUSE_AT), stager=False, env=alone, forked=True) as job:
         wait_for_pause(cluster, job, kept=SAVED)
         kill_all_ranks(cluster)
         job.wait(60)
-    if lost:  # the machine was started anew: what was in its memory is gone
+    if lost:
+        check_refused_without_the_slices_of_a_rank(cluster, [memory, cluster.directory / "disk"], alone)
+        # The machine was started anew: what was in its memory is gone.
         for path in memory.iterdir():
             shutil.rmtree(path)
-    with cluster.start(RANKS, *RUN, stager=False, env=alone) as job:
+    with cluster.start(RANKS, *RUN, stager=False, env=alone, forked=True) as job:
         job.succeed(120)
-    check_continued(reference, cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+    check_continued(reference, cluster, 1, cluster.started, start=SAVED + 1, steps=STEPS)
     check_resumed_from(cluster, "file" if lost else "memory", SAVED)
     check_kept_once(cluster, 3)
     assert not list(Path(cluster.store).glob("*.pt")), "nobody was there to write it"

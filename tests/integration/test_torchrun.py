@@ -126,13 +126,3 @@ def test_a_script_that_sets_up_torch_distributed_by_itself_saves_and_restores(cl
         assert done.returncode == 0, done.stderr
     assert [event["step"] for event in events(cluster, "complete")] == [0] * RANKS + [1] * RANKS
     assert [event["step"] for event in events(cluster, "restore")] == [0] * RANKS
-
-
-def test_a_job_with_neither_stager_nor_tiers_is_told_once_how_to_get_them(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, "", {}, script=train.__file__)
-    with start(cluster, RUN) as job:
-        assert job.wait(240) != 0
-    said = job.output()
-    assert said.count("ConfigError: no stager in this job of 2 trainers") == 1, said
-    assert "--listen HOST:PORT --ranks 2` and set HOLDFAST_STAGER=HOST:PORT" in said
-    assert "HOLDFAST_TIERS" in said

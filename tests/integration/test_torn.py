@@ -20,7 +20,8 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.image.manifest import State
 from holdfast.store.posix import PosixStore
 from tests.integration.jobs import changing, fingerprint
-from tests.support.job import Job, environment
+from tests.support.forked_job import ForkedJob
+from tests.support.job import environment
 from trainer_side.state.tree import tensor_paths
 
 pytestmark = [pytest.mark.mpi]
@@ -33,7 +34,7 @@ def _run(
 ) -> tuple[list[Path], list[dict[str, Any]]]:
     store, events = tmp_path / "store", tmp_path / "events.jsonl"
     stager = ["--store", str(store), "--chunk-bytes", "1MiB", "--ring-bytes", "64MiB", "--keep-last", "0"]
-    with Job(
+    with ForkedJob(
         2,
         [fingerprint.__file__, str(saves), *arguments],
         stager,
@@ -116,7 +117,7 @@ class OneRankEdits:
             **settings,
         )
         command = [changing.__file__, str(out), kind, str(EDITED_SAVES), "--only", "1", *options]
-        with Job(2, command, stager, env=env, log=tmp_path / "job.log") as job:
+        with ForkedJob(2, command, stager, env=env, log=tmp_path / "job.log") as job:
             job.succeed(300)
             self.said = job.output()
         manifests = [item.manifest for item in Catalog(PosixStore(store)).list() if item.manifest is not None]

@@ -51,7 +51,7 @@ class Story:
         size = {"TRAIN_WIDTH": "2048"}
         (tmp_path / "reference").mkdir()
         reference = Cluster(tmp_path / "reference", str(tmp_path / "other"), size, script=train.__file__)
-        with reference.start(2, *RUN) as job:
+        with reference.start(2, *RUN, forked=True) as job:
             job.succeed(SECONDS_MAX)
         self.reference = reference.out(1)
         env = {

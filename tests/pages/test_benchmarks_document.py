@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import document, drawing, results
-from benchmarks.experiments import EXPERIMENTS
-
 pytest.importorskip("matplotlib")
 
 _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
 
 def test_committed_pictures_and_page_are_those_of_the_committed_figures(tmp_path: Path) -> None:
+    # They bring torch's DTensors along, which takes a second: not in each worker.
+    from benchmarks import document, drawing, results
+    from benchmarks.experiments import EXPERIMENTS
+
     pinned = f"matplotlib=={importlib.metadata.version('matplotlib')}\n" in _CONSTRAINTS.read_text(
         encoding="utf-8"
     )

@@ -1,12 +1,8 @@
-"""Every command in every page is one that its program takes, and is typed by a test or has a reason why it is not.
-
-They are typed by tests/pages/test_pages.py, and those of the tutorial by tests/soak/test_tutorial.py.
-"""
+"""Every command in every page is one that its program takes; tests/soak/test_tutorial.py types the tutorial."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -21,14 +17,6 @@ from tests.support.doc_commands import (
     spoken,
     why_not,
     why_not_spoken,
-)
-from tests.support.typing_pages import (
-    EXIT_CODES,
-    NOT_TYPED,
-    SCENE,
-    TYPED_ONCE,
-    entry_for,
-    plan,
 )
 
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
@@ -72,25 +60,3 @@ def test_no_command_hides_in_a_block_without_the_tag() -> None:
     assert [
         f"{page}: {fence.language}" for page, fence in all_fences if fence.language not in LANGUAGES
     ] == []
-
-
-# -- what a test types -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("table", [NOT_TYPED, EXIT_CODES, TYPED_ONCE])
-def test_every_entry_is_about_a_command_of_a_page(table: Iterable[str]) -> None:
-    texts = [line.text for page in pages() for line in shown(page)]
-    assert [beginning for beginning in table if not any(text.startswith(beginning) for text in texts)] == []
-    lines = [line for page in pages() for line in shown(page)]
-    assert {*map(entry_for, lines)} - {""} == NOT_TYPED.keys(), "an entry that another one hides"
-
-
-def test_every_name_of_the_scene_is_one_of_a_page() -> None:
-    texts = [line.text for found in plan().values() for line in found]
-    left = dict(SCENE)
-    for text in texts:
-        for pattern, meant in SCENE.items():
-            if re.search(pattern, text):
-                left.pop(pattern, None)
-            text = re.sub(pattern, meant, text)
-    assert not left

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration import test_bad_input as nightly
-from tests.integration.test_bad_input import check_a_second_stager
+from tests.integration.test_bad_input import check_a_rank_without_tiers, check_a_second_stager
 
 pytestmark = [pytest.mark.mpi]
 
@@ -22,3 +22,7 @@ test_ranks_with_different_layouts = nightly.check_ranks_with_different_layouts
 
 def test_a_second_stager_elsewhere_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     check_a_second_stager(tmp_path, beside=False)
+
+
+def test_a_rank_without_tiers_beside_a_stager_is_refused_by_name(tmp_path: Path) -> None:
+    check_a_rank_without_tiers(tmp_path, stager=True)

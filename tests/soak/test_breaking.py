@@ -11,8 +11,9 @@ from tests.integration.test_breaking import ENDS, REGULAR, check_exception, chec
 pytestmark = [pytest.mark.mpi]
 
 
-def test_the_council_of_local_tiers(tmp_path: Path) -> None:
-    check_tiers(tmp_path, "council", "holdfast-council")
+@pytest.mark.parametrize(("how", "thread"), [("council", "holdfast-council"), ("lane", "holdfast-tier-0-0")])
+def test_a_thread_of_local_tiers(tmp_path: Path, how: str, thread: str) -> None:
+    check_tiers(tmp_path, how, thread)
 
 
 def test_the_payloads_of_tcp(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from holdfast.errors import StateError
 from tests.integration.jobs import changing
-from tests.integration.test_changes import Outcome
+from tests.integration.test_changes import RANKS, Outcome
+from tests.integration.test_changes import SAVES as FEW_SAVES
 from tests.support import changes
 from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import collect
@@ -49,3 +50,22 @@ def test_quantised_moments_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
     state = {"model": model, "optimizer": optimizer}
     with pytest.raises(StateError, match=r"optimizer/state/0/exp_avg is a quantised tensor \(torchao"):
         table(state, collect(state), rank=0, ranks=2)
+
+
+def test_a_few_bytes_changed_by_hand_tear_nothing(tmp_path: Path) -> None:
+    """From the first step on: the comparison before the first update sees them, and every save waits."""
+    outcome = Outcome(tmp_path, "RowsByNumpy", FEW_SAVES, HOLDFAST_COPY_INSIDE_MS_MAX="0")
+    outcome.is_whole()
+    assert outcome.published == list(range(FEW_SAVES))
+    assert not any(manifest.doubt for manifest in outcome.manifests.values())
+    assert outcome.said.count("in a way that torch does not count") >= 1
+    for step in range(1, FEW_SAVES):
+        assert outcome.inside(step) == [True] * RANKS
+
+
+def test_without_the_comparison_a_few_bytes_are_published_torn(tmp_path: Path) -> None:
+    """Those with the comparison can fail."""
+    options = ["--uncompared", "--drawn", "1000"]
+    outcome = Outcome(tmp_path, "RowsThroughData", FEW_SAVES, *options, HOLDFAST_COPY_INSIDE_MS_MAX="0")
+    assert outcome.torn
+    assert not any(outcome.manifests[step].doubt for step in outcome.torn), "nobody knows"

@@ -39,12 +39,20 @@ def test_a_script_that_saves_all_goes_on_exactly(tmp_path: Path) -> None:
         }
 
 
-@pytest.mark.parametrize(("bug", "name"), [("rng", "model/0.weight"), ("data", "samples:")])
-def test_each_bug_is_named(tmp_path: Path, bug: str, name: str) -> None:
-    code, said, _ = drill(tmp_path, "--kills", "1", "--with", "none", script=("60", "10", bug))
+def test_a_script_that_forgets_random_numbers_and_data_is_found_out(tmp_path: Path) -> None:
+    code, said, _ = drill(
+        tmp_path, "--kills", "1", "--with", "none", "--seed", "1", script=("60", "10", "rng", "data")
+    )
     assert code == 1
-    assert name in str([said["wrong"], [kill["wrong"] for kill in said["kills"]]])
-    assert (said["samples"]["repeated"] > 0) == (bug == "data")
+    assert not said["passed"]
+    (kill,) = said["kills"]
+    assert kill["exact"] is False
+    assert any("model/0.weight" in why for why in kill["wrong"]), kill["wrong"]
+    assert "at step 0: the script begins its data again" in kill["wrong"][0]
+    assert said["measured"] == ["log/json/log_history/*/eval_runtime"]
+    assert said["samples"]["repeated"] > 0
+    assert any(why.startswith("samples:") for why in said["wrong"]), said["wrong"]
+    assert (tmp_path / "drill" / "drilled" / "store").is_dir(), "what failed is kept"
 
 
 def test_every_kind_of_kill(tmp_path: Path) -> None:

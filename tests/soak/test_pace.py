@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.jobs import pacing
 from tests.integration.test_pace import RANKS, WAIT_SECONDS_MAX, Paced
+from tests.integration.test_standing_stager import scene
 from tests.integration.test_tiers import stager_of
-from tests.support.cluster import wait_until
+from tests.support.cluster import Cluster, wait_until
+from tests.support.standing_scene import Scene
 from tests.support.throttled_site import sitecustomize
 
 pytestmark = [pytest.mark.mpi]
@@ -38,3 +41,22 @@ def test_after_the_stagers_death_all_ranks_go_on_at_the_same_steps(tmp_path: Pat
     complete = {line["step"] for line in run.events("complete") if line["step"] > lost_at + 2}
     assert complete, "nothing was complete in the tier without the stager"
     assert complete <= set(after[0]) & set(after[1])
+
+
+def test_an_interval_that_is_found_beside_a_standing_stager_is_the_same_on_all_ranks(scene: Scene) -> None:
+    scene.cluster = Cluster(scene.directory, scene.cluster.store, scene.env, script=pacing.__file__)
+    with scene.start([], PACING_STEP_SECONDS="0.01") as job:
+        wait_until(lambda: len(scene.events("interval")) > 0, 120, lambda: f"no interval:\n{job.output()}")
+        (interval, *_) = scene.events("interval")
+        step = scene.cluster.out(1) / "step"
+        wait_until(
+            lambda: int(step.read_text() or 0) > interval["first_step"] + interval["every"], 120, job.output
+        )
+        (scene.cluster.out(1) / "stop").touch()
+        job.succeed(120)
+    tried = [
+        sorted({line["step"] for line in scene.events("save", "declined") if line.get("rank") == rank})
+        for rank in range(RANKS)
+    ]
+    assert tried[0] == tried[1]
+    assert interval["first_step"] in tried[0]

@@ -1,6 +1,6 @@
 """Nightly, docs/tutorial.md, typed line by line into one shell: a real job is killed and goes on, and a drill is held.
 
-The commands of the other pages are typed by tests/pages/test_pages.py, which looks at their exit codes alone.
+tests/pages/test_doc_commands.py gives the commands of all pages to their parsers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import pytest
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.store import open_store
-from tests.support.doc_commands import Shown
+from tests.support.doc_commands import ELSEWHERE, Shown, shown
 from tests.support.job import NOT_LAUNCHED, REPOSITORY, environment
-from tests.support.typing_pages import TUTORIAL, typed_of
 
 pytestmark = [pytest.mark.mpi]
 
 STEPS, EVERY = 300, 20
 LAUNCHES_MAX = 3
 SECONDS_MAX = 280.0
+# They change the environment that the tests run in, or stand until they are told to stop.
+NOT_TYPED = (". .venv/bin/activate", "make ", "pip install", *(f"{program} " for program in ELSEWHERE))
 
 
 class Session(NamedTuple):
@@ -85,7 +86,7 @@ def _end(runtime: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="no pkill on this machine")
 def test_every_line_of_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
-    lines = typed_of(TUTORIAL)
+    lines = [line for line in shown("docs/tutorial.md") if not line.text.startswith(NOT_TYPED)]
     for launch in range(LAUNCHES_MAX):
         folder = tmp_path / f"checkout-{launch}"
         folder.mkdir()

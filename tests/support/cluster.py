@@ -22,6 +22,7 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.ring.directory import runtime_directory
 from holdfast.store import open_store
 from holdfast.store.retrying import Retrying
+from tests.support.forked_job import ForkedJob
 from tests.support.job import REPOSITORY, Job, environment
 
 __all__ = [
@@ -50,6 +51,8 @@ class Cluster:
         env: Added to the environment of every process.
         script: The training script. It is called with its output directory and what `start` is given.
         stager: Settings of the stager, beside the store.
+        forked: The ranks are forked from one process, beside a stager that stands for the job: for tests of what is the
+            same under any launcher. Such a job costs a quarter of mpirun's.
 
     Attributes:
         started: How many jobs were started so far.
@@ -63,9 +66,10 @@ class Cluster:
         *,
         script: str,
         stager: Sequence[str] = SMALL,
+        forked: bool = False,
     ) -> None:
         self.directory, self.store, self._env = directory, store, env
-        self._script, self._stager, self.started = script, stager, 0
+        self._script, self._stager, self._forked, self.started = script, stager, forked, 0
 
     def start(
         self,
@@ -76,14 +80,16 @@ class Cluster:
         runtime: Path | None = None,
         rewrite: Callable[[list[str]], list[str]] = list,
         env: Mapping[str, str] | None = None,
+        forked: bool | None = None,
     ) -> Job:
         """A fresh cluster: nothing is left of the one before but the store. With `runtime`: on that machine. `rewrite`
-        changes the mpirun line; `env` is for this start alone.
+        changes the mpirun line; `env` and `forked` are for this start alone.
         """
         self.started += 1
         name = f"cluster-{self.started}"
         self.runtime = runtime or self.directory / f"runtime-{self.started}"
-        return Job(
+        make = ForkedJob if (self._forked if forked is None else forked) else Job
+        return make(
             ranks,
             [self._script, str(self.directory / name), *arguments],
             ["--store", self.store, *self._stager] if stager else None,

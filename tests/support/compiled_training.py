@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.cudagraph_trees  # seconds of CPU, which the first compiled step of a test would take otherwise
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch.optim import Optimizer
 
-__all__ = ["PATTERNS", "CompiledTraining", "traced_code"]
+__all__ = ["PATTERNS", "CompiledTraining", "no_compiled_code", "traced_code"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = ("trainer_side", "holdfast")
@@ -189,8 +187,21 @@ class CompiledTraining:
 
 
 @contextmanager
+def no_compiled_code() -> Iterator[None]:
+    """For a fixture, autouse: nothing is compiled before the test, nor left after it."""
+    # Seconds of CPU, which the first compiled step would take otherwise; where the file is imported, in each worker.
+    import torch._inductor.cudagraph_trees
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@contextmanager
 def traced_code() -> Iterator[set[str]]:
     """The functions of holdfast that the compiler traces meanwhile, as frames of their own or inlined."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
     found: set[str] = set()
     run = InstructionTranslatorBase.run
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.rank_server import cpu_seconds_of_ranks
+
 _LISTED = 25
 _KEY = "cpu_seconds"
 _UNIT = "tests/unit/"
@@ -107,8 +109,8 @@ _BEFORE = pytest.StashKey[float]()
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of its children that ended."""
-    return sum(os.times()[:4])
+    """Of this process, of its children that ended, and of the ranks that it had forked elsewhere."""
+    return sum(os.times()[:4]) + cpu_seconds_of_ranks()
 
 
 def _slowness() -> float:

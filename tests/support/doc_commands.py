@@ -1,5 +1,4 @@
 """The commands that pages show: found line by line, and given to the parsers that they are for, without being run.
-Which of them a test runs is in tests/support/typing_pages.py.
 
     page ─► blocks tagged `sh` ─► Shown: page, line, text ─► words of each simple command ─► the check of its program
     page ─► spans in code type that begin with `holdfast` ─► the same check, where arguments may be missing

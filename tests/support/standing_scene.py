@@ -1,4 +1,4 @@
-"""A standing stager, and jobs of the main job's script under torchrun that join it."""
+"""A standing stager, and jobs of the main job's script that join it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,12 @@ class Scene:
         }
         self.cluster = Cluster(directory, str(directory / "store"), self.env, script=train.__file__)
 
-    def start(self, arguments: Sequence[str], *, restarts: int = 0, **env: str) -> Job:
-        """A job under torchrun."""
+    def start(
+        self, arguments: Sequence[str], *, torchrun: bool = False, restarts: int = 0, **env: str
+    ) -> Job:
+        """A job; under torchrun if it is asked for, or is to restart the ranks."""
+        if not torchrun and not restarts:
+            return self.cluster.start(RANKS, *arguments, stager=False, env=env, forked=True)
         rewrite = by_torchrun(RANKS, restarts=restarts)
         return self.cluster.start(RANKS, *arguments, stager=False, rewrite=rewrite, env=env)
 

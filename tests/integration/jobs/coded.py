@@ -15,10 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from tests.support.job import HOLDFAST
-from trainer_side import Checkpointer, init_torch_distributed
 
 STEPS, EVERY, MET_AT, EARLY = 12, 4, 9, 1
 # Before a notice and after it: the step that all ranks save then is so many seconds ahead, at the speed so far.
@@ -27,6 +24,10 @@ PAUSE_SECONDS_MAX = 240.0
 
 
 def main() -> None:
+    import torch  # which the process around `holdfast rank` does without
+
+    from trainer_side import Checkpointer, init_torch_distributed
+
     out, how = Path(sys.argv[1]), sys.argv[2]
     rank, _ = init_torch_distributed("gloo")
     (out / f"pid-{rank}").write_text(str(os.getpid()))
@@ -40,7 +41,13 @@ def main() -> None:
             while (step + 1) % EVERY == 0 and max(checkpointer.staged_step, checkpointer.kept_step) < step:
                 time.sleep(0.01)
             if step == MET_AT and how == "leave":
-                _until_noticed(out, checkpointer, step)
+                (out / f"paused-{rank}").touch()
+                deadline = time.monotonic() + PAUSE_SECONDS_MAX
+                while checkpointer.notice is None and time.monotonic() < deadline:
+                    step += 1
+                    torch.distributed.all_reduce(torch.ones(1))
+                    time.sleep(STEP_SECONDS)
+                    checkpointer.step(step)
                 break
             if rank == 1 and (step, how) == (MET_AT, "raise"):
                 raise ValueError("the bug of rank 1")
@@ -49,16 +56,6 @@ def main() -> None:
                 if "CODED_KILLS" in os.environ:
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(PAUSE_SECONDS_MAX)
-
-
-def _until_noticed(out: Path, checkpointer: Checkpointer, step: int) -> None:
-    (out / f"paused-{checkpointer.rank}").touch()
-    deadline = time.monotonic() + PAUSE_SECONDS_MAX
-    while checkpointer.notice is None and time.monotonic() < deadline:
-        step += 1
-        torch.distributed.all_reduce(torch.ones(1))
-        time.sleep(STEP_SECONDS)
-        checkpointer.step(step)
 
 
 def wrapped() -> None:

@@ -1,10 +1,11 @@
-"""One rank that hands odd things over at the door of the API: `python doors.py STORE TIER CASE`; says what came."""
+"""One rank that hands odd things over at the door of the API: `python doors.py OUT CASE…`; says what came."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,9 +140,15 @@ def made() -> dict[str, Any]:
 
 def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a forked child has what is not written
-    store, tier, case = sys.argv[1:]
-    config = TrainerConfig(tiers=(tier,), store=store, close_seconds_max=30)
     torch.use_deterministic_algorithms(True)
+    for case in sys.argv[2:]:
+        print("case", case)
+        play(case, Path(sys.argv[1]) / case)
+
+
+def play(case: str, out: Path) -> None:
+    out.mkdir()
+    config = TrainerConfig(tiers=(f"file:{out / 'tier'}",), store=str(out / "store"), close_seconds_max=30)
     state = made()
     with Checkpointer(state, config=config) as checkpointer:
         checkpointer.restore()

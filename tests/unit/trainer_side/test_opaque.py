@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from holdfast.config import TrainerConfig
-from tests.support.compiled_training import traced_code
+from tests.support.compiled_training import no_compiled_code, traced_code
 from tests.unit.trainer_side.test_checkpointer import FakeLink
 from trainer_side import Checkpointer, ResumableSampler, ResumableStream, SeededSamples, joining
 from trainer_side.data.sampler import ReadAhead
@@ -24,9 +24,8 @@ LENGTH, BATCH = 40, 2
 
 @pytest.fixture(autouse=True)
 def _no_compiled_code() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+    with no_compiled_code():
+        yield
 
 
 def _sampler() -> ResumableSampler:

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch._dynamo.exc import Unsupported
 from torch._subclasses import FakeTensorMode
 
-from tests.support.compiled_training import PATTERNS, traced_code
+from tests.support.compiled_training import PATTERNS, no_compiled_code, traced_code
 from tests.unit.trainer_side.save.saving_training import (
     STEPS,
     SavingTraining,
@@ -28,9 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"
 
 @pytest.fixture(autouse=True)
 def _no_compiled_code() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+    with no_compiled_code():
+        yield
 
 
 @pytest.mark.parametrize(
@@ -104,6 +102,8 @@ def test_a_whole_graph_is_refused_by_torch_in_words_that_name_holdfast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without holdfast it is refused as well: the step of each of torch's optimizers breaks the graph."""
+    from torch._dynamo.exc import Unsupported
+
     saving = SavingTraining(monkeypatch, "step of the optimizer", by_backend("eager", fullgraph=True))
     with pytest.raises(Unsupported, match=r"graph_break"):
         saving.training.step(0)

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from operator_side.drill.job import DrillRun, Setup
-from operator_side.drill.kill_plan import Kill
+from operator_side.drill.drill_run import DrillRun, Setup
 
 
 class PrintedEnvironment(DrillRun):
     """A run whose only process prints its environment."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(Setup(["train.py"], 1, ()), folder)
-        self._process = self._start(["env"], self._env)
-
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.wait(60)
-
-    def strike(self, kill: Kill) -> bool:
-        raise AssertionError(kill)
-
-    def _end(self) -> None:
-        self._process.wait(60)
+    def _start_run(self) -> subprocess.Popen[bytes]:
+        return self._start(["env"], self._env)
 
 
 def test_a_drill_keeps_settings_but_neither_the_own_run_nor_the_people_who_are_told(
@@ -34,8 +23,8 @@ def test_a_drill_keeps_settings_but_neither_the_own_run_nor_the_people_who_are_t
     own = ("STORE", "EVENTS", "TIERS", "STAGER", "NOTIFY")
     for name in (*own, "CHUNK_BYTES"):
         monkeypatch.setenv(f"HOLDFAST_{name}", "of-the-user")
-    with PrintedEnvironment(tmp_path) as run:
-        assert run.exit_code == 0
+    with PrintedEnvironment(Setup(["train.py"], 1, ()), tmp_path, kills=0) as run:
+        assert run._process.wait(60) == 0
     printed = (tmp_path / "output.log").read_text().splitlines()
     assert "HOLDFAST_CHUNK_BYTES=of-the-user" in printed
     assert [line for line in printed if line.endswith("=of-the-user")] == ["HOLDFAST_CHUNK_BYTES=of-the-user"]

@@ -1,7 +1,7 @@
 """One run of a drill: a job with a store, logs and a diary of its own, on this machine.
 
-    DrillRun ── SupervisedRun    holdfast run ─► mpirun ─► ranks, stager           supervised_run.py
-                   └─ TorchrunRun    the same ─► torchrun ─► ranks · stager        torchrun_run.py
+    DrillRun         holdfast run ─► mpirun ─► ranks, stager
+       │  └─ TorchrunRun         the same ─► torchrun ─► ranks · stager        torchrun_run.py
        └─ follows ◄── diary.jsonl (ranks) · events.jsonl (ranks, stager, flusher) · what is told of starts and losses
 
 Signals go to the processes of this run alone: its children, and ranks named in its diary.
@@ -9,14 +9,14 @@ Signals go to the processes of this run alone: its children, and ranks named in 
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,13 +24,14 @@ from typing import IO, Any
 from holdfast.errors import PeerLost
 from holdfast.supervised import DIARY_VARIABLE
 from holdfast.telemetry.event_follower import Follower
-from operator_side.drill.kill_plan import Kill
+from operator_side.drill.kill_plan import Kill, KillTarget
+from operator_side.supervise.attempt import processes_of_session, stat_fields
 from operator_side.supervise.supervisor import environment_of_job
 from operator_side.supervise.tied import tied
 
 _END_SECONDS = 60.0
 _TORCHRUN_FAILS = re.compile(r"^[EW]\d{4} [\d:.]+ \d+ \S*torch/distributed/elastic", re.MULTILINE)
-_PARENT_FIELD = 1  # of /proc/PID/stat, counted from behind the command's name
+_PARENT_FIELD = 1  # of `stat_fields`
 # A drill must not touch the store, logs and tiers of the user's own run, and tells nobody of its kills.
 _LEFT_OUT = (
     "HOLDFAST_STORE",
@@ -61,11 +62,17 @@ class Setup:
     launcher: str = "mpirun"
 
 
-class DrillRun(abc.ABC):
-    """A running job. On leaving the context, none of its processes runs any more."""
+class DrillRun:
+    """A running `holdfast run`, which restarts the job by itself and writes `status.jsonl`.
 
-    def __init__(self, setup: Setup, folder: Path) -> None:
-        self.folder, self._setup = folder, setup
+    On leaving the context, none of its processes runs any more.
+
+    Args:
+        kills: How many restarts there are to be; 0: the first failure ends the run.
+    """
+
+    def __init__(self, setup: Setup, folder: Path, *, kills: int) -> None:
+        self.folder, self._setup, self._kills = folder, setup, kills
         self.store, self.logs = folder / "store", folder / "logs"
         self.logs.mkdir(parents=True)
         self._output: IO[bytes] = (folder / "output.log").open("wb")
@@ -80,12 +87,25 @@ class DrillRun(abc.ABC):
             own["HOLDFAST_WATCH_GRACE_SECONDS"] = str(setup.notice_seconds)
         kept = {name: value for name, value in environment_of_job().items() if name not in _LEFT_OUT}
         self._env = {**kept, **own}
+        self._process = self._start_run()
+
+    def _start_run(self) -> subprocess.Popen[bytes]:
+        line = [sys.executable, "-P", "-m", "holdfast", "run", "--launcher", self._setup.launcher]
+        line += ["-n", str(self._setup.ranks), "--store", str(self.store), "--logs", str(self.logs)]
+        line += ["--set", "keep_last=0"]
+        line += [word for setting in self._setup.settings for word in ("--set", setting)]
+        line += [*self._limits(), *self._setup.options, "--", *self._setup.command]
+        return self._start(line, {**self._env, "HOLDFAST_STORE": str(self.store)})
+
+    def _limits(self) -> Sequence[str]:
+        """Options that say how often the job is started again."""
+        return () if self._kills else ("--crashes-max", "1", "--set-aside-max", "0")
 
     def __enter__(self) -> DrillRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        _end(self._process)
         self._output.close()
         for follower in self._follow.values():
             follower.close()
@@ -109,17 +129,24 @@ class DrillRun(abc.ABC):
         return []
 
     @property
-    @abc.abstractmethod
     def exit_code(self) -> int | None:
         """Exit code of the job; None while it runs."""
+        return self._process.poll()
 
-    @abc.abstractmethod
     def strike(self, kill: Kill) -> bool:
         """Send SIGKILL. Returns whether there was a process to kill."""
-
-    @abc.abstractmethod
-    def _end(self) -> None:
-        """End whatever still runs."""
+        match kill.target:
+            case KillTarget.RANK:
+                return self._signal(self._rank(kill.rank), signal.SIGKILL)
+            case KillTarget.RANKS:
+                return self._signal(self._ranks(), signal.SIGKILL)
+            case KillTarget.STAGER:
+                return self._signal([*self._stager(), *self._ranks()], signal.SIGKILL)
+            case KillTarget.LAUNCHER:
+                return self._signal(self._launcher(), signal.SIGKILL)
+            case KillTarget.WRAPPER:
+                parents = [parent for pid in self._rank(kill.rank) if (parent := parent_of(pid)) > 1]
+                return self._signal(parents, signal.SIGKILL)
 
     def tell(self, kill: Kill) -> bool:
         """Send SIGTERM to the rank of the kill. Returns whether there was one."""
@@ -150,6 +177,18 @@ class DrillRun(abc.ABC):
     def _ranks(self) -> list[int]:
         return [pid for rank in range(self._setup.ranks) for pid in self._rank(rank)]
 
+    def _children(self) -> Iterator[int]:
+        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        return (pid for pid in pids if parent_of(pid) == self._process.pid)
+
+    def _launcher(self) -> list[int]:
+        return list(self._children())
+
+    def _stager(self) -> list[int]:
+        launchers = self._launcher()
+        session = [pid for launcher in launchers for pid in processes_of_session(launcher)]
+        return [pid for pid in session if pid not in launchers and is_stager(pid)]
+
     @staticmethod
     def _signal(pids: Sequence[int], number: signal.Signals) -> bool:
         sent = False
@@ -160,7 +199,7 @@ class DrillRun(abc.ABC):
         return sent
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """Have it end, by force if it takes too long; its own processes are tied to it."""
     if process.poll() is None:
         process.terminate()
@@ -173,10 +212,16 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def parent_of(pid: int) -> int:
     """The process that started this one; 0 if it is gone."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[_PARENT_FIELD])
-    return 0
+    fields = stat_fields(pid)
+    return int(fields[_PARENT_FIELD]) if fields else 0
+
+
+def is_stager(pid: int) -> bool:
+    """Whether this process is a stager itself, and not the one around it."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"stager" in words and b"operator_side.supervise.rank" not in words
+    return False
 
 
 def wait_until(deadline: float) -> None:

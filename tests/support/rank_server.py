@@ -1,0 +1,159 @@
+"""A process that has imported torch and the trainer, and forks the ranks of one job after the other.
+
+    test ── socket ──► server ── fork ──► launcher of a job, a session of its own ── fork ──► rank 0, rank 1, …
+         ◄─────── its process id, and at the end exit code and CPU seconds ─────┘
+
+To import torch is most of what a rank of a test costs. A rank has torchrun's variables and an interpreter that ends as
+any other. What /proc shows of its environment is that of the server, so processes are not to be found by that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.process import tie
+from tests.support.job import QUICK_SITE, REPOSITORY
+
+__all__ = ["ForkedRanks", "cpu_seconds_of_ranks"]
+
+_START_SECONDS_MAX = 120.0
+_MESSAGE_BYTES_MAX = 1 << 20
+_cpu_seconds: list[float] = []
+
+
+class ForkedRanks:
+    """The ranks of a job. Asked and ended like a `subprocess.Popen` whose process waits for them.
+
+    Args:
+        trainer: The script and its arguments.
+        env: The whole environment of each rank, but for RANK and LOCAL_RANK. RANKS_IMPORT: modules that are imported
+            once for them.
+        log: What they say is added to it.
+    """
+
+    def __init__(self, ranks: int, trainer: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(_server())
+        wish = {"ranks": ranks, "trainer": trainer, "env": dict(env), "log": str(log), "cwd": str(Path.cwd())}
+        self._socket.send(json.dumps(wish).encode())
+        self.pid = int(self._socket.recv(_MESSAGE_BYTES_MAX))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The highest rank's that failed, minus a signal; None while one of them lives."""
+        return self._ended(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As that of `Popen`."""
+        code = self._ended(timeout)
+        if code is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("ranks", timeout)
+        return code
+
+    def _ended(self, seconds_max: float | None) -> int | None:
+        if self.returncode is None:
+            self._socket.settimeout(seconds_max)
+            with contextlib.suppress(TimeoutError, BlockingIOError):
+                code, _, cpu_seconds = self._socket.recv(_MESSAGE_BYTES_MAX).decode().partition(" ")
+                self.returncode = int(code or -signal.SIGKILL)  # the launcher itself may have been killed
+                _cpu_seconds.append(float(cpu_seconds or 0))
+                self._socket.close()
+        return self.returncode
+
+
+def cpu_seconds_of_ranks() -> float:
+    """Of all jobs of this process that have ended: they are no children of it."""
+    return sum(_cpu_seconds)
+
+
+@functools.cache
+def _server() -> str:
+    """The address of this process's server, which ends with it."""
+    folder = tempfile.mkdtemp(prefix="ranks-")
+    address = f"{folder}/socket"
+    env = {**os.environ, "PYTHONPATH": f"{QUICK_SITE}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-u", __file__, address], stdin=subprocess.DEVNULL, env=env)
+    atexit.register(process.kill)
+    deadline = time.monotonic() + _START_SECONDS_MAX
+    while not Path(address).exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return address
+
+
+def main() -> int:
+    """Returns in the launchers and the ranks only."""
+    tie()
+    # What the scripts import: nothing of it looks at the variables of a rank yet.
+    import torch
+
+    from trainer_side import Checkpointer
+    from trainer_side.ranks.c10d_world import C10dWorld
+
+    del torch, Checkpointer, C10dWorld
+    address = sys.argv[1]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(f"{address}.bound")
+        listening.listen()
+        os.rename(f"{address}.bound", address)  # noqa: PTH104 - connects from now on
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for launchers
+        while True:
+            client, _ = listening.accept()
+            if not os.fork():
+                break
+            client.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return _launch(client)
+
+
+def _launch(client: socket.socket) -> int:
+    """In the launcher, and in each rank."""
+    wish: dict[str, Any] = json.loads(client.recv(_MESSAGE_BYTES_MAX))
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.environ.clear()
+    os.environ.update(wish["env"])
+    os.chdir(wish["cwd"])
+    log = os.open(wish["log"], os.O_WRONLY | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.close(log)
+    for name in wish["env"].get("RANKS_IMPORT", "").split():
+        importlib.import_module(name)
+    pids = []
+    for rank in range(wish["ranks"]):
+        if pid := os.fork():
+            pids.append(pid)
+            continue
+        client.close()
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        sys.argv = wish["trainer"]
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return 0
+    client.send(str(os.getpid()).encode())
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    code = next((code for code in reversed(codes) if code), 0)
+    client.send(f"{code} {sum(os.times()[:4])}".encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
