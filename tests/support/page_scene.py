@@ -47,7 +47,6 @@ holdfast run -n 2 --store s3://bucket/run --logs ~/.local/state/holdfast/runs/lo
 export HOLDFAST_EVENTS=$PWD/rank-0.jsonl
 mpirun -n 1 python train.py : -n 1 holdfast stager --store mnt/run --events stager.jsonl
 unset HOLDFAST_EVENTS
-HOLDFAST_TIERS=store HOLDFAST_STORE=$PWD/mnt/sliced mpirun -n 2 python train.py
 holdfast pull s3://bucket/run pulled.pt
 python - <<'END'
 import torch

@@ -98,9 +98,6 @@ SCENE = {
     r"--ring-bytes 8GiB\b": "--ring-bytes 128MiB",
     # A model that trains in seconds, and some steps of it.
     r"(?<=python examples/train_gpt\.py)(?=$| :)": " --layers 1 --width 64 --steps 40 --every 10",
-    # Where a job without a stager has left slices; of the newest step for certain.
-    r"(?<=^holdfast assemble )s3://bucket/run(?=$| )": "{page}/mnt/sliced",
-    r"(?<=^holdfast assemble )s3://bucket/run@29\b": "{page}/mnt/sliced@39",
     r"\bs3://bucket/new\b": "s3://bucket/new-{name}",  # each page is read by somebody else
     r"\bsubnet-0b\b": "{subnet}",  # of moto's EC2
     # Moto's machines have addresses that lead nowhere: `hosts` goes on to name this machine.
