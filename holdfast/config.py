@@ -218,8 +218,10 @@ class TrainerConfig(RoleConfig):
             saved is not durable (the stager was lost, the store is unavailable, the step was declined): `fail` raises
             `NotDurable`, so that the job does not end with 0; `warn` logs it.
         on_stager_lost: Behaviour of a rank that has lost its stager. `train`: it trains on, and tries to reach a
-            stager at the same address again (not under mpirun, where the stager is a process of the job). `end`: the
-            next `step()` or `save()` raises `PeerLost`, so that the launcher starts the job again.
+            stager at the same address again (not under mpirun, where the stager is a process of the job). `own`: the
+            same, and if none answers there, rank 0 starts one on its machine, as with `stager="own"`; needs `store`.
+            `end`: the next `step()` or `save()` raises `PeerLost`, so that the launcher starts the job again.
+        own_after_seconds: With `on_stager_lost="own"`: seconds without an answer after which rank 0 starts a stager.
         on_unproven: Behaviour of the first `step()` after a resume if it has used something else than the run before
             did (data, random numbers, learning rate, loss). `warn`: a log line names it. `stop`: `ResumeDiffers` is
             raised on every rank. A resume of which nothing was recorded never ends the training.
@@ -286,7 +288,8 @@ class TrainerConfig(RoleConfig):
     copy_seconds_max: _Seconds = 300.0
     on_divergence: _OnDivergence = "warn"
     on_not_durable: Literal["fail", "warn"] = "fail"
-    on_stager_lost: Literal["train", "end"] = "train"
+    on_stager_lost: Literal["train", "end", "own"] = "train"
+    own_after_seconds: _Seconds = 30.0
     on_unproven: Literal["warn", "stop"] = "warn"
     tiers: Annotated[tuple[_TierSpec, ...], BeforeValidator(_listed), NoDecode] = ()
     tier_slots: Annotated[int, Field(ge=2, le=64)] | None = None

@@ -1,6 +1,6 @@
 """The note of a stager that a job has started for itself: where it listens, and its key.
 
-    stager ─► /dev/shm/holdfast-UID/own-RUN.json, mode 0600, locked while it lives ─► rank 0 of the next start
+    stager ─► /dev/shm/holdfast-UID/own/RUN.json, mode 0600, locked while it lives ─► rank 0 of the next start
 
 A job that is started again on this machine finds the stager of the job before, whose ring has its newest checkpoints.
 The kernel releases the lock of a dead process, so a note without a lock says nothing.
@@ -81,7 +81,7 @@ class _Said(BaseModel):
 
 def note_path(store_url: str, runtime_dir: Path) -> Path:
     """The path of the note of this run."""
-    return runtime_dir.absolute() / f"own-{run_key(store_url)}.json"
+    return runtime_dir.absolute() / "own" / f"{run_key(store_url)}.json"
 
 
 class OwnStagerNote:
@@ -91,7 +91,6 @@ class OwnStagerNote:
 
     def __init__(self, store_url: str, runtime_dir: Path, address: Address, key: bytes) -> None:
         self._path = note_path(store_url, runtime_dir)
-        make_private_directory(self._path.parent)
         self._fd = self._hold()
         os.truncate(self._fd, 0)
         os.write(self._fd, OwnStagerPlace(str(address), key.decode()).to_bytes())
@@ -99,7 +98,11 @@ class OwnStagerNote:
     def _hold(self) -> int:
         deadline = time.monotonic() + _HELD_SECONDS_MAX
         while True:
-            fd = open_private_file(self._path, os.O_RDWR | os.O_CREAT)
+            make_private_directory(self._path.parent)
+            try:
+                fd = open_private_file(self._path, os.O_RDWR | os.O_CREAT)
+            except FileNotFoundError:  # a stager that ends has just removed the directory
+                continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -121,6 +124,8 @@ class OwnStagerNote:
         """Remove the note. May be called twice."""
         if self._fd >= 0:
             self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # notes of other runs are in it
+                self._path.parent.rmdir()
             os.close(self._fd)
             self._fd = -1
 

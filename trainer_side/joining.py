@@ -64,7 +64,7 @@ def meet_stager(config: TrainerConfig, world: World, inbox: StagerInbox, events:
     meet_once(port)
     greeted = greet(port, ranks=world.ranks, seconds_max=config.start_seconds_max)
     again = None
-    if world.again is not None and config.on_stager_lost == "train":
+    if world.again is not None and config.on_stager_lost != "end":
         again = Reconnect(world.again, lambda: _newest_published(greeted.welcome.store_url))
     link = Link(config, greeted, inbox, events, rank=world.rank, again=again)
     link.close_at_exit()

