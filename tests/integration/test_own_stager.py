@@ -241,7 +241,7 @@ def test_a_stager_that_stays_lost_is_replaced_once_its_flusher_has_no_claim_any_
             "HOLDFAST_KEY": key,
             "HOLDFAST_ON_STAGER_LOST": "own",
             "HOLDFAST_OWN_AFTER_SECONDS": "1",
-            "HOLDFAST_RECONNECT_SECONDS_MAX": "1",
+            "HOLDFAST_RECONNECT_SECONDS_MAX": "4",
         }
         with here.start([*RUN, str(PAUSE_AT)], **named) as job:
             here.wait_for_pause(job)
