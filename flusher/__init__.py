@@ -25,5 +25,4 @@ retry_queue                  retries while the store fails
 verify_and_prune, read_pace, retention    read-back and removal; its speed beside writes; the rule of removal
 ring_room                    memory of the ring: huge pages, growth
 doubt_marks, proof_writing   marks checkpoints that may be torn; writes proofs of resumes beside checkpoints
-stored_slices                makes files of slices that ranks wrote to the store themselves
 """

@@ -31,7 +31,6 @@ from flusher.writer_lease import InstanceLease, WriterLease
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.intents import clear_intents
 from holdfast.checkpoints.publish import writer_attempt
-from holdfast.checkpoints.slice_sets import is_slice_upload
 from holdfast.config import FlusherConfig
 from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
@@ -132,7 +131,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
             # `run` hears them; when it is over, told to end is not cut short
             signal.signal(number, signal.SIG_IGN)
         service.run()
-        maintenance.end()
+        maintenance.stop()
         events.emit("flusher_ended", {"attempt": lease.attempt})
 
 
@@ -215,13 +214,12 @@ def _newest_image_bytes(store: Store) -> int | None:
 def _clean_store(store: Store, attempt: int, wanted: list[Progress], events: EventLog) -> None:
     """Remove what dead flushers left in the store, but for the uploads that go on.
 
-    Slices that training ranks are sending are left: their job may live, though its stager does not. Files that a later
-    writer is sending are left, too: this flusher may have stood still since it took its claim.
+    Files that a later writer is sending are left: this flusher may have stood still since it took its claim.
     """
     write_ids = {progress.head.write_id for progress in wanted}
 
     def goes_on(own: str) -> bool:
-        return is_slice_upload(own) or is_kept(own, write_ids) or writer_attempt(own) > attempt
+        return is_kept(own, write_ids) or writer_attempt(own) > attempt
 
     for removed in store.sweep(goes_on):
         events.emit("swept", {"what": removed})

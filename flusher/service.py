@@ -234,8 +234,6 @@ class FlusherService:
         handler.welcome(resumed=resumed)
         told = {"pid": handler.channel.peer_pid, "attempt": self._ring.attempt, "resumed": resumed}
         self._events.emit("stager_attached", told)
-        if not resumed:
-            self._maintenance.attached(self._ring.attempt)
         handler.hear(self._engine)
 
     def _stager_gone(self, handler: StagerHandler) -> None:

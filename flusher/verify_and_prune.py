@@ -1,7 +1,5 @@
 """Maintenance of durable checkpoints: read them back, record the result in their manifests, and remove old ones.
 
-At the start, and when a job begins, it also looks after slices that ranks wrote to the store (stored_slices.py).
-
 One thread, one checkpoint after the other. Reading back gives way to what is being written (read_pace.py).
 """
 
@@ -19,7 +17,6 @@ from flusher.flusher_context import FlusherContext
 from flusher.proof_writing import ProofWriter
 from flusher.read_pace import ReadPace
 from flusher.retention import Keep, StoredStep, to_remove
-from flusher.stored_slices import Slices
 from flusher.workers import Workers
 from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.catalog import Catalog
@@ -118,7 +115,6 @@ class Maintenance:
         self._removed: set[str] = set()  # those that retention removed before they were read back
         self.marks = DoubtMarks(context, self._replace)
         self._proofs = ProofWriter(context)
-        self._slices = Slices(store, PatientStore(store, self._wait), context.lease, context.events)
         self._workers = Workers("maintenance", 1)
 
     @property
@@ -181,23 +177,8 @@ class Maintenance:
         self._submit(self.marks.write_all)
 
     def catch_up(self) -> None:
-        """Do what an earlier flusher left undone: make a file of slices, and read the newest files back."""
-        self._submit(self._assemble)
+        """Do what an earlier flusher left undone: read the newest files back."""
         self._submit(self._look_for_unread)
-
-    def attached(self, attempt: int) -> None:
-        """A job of this attempt begins: those before it are over."""
-        self._submit(lambda: self._guarded(lambda: self._slices.attached(attempt), "slices not cleared away"))
-
-    def end(self) -> None:
-        """Stop, and remove what only a job that is over could have wanted."""
-        self.stop()
-
-        def is_good(key: CheckpointId) -> bool:
-            states = {State.VERIFIED} if self._rules.verify else {State.VERIFIED, State.DURABLE}
-            return any(known.order == key and known.state in states for known in self._known.values())
-
-        self._guarded(lambda: self._slices.ended(is_good), "slices not removed")
 
     def _submit(self, call: Callable[[], object]) -> None:
         """Have the thread do something; nothing waits for it."""
@@ -216,21 +197,13 @@ class Maintenance:
             self._pending += 1
         self._workers.submit((1,), do)
 
-    def _assemble(self) -> None:
-        """In the worker thread."""
-
-        def make() -> None:
-            manifest = self._slices.assemble_newest(lambda: frozenset(self._under_way))
-            if manifest is not None:
-                self.published(manifest.order, manifest)
-
-        self._guarded(make, "the slices in the store are not made into a file; they stay for the next start")
-
     def _look_for_unread(self) -> None:
         """In the worker thread."""
         try:
             found: list[Manifest] = []
             look = Catalog(self._store).look()
+            if look.old_slices:
+                _log.warning("%s", look.old_slices)
             for item in look.items(look.current):
                 if item.manifest is None:
                     _log.warning("a checkpoint is not read back from the store: %s", item.fault)
@@ -288,8 +261,6 @@ class Maintenance:
                 manifest = self._read_back(key, manifest)
                 self._known[name] = StoredStep.of(manifest)
             self._guarded(self._prune, "old checkpoints not removed")
-            if manifest is not None and (manifest.state is State.VERIFIED or not self._rules.verify):
-                self._guarded(lambda: self._slices.published(manifest), "slices of older jobs not removed")
         finally:
             self._removed.discard(known.write_id)
             with self._lock:

@@ -13,7 +13,7 @@ wire/          the messages between training ranks and stager: frames, and how t
 net/           a TCP connection between a rank and its stager, without sockets: handshake, TLS, message lines, payloads
 notices/       preemption notices: whether a step is worth saving, and how all ranks save the same one
 store/         where checkpoints go: POSIX, S3 and fsspec behind one interface, with retries
-checkpoints/   which checkpoints a store has: publishing, the claim of the one writer, catalog, slice sets, assembly
+checkpoints/   which checkpoints a store has: publishing, the claim of the one writer, catalog, images
 telemetry/     what a running process tells: events, metrics, spans, status
 notify/        messages to people about a run: webhooks, commands
 policy/        the arithmetic of `every="auto"` and `holdfast tune`: cost, interval, governor, advice
@@ -25,7 +25,8 @@ crc, sealed              checksums, and JSON documents with one
 parse_cost, pickle_cost  the cost of parsing a document or a pickle, known before it is parsed
 supervised, mpirun       lines from a job to its supervisor, and the mpirun command line
 lost_peer                exceptions by which a rank says that another process is gone
-stager_key               the key that a stager outside MPI shares with its ranks
+stager_key, own_stager   the key that a stager outside MPI shares with its ranks; the note of one that a job starts
+log_files                logs of processes that nobody watches
 process, faultpoint      CPU priority, and the named points at which tests kill a process
 lazy, extras             names that are imported on first use, and what to install where a package is missing
 """

@@ -44,6 +44,7 @@ from holdfast.net.address import parse_address
 
 __all__ = [
     "IN_FLIGHT_MAX",
+    "OWN_STAGER",
     "RING_BYTES",
     "RING_CHUNKS_MIN",
     "FlusherConfig",
@@ -55,6 +56,7 @@ __all__ = [
 
 # Checkpoints in flight at once: those in a rank's staging areas, and one that begins while slower ranks end theirs.
 IN_FLIGHT_MAX = 9
+OWN_STAGER = "own"  # as the trainer setting `stager`: rank 0 starts one
 RING_BYTES = 256 << 20  # at first, where nobody has set it
 RING_CHUNKS_MIN = 8  # below this the ring cannot overlap receiving, writing and freeing
 _KEEP_HOURLY, _KEEP_DAILY = 24, 7
@@ -161,7 +163,17 @@ def _host_port(value: Any) -> str:
     return str(parse_address(str(value)))
 
 
+def _own_or_host_port(value: Any) -> str:
+    if value == OWN_STAGER:
+        return OWN_STAGER
+    try:
+        return _host_port(value)
+    except ValueError as error:
+        raise ValueError(f"own, or {error}") from None
+
+
 _HostPort = Annotated[str, BeforeValidator(_host_port)]
+_OwnOrHostPort = Annotated[str, BeforeValidator(_own_or_host_port)]
 _Every = Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)]
 
 
@@ -206,23 +218,25 @@ class TrainerConfig(RoleConfig):
             saved is not durable (the stager was lost, the store is unavailable, the step was declined): `fail` raises
             `NotDurable`, so that the job does not end with 0; `warn` logs it.
         on_stager_lost: Behaviour of a rank that has lost its stager. `train`: it trains on, and tries to reach a
-            stager at the same address again (not under mpirun, where the stager is a process of the job). `end`: the
-            next `step()` or `save()` raises `PeerLost`, so that the launcher starts the job again.
+            stager at the same address again (not under mpirun, where the stager is a process of the job). `own`: the
+            same, and if none answers there, rank 0 starts one on its machine, as with `stager="own"`; needs `store`.
+            `end`: the next `step()` or `save()` raises `PeerLost`, so that the launcher starts the job again.
+        own_after_seconds: With `on_stager_lost="own"`: seconds without an answer after which rank 0 starts a stager.
         on_unproven: Behaviour of the first `step()` after a resume if it has used something else than the run before
             did (data, random numbers, learning rate, loss). `warn`: a log line names it. `stop`: `ResumeDiffers` is
             raised on every rank. A resume of which nothing was recorded never ends the training.
         tiers: Where this rank keeps its slices besides the stager, or without one, nearest first: `memory`,
-            `nvme:/mnt/nvme0`, `store`. Separated by commas in the environment. Must be the same on every rank. Empty:
-            nowhere.
+            `nvme:/mnt/nvme0`. Separated by commas in the environment. Must be the same on every rank. Empty: nowhere.
         tier_slots: Number of checkpoint slots in each tier, at least 2: one for a complete step, the others for steps
-            in flight. None: one more than `in_flight_max` in memory, 2 in the store, and measured on a device.
+            in flight. None: one more than `in_flight_max` in memory, and measured on a device.
         tier_writers: Number of threads that write to a tier. None: up to 6 in memory, at most half of the rank's
             cores; measured on a device.
         tier_seconds_max: Seconds to wait for the slowest rank's slice after the first rank has sealed its own; then the
             step counts as incomplete in that tier.
-        store: URL of the run. Needed only where there is no stager to tell it.
-        create: In a job without a stager: make the directories above the run's own, too. Without it a path whose parent
-            directory does not exist is refused, because its file system may not be mounted.
+        store: URL of the run. Needed only where there is no stager to tell it, or rank 0 starts the stager.
+        create: In a job without a stager, or with one of its own: make the directories above the run's own, too.
+            Without it a path whose parent directory does not exist is refused, because its file system may not be
+            mounted.
         chunk_bytes: Size of a chunk, a multiple of 4096. Used only where there is no stager to tell it.
         watch: Sources of preemption notices for this machine: `aws`, `gcp`, `azure`, `auto` (finds out once which
             metadata server answers), and the signals `sigterm` and `sigusr1` to this process. Separated by commas in
@@ -244,9 +258,10 @@ class TrainerConfig(RoleConfig):
             the same attempt saved after it. Separated by commas in the environment. Must be the same on every rank.
             `holdfast run` adds to the environment variable those after whose restore the job crashed repeatedly.
             Empty: none.
-        stager: HOST:PORT of the stager of a job that torchrun or another launcher than mpirun has started. In
-            holdfast.toml it stands in the table [trainer]. Must be the same on every rank. None: the job has no stager;
-            under mpirun it is a process of the job.
+        stager: HOST:PORT of the stager of a job that torchrun or another launcher than mpirun has started. `own`: rank
+            0 starts a stager on its machine, which ends with the job (docs/torchrun.md). In holdfast.toml it stands in
+            the table [trainer]. Must be the same on every rank. None: the job has no stager; under mpirun it is a
+            process of the job.
         key: The key of that stager, at least 32 characters. It is shown in no message.
         key_file: A file with nothing but that key in it, instead of `key`.
         tls_ca: File with the certificates to trust, as PEM, for a stager that was started with `tls_cert`: that of the
@@ -273,7 +288,8 @@ class TrainerConfig(RoleConfig):
     copy_seconds_max: _Seconds = 300.0
     on_divergence: _OnDivergence = "warn"
     on_not_durable: Literal["fail", "warn"] = "fail"
-    on_stager_lost: Literal["train", "end"] = "train"
+    on_stager_lost: Literal["train", "end", "own"] = "train"
+    own_after_seconds: _Seconds = 30.0
     on_unproven: Literal["warn", "stop"] = "warn"
     tiers: Annotated[tuple[_TierSpec, ...], BeforeValidator(_listed), NoDecode] = ()
     tier_slots: Annotated[int, Field(ge=2, le=64)] | None = None
@@ -294,7 +310,7 @@ class TrainerConfig(RoleConfig):
     dollars_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     restore_without_store: bool = False
     restore_set_aside: Annotated[tuple[CheckpointId, ...], BeforeValidator(_checkpoints), NoDecode] = ()
-    stager: _HostPort | None = None
+    stager: _OwnOrHostPort | None = None
     key: SecretStr | None = None
     key_file: Path | None = None
     tls_ca: Path | None = None
@@ -303,9 +319,14 @@ class TrainerConfig(RoleConfig):
 
     @field_validator("tiers", mode="after")
     @classmethod
-    def _no_tier_twice(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _local_tiers_once_each(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) != len(value):
             raise ValueError("each tier only once")
+        if "store" in value:
+            raise ValueError(
+                "local tiers; ranks do not write to the store by themselves any more: instead of the tier store set "
+                "HOLDFAST_STAGER=own, and rank 0 starts a stager that does"
+            )
         return value
 
 
@@ -465,6 +486,8 @@ class StagerConfig(_RingConfig):
         tls_key: File with the private key of `tls_cert`, as PEM, without a password.
         reconnect_seconds_max: Seconds that a rank whose connection to a stager that listens was cut may take to connect
             again; then it counts as lost.
+        idle_seconds_max: Seconds that a stager that listens waits for a job; then it ends. None: it waits without end,
+            and 60 seconds if a job has started it itself and has died.
     """
 
     role: ClassVar[str] = "stager"
@@ -483,6 +506,7 @@ class StagerConfig(_RingConfig):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     reconnect_seconds_max: _Seconds = 10.0
+    idle_seconds_max: _Seconds | None = None
 
 
 class FlusherConfig(_RingConfig):

@@ -69,12 +69,7 @@ class Point(StrEnum):
     RING_TAKEN = "ring_taken"  # flusher: the ring's file is longer, its journal does not say so
     RING_ADDED = "ring_added"  # flusher: the journal has the new slots, the stager was not told
     GROWTH_HEARD = "growth_heard"  # stager: was told so, and has mapped none of them
-    SLICE_STORED = "slice_stored"  # rank: its slice is in the store, its seal is not
-    SLICE_SEALED = "slice_sealed"  # rank: its slice is sealed in the store, and nobody was told
-    SLICES_READ = "slices_read"  # flusher, tool: a part of an image was put together from slices in the store
-    IMAGE_NAMED = "image_named"  # flusher, tool: the file made of slices is in place, its manifest is not
-    IMAGE_LISTED = "image_listed"  # flusher, tool: its manifest is there too, and so are the slices
-    SEAL_DELETED = "seal_deleted"  # who removes slices: a seal is gone, its slice is not
+    IMAGE_NAMED = "image_named"  # tool: the file of an image is in place, its manifest is not
     REJOINED = "rejoined"  # rank: a stager has welcomed it again, and was told nothing yet
     RESTORE_READ = "restore_read"  # rank: has read a part of the checkpoint to restore
     RING_SEEN = "ring_seen"  # rank: has seen what a slot of the stager's ring holds, and copied nothing of it

@@ -16,6 +16,7 @@ session/       decides which rank may send which chunk, and when; pure
 command                          `holdfast stager`
 service                          one job: its flusher, its loop, its end; or tells every rank why a start fails
 standing, job_listener           a stager outside MPI: one job after the other; accepts connections, finds their job
+own                              one that rank 0 of a job has started, and that ends with the job
 trainers, trainers_port          the ranks, when each was last heard; the interface of a transport
 mpi, segments                    ranks in the same MPI job; leftovers in Open MPI's shared memory
 tcp, payload_line, reactor       ranks over TCP; payloads from a socket into the ring; epoll

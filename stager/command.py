@@ -22,6 +22,7 @@ from holdfast.faultpoint import identify
 from holdfast.mpirun import is_under_mpirun
 from holdfast.net.key import new_key as make_key
 from holdfast.notify.notify_options import destinations, notify_options
+from holdfast.own_stager import say_error
 from holdfast.ring.directory import run_key
 from holdfast.supervised import ATTEMPT_VARIABLE, KEPT_VARIABLE
 from holdfast.telemetry.event_files import EVENTS_NAME, log_directory
@@ -78,12 +79,21 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
     tls_cert=click.Path(path_type=Path),
     tls_key=click.Path(path_type=Path),
     reconnect_seconds_max=float,
+    idle_seconds_max=float,
 )
 @notify_options
 @click.option("--once", is_flag=True, help="With --listen: end after one job.")
+@click.option(
+    "--own", metavar="HOST", hidden=True, help="Started by rank 0 of a job, whose ranks connect to HOST."
+)
 @click.option("--new-key", is_flag=True, help="Print a new key for HOLDFAST_KEY, and do nothing else.")
 def stager(
-    once: bool, new_key: bool, notify: tuple[str, ...], notify_command: tuple[str, ...], **arguments: Any
+    once: bool,
+    own: str | None,
+    new_key: bool,
+    notify: tuple[str, ...],
+    notify_command: tuple[str, ...],
+    **arguments: Any,
 ) -> None:
     """Receive the checkpoints of a job and pass them to the flusher, which writes them to the store.
 
@@ -112,6 +122,8 @@ def stager(
         if told and config.events is None and not _is_supervised():
             config = config.model_copy(update={"events": _default_events(config)})
     except HoldfastError as error:
+        if own is not None:
+            say_error(error)
         if not is_under_mpirun():
             raise
         problem = error  # the trainers must be told, so join them first
@@ -120,10 +132,12 @@ def stager(
     people = None if config is None or _is_supervised() else _watch(config, told)
     try:
         if config is not None and config.listen is not None:
-            _stand_alone(config, once=once)
+            _stand_alone(config, once=once, own_host=own)
         else:
             _take_part(config, problem, people)
     except HoldfastError as error:
+        if own is not None:
+            say_error(error)
         _close(people, {"event": "gave_up", "message": str(error)})
         raise
     except Exception:  # also click's own, by which a command ends with an exit code
@@ -190,7 +204,7 @@ def _take_part(config: StagerConfig | None, problem: HoldfastError | None, peopl
         os._exit(0)
 
 
-def _stand_alone(config: StagerConfig, *, once: bool) -> None:
+def _stand_alone(config: StagerConfig, *, once: bool, own_host: str | None) -> None:
     from stager.standing import StandingStager
 
     if is_under_mpirun():
@@ -198,6 +212,11 @@ def _stand_alone(config: StagerConfig, *, once: bool) -> None:
             "stager setting listen: mpirun has started this stager as a process of its job, whose ranks reach it over "
             "MPI; leave --listen out, or start the stager by itself"
         )
+    if own_host is not None:
+        from stager.own import OwnStager
+
+        OwnStager(config, own_host).run()
+        return
     standing = StandingStager(config)
     if KEPT_VARIABLE not in os.environ:  # else the ranks are started by who has started this one
         _say_line_for_ranks(config, standing)

@@ -21,10 +21,11 @@ from typing import Any
 
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.log_files import log_path
 from holdfast.process import wait_readable
 from holdfast.ring.doorbell import Message
 from holdfast.telemetry.events import EventLog
-from stager.flusher_process import Flusher, attach, log_path
+from stager.flusher_process import Flusher, attach
 
 _log = logging.getLogger("holdfast.stager")
 
@@ -65,7 +66,7 @@ class FlusherLine:
 
     @property
     def log_path(self) -> Path:
-        return log_path(self._config.store)
+        return log_path("flusher", self._config.store)
 
     # -- while it is whole ---------------------------------------------------------------------------------------
 

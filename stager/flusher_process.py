@@ -26,13 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import platformdirs
-
 from holdfast.config import FlusherConfig, StagerConfig
-from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.log_files import last_lines, log_path
 from holdfast.process import memory_kills
 from holdfast.ring import doorbell as ipc
-from holdfast.ring.directory import run_key, runtime_directory
+from holdfast.ring.directory import runtime_directory
 from holdfast.ring.ring import Ring
 from holdfast.wire.frames import peer_error
 
@@ -40,7 +39,6 @@ _log = logging.getLogger("holdfast.stager.flusher")
 
 _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 _READY_LINE_BYTES_MAX = 64 * 1024
-_LOG_TAIL_BYTES = 2000
 # Not waited for: they outlive us by design; see `reap`. The value: `memory_kills()` when it had begun.
 _started: dict[subprocess.Popen[bytes], int] = {}
 
@@ -119,7 +117,7 @@ def attach(
         greeted = _greet(socket_path, attempt, deadline, wait=True)
     if greeted is None:
         raise PeerLost(
-            f"the flusher that was started hung up before it answered; see {log_path(config.store)}"
+            f"the flusher that was started hung up before it answered; see {log_path('flusher', config.store)}"
         )
     if ahead is not None:
         ahead.close()
@@ -214,7 +212,7 @@ def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any] | No
 def _launch(config: StagerConfig, first: list[str], stdin: int) -> subprocess.Popen[bytes]:
     """A flusher in a session of its own."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
-    with log_path(config.store).open("ab") as log:
+    with log_path("flusher", config.store).open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "flusher", *first, *_arguments(config)],
             stdin=stdin,
@@ -227,7 +225,7 @@ def _launch(config: StagerConfig, first: list[str], stdin: int) -> subprocess.Po
 
 def _start(config: StagerConfig, deadline: float, ahead: FlusherAhead | None) -> None:
     """Have a flusher begin, and wait until it says that it is ready."""
-    path = log_path(config.store)
+    path = log_path("flusher", config.store)
     process = (ahead and ahead.begin()) or _launch(config, [], subprocess.DEVNULL)
     assert process.stdout is not None
     with process.stdout as output:
@@ -253,7 +251,7 @@ def _start(config: StagerConfig, deadline: float, ahead: FlusherAhead | None) ->
     if isinstance(error, dict):
         raise peer_error(str(error.get("code")), str(error.get("message")))
     raise PeerLost(
-        f"the flusher ended with exit code {code} before it was ready; {path} ends with:\n{_tail(path)}"
+        f"the flusher ended with exit code {code} before it was ready; {path} ends with:\n{last_lines(path)}"
     )
 
 
@@ -285,22 +283,3 @@ def _first_line(output: BinaryIO | Any, deadline: float) -> bytes | None:
             if not data or b"\n" in line or len(line) > _READY_LINE_BYTES_MAX:
                 return line
     return None
-
-
-def log_path(store_url: str) -> Path:
-    """Where the flushers of this run say what happened to them."""
-    folder = Path(platformdirs.user_state_dir("holdfast", appauthor=False))
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the folder {folder} for the flusher's log cannot be made: {error.strerror}; set XDG_STATE_HOME to a "
-            "folder that you may write to"
-        ) from error
-    return folder / f"flusher-{run_key(store_url)}.log"
-
-
-def _tail(path: Path) -> str:
-    with path.open("rb") as log:
-        log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-        return log.read().decode(errors="replace")

@@ -3,7 +3,8 @@
     listening ── first rank of a job ─► serving ── all ranks have left or are lost ─► listening
         └── told to stop ─► no further job or step; what is staged is written ─► ended ◄──┘
 
-A job that is started again finds the ring as the one before left it, and restores from it. SIGTERM, SIGINT and a
+A job that is started again finds the ring as the one before left it, and restores from it. Without a job for
+`idle_seconds_max` it ends; so does one of a job's own after it (own.py). SIGTERM, SIGINT and a
 terminal that closes (SIGHUP, which `nohup` has ignored) tell it to stop. The ranks of a job that goes on hear of each
 later step that the stager is stopping; so they do when they come again after the connection has ended.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import signal
 import socket
@@ -101,17 +103,21 @@ class StandingStager:
         self._reactor = Reactor()
         self._listener = JobListener(sock, self._reactor, key, ranks=config.ranks, tls=tls)
         self._stopped = False
+        self._lost: set[int] = set()  # ranks of the last job
         self._left_alone: list[int] = []  # ranks of a job that was not over when this stager was told to stop
         # A signal wakes the loop, which then stops between two turns and not in the middle of one.
         self._signalled, self._woken = socket.socketpair()
         for end in (self._signalled, self._woken):
             end.setblocking(False)
         self._reactor.watch(self._woken, self._stop)
-        # Now, and not at the first job: a wrong store is the operator's to hear, while nothing depends on it.
-        self._attached: Flusher | None = attach(config)
+        self._attached = self._attach_early()
         signal.set_wakeup_fd(self._signalled.fileno())
         for number in ENDING_SIGNALS:
             signal.signal(number, self._told_to_stop)
+
+    def _attach_early(self) -> Flusher | None:
+        # Now, and not at the first job: a wrong store is the operator's to hear, while nothing depends on it.
+        return attach(self._config)
 
     @property
     def line_for_ranks(self) -> str:
@@ -127,7 +133,7 @@ class StandingStager:
         return f"HOLDFAST_STAGER={self.address._replace(host=host)}{key} torchrun --nproc-per-node {per_node} train.py"
 
     def run(self, *, jobs: int | None = None) -> None:
-        """Serve until it is told to stop. `jobs`: end after this number of jobs; None: never.
+        """Serve until it is told to stop, or no job comes. `jobs`: end after this number of jobs; None: never.
 
         Raises:
             PeerLost: It was told to stop while ranks of a job had not left; what was staged of it is written.
@@ -135,10 +141,11 @@ class StandingStager:
         """
         served = 0
         try:
-            while not self._stopped and (jobs is None or served < jobs):
-                if self._await_job():
-                    self._serve_next()
-                    served += 1
+            while not self._stopped and (jobs is None or served < jobs) and self._await_job():
+                self._serve_next()
+                served += 1
+                if self._ends_with_job():
+                    break
         finally:
             self._listener.end()
             self._listener.close()
@@ -154,12 +161,17 @@ class StandingStager:
                 "Staged checkpoints are written; start the stager and the job again"
             )
 
+    def _ends_with_job(self) -> bool:
+        return False
+
     def _await_job(self) -> bool:
+        """Wait for a job; False: it was told to stop, or none has come in time."""
+        deadline = time.monotonic() + (self._config.idle_seconds_max or math.inf)
         directory = runtime_directory(self._config.store, self._config.runtime_dir)
         waiting = functools.partial(self._said, time.time())
         # A job has a document of its own (`serve`); between jobs nothing is at risk, and this says who waits.
         with serve_status(directory, "stager", waiting) if directory.is_dir() else contextlib.nullcontext():
-            while not self._stopped:
+            while not self._stopped and time.monotonic() < deadline:
                 reap()
                 if self._listener.next_job() is not None:
                     return True
@@ -188,10 +200,13 @@ class StandingStager:
         )
         _log.info("a job of %d ranks joins (%s)", hello.ranks, hello.launch)
         begun = time.monotonic()
+        self._lost = set()
         self._listener.open(port)
         try:
             attached, self._attached = self._attached, None
-            lost = serve(port, self._config, attached=attached, is_stopping=lambda: self._stopped)
+            self._lost = lost = serve(
+                port, self._config, attached=attached, is_stopping=lambda: self._stopped
+            )
             if self._stopped:
                 self._left_alone = sorted(lost)
             _log.info(

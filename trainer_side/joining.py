@@ -13,13 +13,11 @@ import uuid
 from collections.abc import Sequence
 
 from holdfast.checkpoints.catalog import CatalogLook
-from holdfast.checkpoints.lease import may_live, note_attempt
-from holdfast.checkpoints.slice_sets import sweep_uploads
+from holdfast.checkpoints.lease import note_attempt
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.faultpoint import identify
 from holdfast.store import open_store, refuse_missing_parent
-from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
 from trainer_side.link.greeting import greet
@@ -66,7 +64,7 @@ def meet_stager(config: TrainerConfig, world: World, inbox: StagerInbox, events:
     meet_once(port)
     greeted = greet(port, ranks=world.ranks, seconds_max=config.start_seconds_max)
     again = None
-    if world.again is not None and config.on_stager_lost == "train":
+    if world.again is not None and config.on_stager_lost != "end":
         again = Reconnect(world.again, lambda: _newest_published(greeted.welcome.store_url))
     link = Link(config, greeted, inbox, events, rank=world.rank, again=again)
     link.close_at_exit()
@@ -170,10 +168,7 @@ def _beside(attempt: int, inventory: TierInventory, *, rank: int) -> int:
 
 
 def _alone(config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: Peers) -> int:
-    """One more than any tier of any rank, or the store, knows of; the store is told.
-
-    With the store as a tier it is also cleared of what killed ranks of older attempts have left half sent.
-    """
+    """One more than any tier of any rank, or the store, knows of; the store is told."""
     agree(peers, _missing_parent(config, store_url))
     store = open_store(store_url)
     attempt = 1 + newest_attempt(
@@ -185,15 +180,9 @@ def _alone(config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: 
     )
     if peers.rank == 0:
         try:
-            if note_attempt(store, attempt) and "store" in config.tiers:
-                _sweep(store, attempt)
+            note_attempt(store, attempt)
         except HoldfastError as error:
-            _log.warning(
-                "attempt %d of this job could not be recorded in the store, or leftovers of older attempts could not "
-                "be removed: %s",
-                attempt,
-                error,
-            )
+            _log.warning("attempt %d of this job could not be recorded in the store: %s", attempt, error)
     return attempt
 
 
@@ -203,17 +192,3 @@ def _missing_parent(config: TrainerConfig, store_url: str) -> HoldfastError | No
     except HoldfastError as error:
         return error
     return None
-
-
-def _sweep(store: Store, attempt: int) -> None:
-    """Remove unfinished uploads of older attempts, as the flusher does in a job with a stager. This attempt fences
-    older writers; those that may still be alive are looked up.
-    """
-    if living := may_live(store, attempt):
-        _log.warning(
-            "unfinished uploads of older attempts stay in the store, because %s may still be writing them",
-            living,
-        )
-        return
-    for what in sweep_uploads(store, attempt):
-        _log.info("removed the unfinished upload of an older attempt: %s", what)

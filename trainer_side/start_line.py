@@ -5,9 +5,8 @@ holdfast saves every 100 steps to s3://bucket/run through the stager node-0:2941
 
 from __future__ import annotations
 
-from holdfast.config import TrainerConfig
+from holdfast.config import OWN_STAGER, TrainerConfig
 
-_STORE_TIER = "store"
 _SIGNALS = ("sigterm", "sigusr1")
 
 
@@ -35,15 +34,14 @@ def _how_often(config: TrainerConfig, every: int | None) -> str:
 
 def _through_stager(config: TrainerConfig, store_url: str) -> str:
     stager = "the stager" if config.stager is None else f"the stager {config.stager}"
+    if config.stager == OWN_STAGER:
+        stager = "a stager of this job on rank 0's machine"
     beside = f", and in {', '.join(config.tiers)}" if config.tiers else ""
     return f"to {store_url} through {stager}{beside}"
 
 
 def _in_tiers(config: TrainerConfig, store_url: str) -> str:
-    local = ", ".join(tier for tier in config.tiers if tier != _STORE_TIER)
-    if _STORE_TIER not in config.tiers:
-        return f"in {local} alone and not to {store_url}"
-    return f"in {local} and to {store_url}" if local else f"to {store_url}"
+    return f"in {', '.join(config.tiers)} alone and not to {store_url}"
 
 
 def _watched(config: TrainerConfig) -> str:

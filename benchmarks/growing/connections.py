@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flusher.workers import Workers
-from holdfast.checkpoints.assembly import ChunkFinisher
+from holdfast.checkpoints.image_publishing import ChunkFinisher
 from holdfast.checkpoints.image_writing import Read, write_parts
 from holdfast.checkpoints.publish import Finished
 from holdfast.checkpoints.verification import verify_file

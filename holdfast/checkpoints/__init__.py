@@ -1,4 +1,4 @@
-"""Checkpoints in the store: names, manifests, the lease, slices.
+"""Checkpoints in the store: names, manifests, the lease.
 
     publish   intent ─► file ─► manifest: only now the checkpoint exists ─► the intent is removed
 
@@ -7,8 +7,8 @@ best_finder                  the best checkpoint of a run by a metric
 branches                     what `holdfast rewind` has left behind, and which checkpoints training goes on from
 publish, intents             names and manifests of checkpoints; a record of each object before it is made or removed
 lease, identity              one writer per run; the process that holds the lease, so that others see whether it lives
-image_writing, assembly      writes a file part by part; makes the file from slices that the ranks have written
-slice_sets                   slices that ranks wrote to the store, and which of them are a whole checkpoint
+image_writing, image_publishing    writes a file part by part; publishes an image that a tool has at hand
+old_slices                   names what an older holdfast has left under slices/
 
 verification, chunk_sums     reads a checkpoint back; the sums of one chunk
 nonfinite                    counts NaN and infinite values

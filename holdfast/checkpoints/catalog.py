@@ -1,7 +1,7 @@
 """The list of the checkpoints of a run, newest first. It reads manifests only; `verification.py` reads the bytes.
 
     newest_first()   one manifest after the other, read when it is asked for     `holdfast ls`, report
-    newest_good()    reads until one may be restored                             flusher, `holdfast assemble`
+    newest_good()    reads until one may be restored                             flusher, `holdfast import`
     of_step(step)    the manifests of one step, and no other
     get(step)        one of them, by its step or the newest good one             `holdfast inspect|verify|pull URL@STEP`
 
@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.lease import names_tell
 from holdfast.checkpoints.manifest_order import ListedManifest, manifests_in, newest_first, step_of
-from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets, read_doubts_of
+from holdfast.checkpoints.old_slices import told_old_slices
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import MANIFEST_BYTES_MAX, Manifest, State, manifest_name
 from holdfast.image.proof_record import proof_name
-from holdfast.ring.doubts import doubt_about
 from holdfast.store.base import ObjectInfo, Store
 
 _log = logging.getLogger("holdfast.catalog")
@@ -176,15 +175,10 @@ class CatalogLook:
         """The manifests of one step, newest first. Raises `StoreError`."""
         return list(self.items([listed for listed in self.names if listed.order.step == step]))
 
-    def slices(self) -> Sequence[SliceSet]:
-        """As `Catalog.slices`, of this listing."""
-        return find_sets(self._objects)
-
-    def doubted_slices(self) -> Mapping[CheckpointId, str]:
-        """The sets of slices that may be torn, with the reason. Raises `StoreError`."""
-        doubts = read_doubts_of(self._store, self._objects)
-        found = {one.order: doubt_about(doubts, one.order) for one in self.slices()} if doubts else {}
-        return {order: reason for order, reason in found.items() if reason}
+    @property
+    def old_slices(self) -> str:
+        """What to say of steps that are there only as slices of an older holdfast; empty without one."""
+        return told_old_slices(self.url, self._objects)
 
     def _read(self, listed: ListedManifest) -> bytes:
         if listed.nbytes > MANIFEST_BYTES_MAX:
@@ -327,11 +321,6 @@ class Catalog:
             raise self._nothing()
         items = self.of_step(step) if step in steps else []
         if not items:
-            if any(found.step == step for found in complete_sets(find_sets(objects))):
-                raise StoreMissing(
-                    f"{self._store.url}: step {step} is there as slices, not as a file; `holdfast pull` can fetch it "
-                    f"as it is, and `holdfast assemble {self._store.url}@{step}` makes a file of it"
-                )
             near = sorted(steps - {step}, key=lambda other: (abs(other - step), other))
             if not near:  # the only one was pruned meanwhile
                 raise self._nothing()
@@ -342,12 +331,6 @@ class Catalog:
                 return item.manifest
         raise DamageError(f"{self._store.url}: step {step}: {items[0].fault}")
 
-    def slices(self) -> Sequence[SliceSet]:
-        """Checkpoints that exist only as slices written by the ranks, newest first. Found by name; no object is read.
-        Raises `StoreError`.
-        """
-        return find_sets(self._store.list())
-
     def _say_passed(self, passed: Sequence[str]) -> None:
         """Name the newer ones that are not used."""
         for reason in passed:
@@ -356,14 +339,9 @@ class Catalog:
     def _nothing(self) -> StoreMissing:
         url = self._store.url
         objects: Sequence[ObjectInfo] = self._store.list()
-        sets = complete_sets(find_sets(objects))
-        if sets:
-            return StoreMissing(
-                f"{url}: there is no file yet, only slices that ranks wrote themselves (newest: step {sets[0].step}); "
-                f"`holdfast assemble {url}` makes a file of them"
-            )
         if objects:
-            return StoreMissing(f"{url}: there is no checkpoint in this run yet (no step-….json)")
+            old = told_old_slices(url, objects)
+            return StoreMissing(old or f"{url}: there is no checkpoint in this run yet (no step-….json)")
         return StoreMissing(f"{url}: there is nothing at this URL; check the URL")
 
 

@@ -18,7 +18,6 @@ from typing import Protocol
 from holdfast.checkpoints.publish import Finished
 from holdfast.crc import combine_all
 from holdfast.errors import ProtocolError
-from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
 from holdfast.process import available_memory_bytes
 from holdfast.ring.pages import direct_window
@@ -137,7 +136,6 @@ def write_parts(
                 while being_read and not being_read[0].reads:
                     part = being_read.popleft()
                     crcs = [(image.finish_chunk(chunk), chunk.nbytes) for chunk in part.chunks]
-                    reach(Point.SLICES_READ)
                     submit(part, images.submit(write, part, combine_all(crcs)))
                 ended, part = ends.get()
                 requests.check()

@@ -36,7 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from holdfast.checkpoints.branches import rewound_attempt
 from holdfast.checkpoints.identity import Identity
 from holdfast.checkpoints.manifest_order import manifests_in, newest_first
-from holdfast.checkpoints.slice_sets import find_sets
+from holdfast.checkpoints.old_slices import old_slices
 from holdfast.errors import DamageError, FencedError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest
 from holdfast.sealed import seal, unseal
@@ -238,7 +238,7 @@ def newest_attempt(store: Store) -> int:
     objects = store.list()
     attempts = _attempts(store, objects)
     if _says_named(store, attempts):  # then whoever published a file had a claim
-        return max([*attempts, *(found.attempt for found in find_sets(objects))])
+        return max([*attempts, *(found.attempt for found in old_slices(objects))])
     return max([*attempts, _highest_published(store, objects)])
 
 
@@ -358,7 +358,7 @@ def _highest_published(store: Store, objects: Sequence[ObjectInfo]) -> int:
     only grow. The newest whole manifest has it.
     """
     rewound = (attempt for info in objects if (attempt := rewound_attempt(info.name)) is not None)
-    highest = max((*rewound, *(found.attempt for found in find_sets(objects))), default=0)
+    highest = max((*rewound, *(found.attempt for found in old_slices(objects))), default=0)
     for listed in newest_first(store, objects, names_tell=False):
         try:
             return max(highest, Manifest.from_bytes(store.read(listed.name), source=listed.name).attempt)

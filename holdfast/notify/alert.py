@@ -66,7 +66,6 @@ _OTHERS: Mapping[tuple[str, str], tuple[str, str, Severity]] = {
     ("flusher", "flush_resumed"): ("store_back", "store works again", Severity.INFO),
     ("flusher", "flush_failed"): ("flush_failed", "a checkpoint was not stored", Severity.ERROR),
     ("flusher", "bad"): ("bad", "a stored checkpoint is damaged", Severity.ERROR),
-    ("flusher", "slices_bad"): ("bad", "a stored checkpoint is damaged", Severity.ERROR),
     ("flusher", "verify_failed"): ("verify_failed", "a checkpoint was not read back", Severity.WARNING),
     ("flusher", "drifted"): ("divergence", "replicas differ", Severity.WARNING),
     ("flusher", "nonfinite"): ("nonfinite", "NaN or infinite values saved", Severity.WARNING),

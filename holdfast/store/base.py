@@ -195,8 +195,7 @@ class Store(Protocol):
         """Remove what unfinished uploads left (temporary files, open multipart uploads).
 
         Except those that `keep` names, by their write-id: of these everything stays that `resume` needs. Only the run's
-        single writer may call this, and it leaves what training ranks are sending themselves
-        (`holdfast.checkpoints.slice_sets.is_slice_upload`) until their job is over. Returns what was removed, in words.
+        single writer may call this. Returns what was removed, in words.
         """
         ...
 

@@ -66,7 +66,6 @@ class DeclineCause(StrEnum):
     FAILED = "failed"
     HANGS = "hangs"
     LOST = "lost"
-    RESTS = "rests"
     SUPERSEDED = "superseded"
     VOID = "void"
 

@@ -22,7 +22,7 @@ TROUBLES = frozenset(
             "fenced",
             "ring_lost",
         ),
-        *("slices_bad", "stager_refused", "nonfinite"),
+        *("stager_refused", "nonfinite"),
     }
 )
 # The fields of each event that say what happened, in the order in which they are read.

@@ -1,6 +1,6 @@
 """The tools of the `holdfast` command, one file each. They need neither torch nor MPI.
 
-ls, inspect, verify, pull, assemble   read a store, or write to it: target (`URL[@STEP]`) ─► Catalog ─► output
+ls, inspect, verify, pull             read a store: target (`URL[@STEP]`) ─► Catalog ─► output
 rewind                                a new branch of a run, from an older checkpoint on
 export, import_state, diff            files of other tools, and what differs; torch's part is trainer_side.convert
 run, cluster, doctor, drill           the supervised job, machines on AWS, a check of this machine, kills as a test

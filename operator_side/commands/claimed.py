@@ -45,7 +45,7 @@ def claimed(store: Store) -> Iterator[LeasedRun]:
 def read_back(store: Store, manifest: Manifest, *, quiet: bool) -> Manifest:
     """Read a published checkpoint back, and write into its manifest whether it is good. The run is ours.
 
-    Numbers that are not finite are counted and said: who imports or assembles a checkpoint may want it all the same.
+    Numbers that are not finite are counted and said: who imports a checkpoint may want it all the same.
     """
     with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
         report = verify_file(store, manifest, progress=advance)

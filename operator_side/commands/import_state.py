@@ -10,10 +10,9 @@ from pathlib import Path
 
 import click
 
-from holdfast.checkpoints.assembly import publish_image
 from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.image_publishing import publish_image
 from holdfast.checkpoints.publish import ManifestFacts
-from holdfast.checkpoints.slice_sets import complete_sets
 from holdfast.command.converters import ImportSource, converter
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json, progress_bar, show
@@ -120,12 +119,10 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _refuse_beside_others(catalog: Catalog) -> None:
     newest = catalog.newest_good()
-    good = [] if newest is None else [newest.step]
-    good += [found.step for found in complete_sets(catalog.slices())]
-    if good:
+    if newest is not None:
         raise ConfigError(
-            f"{catalog.store.url}: this run has checkpoints already, the newest of step {good[0]}, and the imported "
-            "checkpoint would become the newest; name a new run, or give --force"
+            f"{catalog.store.url}: this run has checkpoints already, the newest of step {newest.step}, and the "
+            "imported checkpoint would become the newest; name a new run, or give --force"
         )
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import click
 
 from holdfast.checkpoints.best_finder import BestFinder, BestFound
 from holdfast.checkpoints.branches import Branches
-from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
-from holdfast.checkpoints.slice_sets import SliceSet
+from holdfast.checkpoints.catalog import CatalogItem
 from holdfast.command.examples import examples
 from holdfast.command.output import (
     age,
@@ -25,7 +24,6 @@ from holdfast.command.output import (
     size,
     table,
 )
-from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.commands.target import URL, Target
 
 _COLUMNS = ("STEP", "SIZE", "STATE", "AGE", "RANKS", "PROOF", "FILE", "METRICS")
@@ -50,8 +48,6 @@ def ls(as_json: bool, target: Target) -> None:
            doubtful  published, but it may be torn; restore prefers the one before
            bad       published, read back and found bad
            damaged   its manifest or its file is missing or broken
-           slices    complete, as slices that ranks wrote: `holdfast assemble` makes a file of them
-           partial   slices, of which some are missing
 
     Proof: whether it is recorded what the step after the checkpoint used, so that a resume from it can be proven.
 
@@ -59,17 +55,15 @@ def ls(as_json: bool, target: Target) -> None:
 
     JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks", "created",
     "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "proof", "nonfinite", "metrics": {name: value}, "branch",
-    "current", "is_best"}], "slices": [{"step", "attempt", "state": "slices|partial", "fault", "ranks", "sealed",
-    "nbytes", "doubt"}]}. Values that a damaged manifest does not have are null. pgt1_seconds is the time from save()
-    until the checkpoint was staged, pgt2_seconds until it was durable. drift says which replicas differed; it is
-    empty where none did. doubt says why a checkpoint may be torn, and is else empty. nonfinite is the number of
-    values in floating tensors that are NaN or infinite, counted when the checkpoint was read back; null: not counted.
-    is_best is true for the best good one by the run's best_metric. branch is the number of the branch that wrote it,
-    from 1; current tells whether restore may take it: it does not after `holdfast rewind` has left it.
+    "current", "is_best"}], "old_slices"}. Values that a damaged manifest does not have are null. pgt1_seconds is the
+    time from save() until the checkpoint was staged, pgt2_seconds until it was durable. drift says which replicas
+    differed; it is empty where none did. doubt says why a checkpoint may be torn, and is else empty. nonfinite is the
+    number of values in floating tensors that are NaN or infinite, counted when the checkpoint was read back; null: not
+    counted. is_best is true for the best good one by the run's best_metric. branch is the number of the branch that
+    wrote it, from 1; current tells whether restore may take it: it does not after `holdfast rewind` has left it.
+    old_slices says which steps are there only as slices that an older holdfast wrote, and is else empty.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
     look = target.look()
-    sets = [found for found in look.slices() if not _is_published(look, found)]
-    doubts = look.doubted_slices() if sets else {}
     # Where the rows themselves go to a terminal, they show how far it is.
     hidden = sys.stdout.isatty() and not as_json
     documents, finder, branches = [], BestFinder(), look.branches or Branches()
@@ -78,14 +72,14 @@ def ls(as_json: bool, target: Target) -> None:
         if as_json:
             documents = [_document(item, branches) for item in items]
         else:
-            _print(look.url, sets, doubts, items, branches)
+            _print(look.url, items, branches, look.old_slices)
     best = finder.best()
     if not as_json and best is not None:
         show(_told(best), "green")
     if as_json:  # one document, so only when all is known
         for one in documents:
             one["is_best"] = best is not None and best.order == (one["attempt"], one["step"])
-        print_json({"url": look.url, "checkpoints": documents, "slices": [_slices(s, doubts) for s in sets]})
+        print_json({"url": look.url, "checkpoints": documents, "old_slices": look.old_slices})
 
 
 def _seen(items: Iterator[CatalogItem], finder: BestFinder, branches: Branches) -> Iterator[CatalogItem]:
@@ -100,26 +94,13 @@ def _told(best: BestFound) -> str:
     return f"best {best.rule.told()}: {best.value:.6g}, step {step} of attempt {attempt}"
 
 
-def _is_published(look: CatalogLook, found: SliceSet) -> bool:
-    """Whether there is a file of the same checkpoint by now."""
-    of_step = look.of_step(found.step)
-    return any(item.manifest is not None and item.order == found.order for item in of_step)
-
-
-def _print(
-    url: str,
-    sets: Sequence[SliceSet],
-    doubts: Mapping[CheckpointId, str],
-    items: Iterator[CatalogItem],
-    branches: Branches,
-) -> None:
+def _print(url: str, items: Iterator[CatalogItem], branches: Branches, old_slices: str) -> None:
     """Print the rows while they are read, a few at a time, and then what is to be said of some of them."""
     out = console()
-    rows = [_slice_row(found, doubts) for found in sets] + _read_rows(items, _ROWS_FIRST, branches)
+    rows = _read_rows(items, _ROWS_FIRST, branches)
+    notes: list[tuple[str, str]] = [(old_slices, "yellow")] if old_slices else []
     if not rows:
-        show(f"{url}: the run has no checkpoint yet")
-        return
-    notes: list[tuple[str, str]] = []
+        notes.insert(0, (f"{url}: the run has no checkpoint yet", ""))
     columns: tuple[str, ...] = _COLUMNS
     is_first = True
     widths = [len(name) for name in columns]
@@ -194,30 +175,6 @@ def _cells(item: CatalogItem) -> tuple[str, ...]:
         manifest.file,
         plain("  ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items())),
     )
-
-
-def _slice_row(found: SliceSet, doubts: Mapping[CheckpointId, str]) -> _ListedRow:
-    doubt = doubts.get(found.order, "")
-    where = f"{len(found.seals)} of {found.ranks} slices, attempt {found.attempt}"
-    cells = (str(found.step), size(found.nbytes), _state(found), "-", str(found.ranks), "-", where, "")
-    return _ListedRow(cells, "yellow", ((f"slices of {doubt}", "yellow"),) if doubt else ())
-
-
-def _state(found: SliceSet) -> str:
-    return "slices" if found.complete else "partial"
-
-
-def _slices(found: SliceSet, doubts: Mapping[CheckpointId, str]) -> dict[str, Any]:
-    return {
-        "step": found.step,
-        "attempt": found.attempt,
-        "state": _state(found),
-        "fault": found.fault,
-        "ranks": found.ranks,
-        "sealed": len(found.seals),
-        "nbytes": found.nbytes,
-        "doubt": doubts.get(found.order, ""),
-    }
 
 
 def _document(item: CatalogItem, branches: Branches) -> dict[str, Any]:

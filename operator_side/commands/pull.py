@@ -1,36 +1,30 @@
 """`holdfast pull URL[@STEP] DEST`: copy a checkpoint file here, and check every byte of it.
 
 store ─► buffer ─► CRC of each chunk against the manifest ─► .DEST.….part, kept for the next call ─► fsync ─► rename
-  └ a step that exists only as slices: put together on the way, each frame checked against its seal
 """
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import click
 
 from holdfast import crc
-from holdfast.checkpoints.assembly import copy_out
 from holdfast.checkpoints.best_finder import find_best
-from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, load_set
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json, progress_bar, show
-from holdfast.command.place import place, unwritable, write_all, write_whole
-from holdfast.errors import ConfigError, DamageError, StoreMissing
-from holdfast.image.manifest import Manifest, step_file_name
+from holdfast.command.place import place, unwritable, write_all
+from holdfast.errors import ConfigError, DamageError
+from holdfast.image.manifest import Manifest
 from holdfast.ring.pages import direct_window
 from holdfast.store.base import Store
 from operator_side.commands.options import choice, forced, text
 from operator_side.commands.partial import partial
 from operator_side.commands.target import TARGET, Target
 
-_log = logging.getLogger("holdfast.cli")
 _BUFFER_BYTES = 16 * 1024 * 1024
 _READS_MAX = 2  # a wrong chunk may have changed only on its way here
 
@@ -66,11 +60,8 @@ def pull(
     Without @STEP the command copies the newest good checkpoint. It checks every byte, and DEST appears only when all of
     it is good and on disk. torch.load(DEST, weights_only=True) reads the file without holdfast.
 
-    If a step exists only as slices that ranks wrote, the command puts the file together from them and changes nothing
-    in the store. Without @STEP it does so only if the run has no checkpoint file at all.
-
     An interrupted copy is kept beside DEST as a hidden .part file. Run the same command again to fetch the rest; it
-    checks the kept part first. A copy from slices starts again from the beginning.
+    checks the kept part first.
 
     JSON: {"url", "step", "file", "destination", "nbytes", "crc32", "kept_bytes"}.
     """
@@ -79,18 +70,16 @@ def pull(
     if best is not None and target.step is not None:
         raise ConfigError(f"--best {best} and @{target.step} name a checkpoint each; leave one of them out")
     catalog = target.catalog()
-    try:
-        manifest = catalog.get(target.step) if best is None else find_best(catalog, best, mode)
-    except StoreMissing:
-        sets = [found for found in complete_sets(catalog.slices()) if target.step in (None, found.step)]
-        if best is not None or not sets:
-            raise
-        _pull_slices(catalog, sets, destination, force=force, as_json=as_json)
-        return
+    manifest = catalog.get(target.step) if best is None else find_best(catalog, best, mode)
     path = place(destination, manifest.file, force=force)
     kept_bytes = pull_file(catalog.store, manifest, path, quiet=as_json)
-    names: dict[str, str | int] = {"url": catalog.store.url, "step": manifest.step, "file": manifest.file}
-    _say(names, path, manifest.image_bytes, manifest.image_crc32, kept_bytes=kept_bytes, as_json=as_json)
+    if as_json:
+        names = {"url": catalog.store.url, "step": manifest.step, "file": manifest.file}
+        told = {"destination": str(path), "nbytes": manifest.image_bytes, "crc32": manifest.image_crc32}
+        print_json({**names, **told, "kept_bytes": kept_bytes})
+        return
+    kept = f", of which {kept_bytes} had been fetched before" if kept_bytes else ""
+    show(f"{path}: step {manifest.step}, {manifest.image_bytes} bytes{kept}, all checked")
 
 
 def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> int:
@@ -116,55 +105,6 @@ def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> i
         except OSError as error:
             raise unwritable(path, manifest.image_bytes, error) from error
     return kept_bytes
-
-
-def _pull_slices(
-    catalog: Catalog, sets: Sequence[SliceSet], destination: Path, *, force: bool, as_json: bool
-) -> None:
-    store = catalog.store
-    for found in sets:
-        file = step_file_name(found.step)
-        path = place(destination, file, force=force)
-        sums: list[int] = []
-        try:
-            loaded = load_set(store, found)
-            nbytes = loaded.layout.image_bytes
-            with progress_bar(f"step {found.step}", nbytes, hidden=as_json) as advance:
-
-                def fill(fd: int) -> None:
-                    parts = _FileParts(fd, loaded.layout.chunk_bytes)  # noqa: B023 - called at once
-                    sums.append(copy_out(store, loaded, parts, progress=advance))  # noqa: B023
-
-                write_whole(path, nbytes, fill)
-        except DamageError as error:
-            if found is sets[-1]:
-                raise
-            _log.warning("this set of slices is damaged and is not used: %s", error)
-            continue
-        _say({"url": store.url, "step": found.step, "file": file}, path, nbytes, sums[0], as_json=as_json)
-        return
-
-
-def _say(
-    names: Mapping[str, str | int], path: Path, nbytes: int, crc32: int, *, as_json: bool, kept_bytes: int = 0
-) -> None:
-    if as_json:
-        told = {"destination": str(path), "nbytes": nbytes, "crc32": crc32, "kept_bytes": kept_bytes}
-        print_json({**names, **told})
-        return
-    kept = f", of which {kept_bytes} had been fetched before" if kept_bytes else ""
-    show(f"{path}: step {names['step']}, {nbytes} bytes{kept}, all checked")
-
-
-class _FileParts:
-    """A file that takes the parts in order."""
-
-    def __init__(self, fd: int, part_bytes: int) -> None:
-        self._fd, self.part_bytes = fd, part_bytes
-
-    def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:  # noqa: ARG002
-        for buffer in buffers:
-            write_all(self._fd, buffer)
 
 
 def _kept(fd: int, manifest: Manifest) -> int:

@@ -202,12 +202,6 @@ def _fork(look: CatalogLook, branches: Branches, to: str) -> CheckpointId:
     if listed:
         labels = ", ".join(one.order.label for one in listed)
         raise StoreMissing(f"{look.url}: step {step} is on an older branch only; name it {labels}; {near}")
-    slices = [one for one in look.slices() if one.step == step and one.complete]
-    if slices:
-        raise StoreMissing(
-            f"{look.url}: step {step} is there as slices only; `holdfast assemble {look.url}@{step}` makes a file of "
-            "them"
-        )
     raise StoreMissing(f"{look.url}: no checkpoint {to}; {near}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +28,6 @@ def _specs(directory: Path) -> dict[str, str]:
         "pm-libpmem": f"pm:{directory}",
         "nvme": f"nvme:{directory}",
         "file": f"file:{directory}",
-        "store": "store",
-        "store-fsspec": "store",
     }
 
 
@@ -40,11 +37,10 @@ class Rig:
 
     spec: str
     run: str = RUN
-    under: str = ""  # what the run's URL begins with, where the run is written to
     opened: list[Tier] = field(default_factory=list)
 
     def open(self, *, slots: int = 2, run: str | None = None) -> Tier:
-        self.opened.append(open_tier(self.spec, self.under + (run or self.run), slots=slots))
+        self.opened.append(open_tier(self.spec, run or self.run, slots=slots))
         return self.opened[-1]
 
     def ready(self, layout: Layout, rank: int = 0, *, slots: int = 2) -> Tier:
@@ -58,7 +54,7 @@ class Rig:
         return self.ready(layout, rank, slots=slots)
 
 
-@pytest.fixture(params=["memory", "pm", "pm-libpmem", "nvme", "file", "store", "store-fsspec"])
+@pytest.fixture(params=["memory", "pm", "pm-libpmem", "nvme", "file"])
 def rig(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """Each tier in turn, with an empty run."""
     kind = str(request.param)
@@ -67,8 +63,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         if load_libpmem() is None:
             pytest.skip("libpmem.so.1 is not installed (package libpmem1)")
         monkeypatch.setenv("PMEM_IS_PMEM_FORCE", "1")
-    under = {"store": str(tmp_path), "store-fsspec": f"memory://{secrets.token_hex(6)}"}.get(kind, "")
-    found = Rig(_specs(tmp_path / "tier")[kind], under=under)
+    found = Rig(_specs(tmp_path / "tier")[kind])
     yield found
     for tier in found.opened:
         tier.close()
@@ -365,8 +360,6 @@ def test_two_writers_of_one_rank_are_refused(rig: Rig, monkeypatch: pytest.Monke
     monkeypatch.setattr("trainer_side.tiers.slot_tier._DYING_SECONDS_MAX", 0.1)  # the other one does not die
     made = image()
     tier = rig.ready(made.layout)
-    if tier.nearness is Nearness.STORE:
-        return  # nothing is written twice there: names carry attempt and rank, and the attempt has one owner
     with pytest.raises(ConfigError, match=f"process {os.getpid()} .* rank 0"):
         rig.ready(made.layout)
     tier.close()

@@ -8,22 +8,15 @@ from pathlib import Path
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.intents import clear_intents
 from holdfast.checkpoints.lease import Lease
-from holdfast.checkpoints.slice_sets import SliceName, layout_name, read_layout, read_seal
-from holdfast.errors import DamageError, StoreMissing
-from holdfast.store.base import Store
 from holdfast.store.generic import GenericStore
 from holdfast.store.posix import PosixStore
 from operator_side.drill.values import values_of
 
 __all__ = ["OPENERS", "SMALL"]
 
-_DIGEST = "ab" * 32
-_SEAL = SliceName(2, 7, 0, 3)
 SMALL = {
     "claim": ".holdfast/writer-000007.json",
     "intent": ".holdfast/intent-w000001-aa.json",
-    "seal": _SEAL.seal,
-    "layout": layout_name(2, _DIGEST),
     "manifest": "step-000000007.json",
 }
 """Small objects of a run, by kind."""
@@ -41,27 +34,12 @@ def open_run(path: Path) -> str:
     """As who looks at a run, and as its next writer: in a directory, and by fsspec."""
     for store in (PosixStore(path), GenericStore(f"file://{path}")):
         faults = [item.fault for item in Catalog(store).list()]
-        for read in (_read_seal, _read_layout):
-            try:
-                read(store)
-            except StoreMissing:
-                pass
-            except DamageError as error:
-                faults.append(str(error))
         claim = Lease.take(store)
         removed = clear_intents(store, claim.attempt, lambda _: False)
         claim.release()
         if removed or not all("not read" in fault for fault in faults):
             return f"read: {path.name}"
     return f"bounded: {path.name}"
-
-
-def _read_seal(store: Store) -> None:
-    read_seal(store, _SEAL)
-
-
-def _read_layout(store: Store) -> None:
-    read_layout(store, 2, _DIGEST)
 
 
 def open_drill(path: Path) -> str:

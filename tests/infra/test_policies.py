@@ -15,15 +15,12 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError
 
-from holdfast.checkpoints.slice_sets import SliceName, find_sets
-from holdfast.errors import HoldfastError, StoreError
+from holdfast.errors import HoldfastError
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from tests.infra.iam import decide, lacking_resources, statements, unknown_to_aws
 from tests.infra.rendered import Rendered
-from tests.support.images import made_up
 from tests.support.moto_s3 import running_moto
-from tests.support.store_slices import tier_of, write_frames
 
 TRAIN = "module.trainers.module.node.aws_iam_role_policy.work"
 STAGER = "module.stager.module.node.aws_iam_role_policy.work"
@@ -60,25 +57,6 @@ def test_a_trainer_writes_nothing(whole: Rendered, action: str) -> None:
     bucket = f"arn:aws:s3:::{whole.outputs['launcher']['bucket']}"
     for resource in (bucket, f"{bucket}/gpt/one/x"):
         assert not decide(whole.policy(TRAIN), action, resource)
-
-
-def test_a_trainer_that_may_write_slices_writes_nothing_else(minimal: dict[str, Rendered]) -> None:
-    rendered = minimal["with_slices"]
-    policy = rendered.policy(TRAIN)
-    run = f"arn:aws:s3:::{rendered.outputs['launcher']['bucket']}/gpt/one"
-    slices = f"{run}/checkpoints/{SliceName(2, 123, 1, 4).slice}"
-    for action in ("PutObject", "DeleteObject", "AbortMultipartUpload", "ListMultipartUploadParts"):
-        assert decide(policy, f"s3:{action}", slices)
-        for resource in (
-            f"{run}/checkpoints/step-000000123.pt",
-            f"{run}/checkpoints/step-000000123.json",
-            f"{run}/checkpoints/.holdfast/writer-000000001.json",
-            f"{run}/checkpoints/.holdfast/tmp/{'0' * 16}-step-000000123.pt",
-            f"{run}/cluster/stager.pub",
-            slices.replace("/gpt/one/", "/gpt/two/"),
-        ):
-            assert not decide(policy, f"s3:{action}", resource), resource
-    assert not decide(policy, "s3:PutBucketPolicy", run.partition("/")[0])
 
 
 def test_the_stager_writes_its_run_and_not_the_buckets_rules(whole: Rendered) -> None:
@@ -210,7 +188,7 @@ def test_every_action_resource_and_condition_exists_in_aws(
     minimal: dict[str, Rendered], efs: Rendered
 ) -> None:
     found = set()
-    for rendered in (minimal["whole"], minimal["with_kms_and_drills"], minimal["with_slices"], efs):
+    for rendered in (minimal["whole"], minimal["with_kms_and_drills"], efs):
         assert len(rendered.policies()) >= 5
         for policy in rendered.policies().values():
             found |= {complaint.partition(": ")[2] for complaint in unknown_to_aws(policy)}
@@ -268,7 +246,7 @@ class Enforced(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def enforced(whole: Rendered, minimal: dict[str, Rendered]) -> Iterator[Enforced]:
+def enforced(whole: Rendered) -> Iterator[Enforced]:
     bucket = str(whole.outputs["launcher"]["bucket"])
     with running_moto() as endpoint:
         root = Enforced(endpoint, bucket, {"root": ("testing", "testing")})
@@ -279,7 +257,6 @@ def enforced(whole: Rendered, minimal: dict[str, Rendered]) -> Iterator[Enforced
         iam, keys = root.client("iam", "root"), {}
         policies = {
             "train": whole.policy(TRAIN),
-            "train-slices": minimal["with_slices"].policy(TRAIN),
             "stager": whole.policy(STAGER),
             "operator": whole.policy(OPERATOR),
         }
@@ -355,26 +332,7 @@ def test_a_trainer_restores_and_cannot_write(enforced: Enforced, monkeypatch: py
     )
 
 
-def test_the_store_tier_is_refused_unless_trainers_may_write_slices(
-    enforced: Enforced, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    image = made_up(1, entries=8, chunk_bytes=4096, ranks=1, entry_bytes_max=40_000)
-    with pytest.raises(StoreError):
-        tier_of(enforced.store("train", "one", monkeypatch), image, 0)
-    store = enforced.store("train-slices", "one", monkeypatch)
-    tier = tier_of(store, image, 0)
-    for step in (1, 2, 3):  # in two slots: the third takes the place of the first
-        writer = tier.begin(1, step)
-        assert writer is not None
-        write_frames(writer, image, 0)
-        assert writer.seal({})
-        tier.complete(1, step)
-    assert {found.step for found in find_sets(store.list())} == {2, 3}
-    with pytest.raises(HoldfastError):
-        store.write("step-000000009.json", b"{}")
-
-
-@pytest.mark.parametrize("role", ["train", "train-slices", "stager"])
+@pytest.mark.parametrize("role", ["train", "stager"])
 def test_nodes_reach_no_instances_and_no_users(enforced: Enforced, role: str) -> None:
     assert refused(enforced.client("ec2", role).describe_instances) == "AccessDenied"
     assert refused(enforced.client("iam", role).list_users) == "AccessDenied"

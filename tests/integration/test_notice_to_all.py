@@ -35,7 +35,7 @@ class Place:
         if address:
             env["HOLDFAST_STAGER"] = address
         if launcher == "tiers":
-            env |= {"HOLDFAST_TIERS": "store", "HOLDFAST_STORE": str(directory / "store")}
+            env |= {"HOLDFAST_TIERS": f"file:{directory}", "HOLDFAST_STORE": str(directory / "store")}
         self.cluster = Cluster(directory, str(directory / "store"), env, script=grouped.__file__)
         self._launcher = launcher
 

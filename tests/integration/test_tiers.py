@@ -160,28 +160,6 @@ def test_beside_the_stager_a_killed_run_resumes_from_memory(cluster: Cluster, re
     assert durable >= {3, 11}, "the stager got them as well"
 
 
-def check_after_the_stager_s_death_ranks_write_to_the_store_themselves(
-    tmp_path: Path, reference: Path
-) -> None:
-    env = {"HOLDFAST_TIERS": "store", "HOLDFAST_EVENTS": str(tmp_path / "events")}
-    cluster = Cluster(tmp_path, str(tmp_path / "store"), env, script=train.__file__)
-    slices = tmp_path / "store" / "slices"
-    with cluster.start(RANKS, *RUN, str(PAUSE_AT)) as job:
-        out = cluster.out(1)
-        wait_until(lambda: all((out / f"paused-{rank}").exists() for rank in range(RANKS)), 120, job.output)
-        wait_until(lambda: {event["step"] for event in events(cluster, "durable")} == {3, 7}, 120, job.output)
-        assert not slices.exists(), "while the stager lives it brings them there"
-        os.kill(stager_of(cluster.runtime), signal.SIGKILL)
-        wait_until(lambda: len(events(cluster, "stager_lost")) == RANKS, 120, job.output)
-        (out / "go-on").touch()
-        job.wait(120)
-    assert job.output().count("are kept in store alone") == RANKS, job.output()
-    assert {event["step"] for event in events(cluster, "complete")} == {11}
-    with cluster.start(RANKS, *RUN) as job:
-        job.succeed(120)
-    check_continued(reference, cluster, 1, 2, start=12, steps=STEPS)
-
-
 def stager_of(runtime: Path) -> int:
     """The pid of the stager that runs on this machine."""
     for process in psutil.process_iter():

@@ -83,7 +83,7 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     setattr(flusher.ring_room, "growth_bytes_in", lambda _: current().plan.growth_chunks * CHUNK_BYTES)  # noqa: B010
     log = _base / "flusher.log"
     for module in (stager.flusher_process, stager.flusher_line):
-        setattr(module, "log_path", lambda _url: log)  # noqa: B010
+        setattr(module, "log_path", lambda _role, _url: log)  # noqa: B010
 
     # Who a process is, and whether it runs.
     def of_this_process(cls: type[identity.Identity]) -> identity.Identity:

@@ -15,9 +15,7 @@ from tests.integration.test_divergence import Outcome
 pytestmark = [pytest.mark.mpi]
 
 test_the_rank_that_drifted_is_named_by_majority = nightly.check_the_rank_that_drifted_is_named_by_majority
-test_without_a_stager_rank_0_says_it_once_and_the_file_says_so_too = (
-    nightly.check_without_a_stager_rank_0_says_it_once_and_the_file_says_so_too
-)
+test_without_a_stager_rank_0_says_it_once = nightly.check_without_a_stager_rank_0_says_it_once
 
 
 def test_a_run_without_drift_is_never_reported(tmp_path: Path) -> None:

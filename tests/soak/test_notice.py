@@ -95,20 +95,21 @@ def test_without_a_stager_a_notice_that_comes_too_late_breaks_nothing(
     make: Callable[[int], Spot], reference: Path
 ) -> None:
     spot = make(2)
-    spot.env |= {"HOLDFAST_TIERS": "store", "HOLDFAST_STORE": spot.cluster.store}
+    spot.env |= {"HOLDFAST_TIERS": f"file:{spot.cluster.directory}", "HOLDFAST_STORE": spot.cluster.store}
     with spot.cluster.start(2, str(STEPS), str(NEVER), stager=False) as job:
         spot.train_until(job, 10)
         spot.servers[0].interrupt(-3)
         job.succeed(120)
         said = job.output()
     assert [event["choice"] for event in spot.events("emergency")] == ["skip"]
-    assert "nothing is kept in the store" in said
+    assert "nothing is kept in file:" in said
     assert not spot.events("kept")
     for rank in range(2):
         assert losses(spot.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")
 
 
-def test_without_a_stager_the_ranks_save_one_step_into_the_store(
+def test_without_a_stager_the_ranks_save_one_step_on_their_disks(
     make: Callable[[int], Spot], reference: Path
 ) -> None:
-    check_saved_among_themselves(make(2), reference, "store", told=1)
+    spot = make(2)
+    check_saved_among_themselves(spot, reference, f"file:{spot.cluster.directory}", told=1)

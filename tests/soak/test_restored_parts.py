@@ -27,7 +27,7 @@ def test_a_plain_file_is_restored_into_fsdp2_and_trained_on(tmp_path: Path) -> N
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     manifest = publish(store, 5, saved, chunk_bytes=4096)
     job = Path(restored_parts.__file__)
-    env = {"HOLDFAST_TIERS": "store", "HOLDFAST_STORE": str(store)}
+    env = {"HOLDFAST_STAGER": "own", "HOLDFAST_STORE": str(store)}
     cluster = Cluster(tmp_path, str(store), env, script=str(job))
     with cluster.start(RANKS, stager=False) as running:
         running.succeed(SECONDS_MAX)

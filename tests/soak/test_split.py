@@ -16,4 +16,4 @@ def test_without_the_proof_split_state_would_be_published(tmp_path: Path, stager
     """A deliberate bug."""
     outcome = Outcome(tmp_path, "unproven", stager=stager)
     assert [said["tp_plain"].get("saved") for said in outcome.said] == [True, True], outcome.said
-    assert outcome.published | outcome.slices == {0}
+    assert outcome.published == {0}

@@ -30,9 +30,6 @@ pytestmark = [pytest.mark.mpi]
 test_a_killed_stager_ends_neither_training_nor_checkpoints = (
     nightly.check_a_killed_stager_ends_neither_training_nor_checkpoints
 )
-test_after_the_stager_s_death_ranks_write_to_the_store_themselves = (
-    nightly.check_after_the_stager_s_death_ranks_write_to_the_store_themselves
-)
 
 
 def test_a_store_that_is_gone_is_not_needed(cluster: Cluster, reference: Path) -> None:

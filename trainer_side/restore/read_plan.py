@@ -330,7 +330,7 @@ class KeptSlice:
         self.tier, self.in_memory = tier.name, tier.nearness is Nearness.MEMORY
         self._open = tier.opened if isinstance(tier, OpensSlices) else self._not_opened
         self._fill: Callable[[int, memoryview], None] | None = None
-        self.seconds_share = StoredFile.seconds_share if tier.nearness is Nearness.STORE else HANGING_SHARE
+        self.seconds_share = HANGING_SHARE
         whose = f"rank {seal.rank}'s slice of step {seal.step} (attempt {seal.attempt})"
         self.what = f"{tier.name}: {whose} in {kept.place} slot {kept.slot}"
 

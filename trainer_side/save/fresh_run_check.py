@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from holdfast.errors import ConfigError, HoldfastError, StoreError
 from holdfast.image.manifest import is_manifest_name
 from holdfast.store import open_store
-from trainer_side.tiers.tier import Nearness, Tier
+from trainer_side.tiers.tier import Tier
 from trainer_side.tiers.tier_inventory import ask_kept
 
 _log = logging.getLogger("holdfast.trainer")
@@ -90,7 +90,5 @@ class FreshRunCheck:
             names = sorted((info.name for info in open_store(store_url).list()), reverse=True)
             found += [name for name in names if is_manifest_name(name)]
         for tier in tiers:
-            if tier.nearness is Nearness.STORE and not with_store:
-                continue
             found += [f"{tier.name}: {kept.place}" for kept in ask_kept(tier, self._seconds_max)]
         return found

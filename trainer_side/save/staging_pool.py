@@ -380,12 +380,11 @@ class StagingPool:
         """With `on_full="wait"`, wait for those that will become free: verdicts come a little later than seals."""
         if not self._tiers.tiers:
             return None
-        lives = self._link.job.lives
         if self._config.on_full == "skip" or not self._tiers.takes_steps:
-            return self._tiers.begin(step, record, stager_lives=lives)
+            return self._tiers.begin(step, record)
         begun = time.monotonic()
         until = begun + self._config.full_seconds_max
-        keeping = self._tiers.begin(step, record, stager_lives=lives, wait_until=until)
+        keeping = self._tiers.begin(step, record, wait_until=until)
         self._ledger.waited(time.monotonic() - begun)
         return keeping
 

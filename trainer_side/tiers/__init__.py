@@ -21,7 +21,6 @@ file_slots               which slot is next, and which slices must stay (pure)
 medium, first_touch      how bytes get into a slot file; first touch of its pages by several threads
 tier_directory           where slot files lie, and the lock of a rank
 
-store_tier, store_writer    the store as a tier, in a job without a stager
 open_tiers               from the setting `tiers` to tiers
 tier_inventory           the steps that the tiers of all ranks hold at the start
 """

@@ -4,7 +4,6 @@
                COMPLETE 7, VOID 7 ◄─ CommitVotes: rank 0 has counted the votes of all ranks ─► the tier, the event log
 
 If the first tier is memory, its slot is the staging area (strategy D), and there is no other area.
-The store as a tier rests while there is a stager, which brings the same bytes there.
 The stager has no part in this: a lost stager, or a lost link to it, stops nothing here.
 """
 
@@ -93,8 +92,6 @@ class TierReport:
     def skipped(self, tier: Tier, order: Order, reason: Reason, *, counted: bool = True) -> None:
         """A step is not kept. `counted`: False if this rank did not save the step at all."""
         cause, step = reason.cause, order[1]
-        if cause == DeclineCause.RESTS:
-            return
         fields = {"tier": tier.name, "reason": reason.text, "cause": cause}
         self.events.emit("skipped_tier", fields, step=step)
         if not counted:
@@ -115,7 +112,7 @@ class TierReport:
             self._ledger.refused(step, why)
         if verdict.complete:
             self.events.emit("complete", {"tier": tier.name, "why": why.text}, step=step)
-        elif why.cause != DeclineCause.RESTS:
+        else:
             self.events.emit("void", {"tier": tier.name, "why": why.text, "cause": why.cause}, step=step)
 
     def _is_news(self, text: str) -> bool:
@@ -186,11 +183,10 @@ class LocalTiers(TierSet):
 
     def _preemption_coordinator(self, ranks: int) -> Rank0PreemptionCoordinator:
         threads = self._threads[farthest(self.tiers)]
-        is_store = threads.tier.nearness is Nearness.STORE
         return Rank0PreemptionCoordinator(
             ranks,
             threads.number,
-            "kept in the store" if is_store else f"kept in {threads.tier.name} of every rank's machine",
+            f"kept in {threads.tier.name} of every rank's machine",
             attempt=self.attempt,
             fraction=threads.fraction,
             events=self._report.events,
@@ -285,9 +281,7 @@ class LocalTiers(TierSet):
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def begin(
-        self, step: int, record: SaveRecord, *, stager_lives: bool = False, wait_until: float = 0.0
-    ) -> TierWrite | None:
+    def begin(self, step: int, record: SaveRecord, *, wait_until: float = 0.0) -> TierWrite | None:
         layout = self._layout
         assert layout is not None, "prepare comes first"
         if step <= self._newest_step:
@@ -296,9 +290,7 @@ class LocalTiers(TierSet):
         order = (self.attempt, step)
         writers: dict[int, SliceWriter] = {}
         for number, threads in enumerate(self._threads):
-            taken = self._why_not(threads, stager_lives=stager_lives) or self._take(
-                threads, order, wait_until
-            )
+            taken = self._why_not(threads) or self._take(threads, order, wait_until)
             if isinstance(taken, Reason):
                 self._skipped(number, order, taken)  # the step is then void in this tier on every rank
                 continue
@@ -320,14 +312,12 @@ class LocalTiers(TierSet):
             compare=partial(self._votes.compare, order, layout.digest),
         )
 
-    def _why_not(self, threads: TierWriterThreads, *, stager_lives: bool) -> Reason | None:
+    def _why_not(self, threads: TierWriterThreads) -> Reason | None:
         """Why this tier is not asked for a slot; None if it is."""
         if (problem := self._votes.problem) is not None:
             return DeclineCause.LOST.because(problem)
         if (reason := self._left_out.get(threads.number) or threads.calls.hangs) is not None:
             return reason
-        if stager_lives and threads.tier.nearness is Nearness.STORE:
-            return DeclineCause.RESTS.because("the stager brings it there")
         return None
 
     def _take(self, threads: TierWriterThreads, order: Order, wait_until: float) -> SliceWriter | Reason:
@@ -429,8 +419,6 @@ class LocalTiers(TierSet):
 
     def _mark(self, doubt: Doubt) -> None:
         for tier in self.tiers:
-            if tier.nearness is Nearness.STORE and doubt.rank != self._rank:
-                continue  # one mark is enough there: that of the rank whose doubt it is
             try:
                 for attempt in (*self._earlier_attempts, self.attempt):
                     tier.doubt(DoubtedSteps(attempt, doubt))

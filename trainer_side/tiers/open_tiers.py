@@ -3,7 +3,6 @@
 memory  memory:/dir     /dev/shm, or another tmpfs: survives the process, not the machine
 pm:/dir                 a DAX file system on persistent memory
 nvme:/dir  file:/dir    a local disk, past the page cache or through it
-store                   the store itself, slice by slice: for ranks without a stager
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MEDIA: dict[Nearness, Callable[[Path], Medium]] = {
     Nearness.NVME: DirectFile,
     Nearness.FILE: CachedFile,
 }
-_ALLOWED = "memory, memory:/dir, pm:/dir, nvme:/dir, file:/dir or store"
+_ALLOWED = "memory, memory:/dir, pm:/dir, nvme:/dir or file:/dir"
 _IN_MEMORY = frozenset({Nearness.MEMORY, Nearness.PM})
 
 
@@ -55,11 +54,9 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
     not a tier, or a memory tier lies on a disk and this rank trains on a device.
     """
     kind, colon, directory = spec.partition(":")
-    if kind not in {*_MEDIA, Nearness.STORE}:
+    if kind not in _MEDIA:
         raise ConfigError(f"tier {spec!r}: no such kind, expected {_ALLOWED}")
     nearness = Nearness(kind)
-    if nearness is Nearness.STORE:
-        return _open_store(run_url, slots, writers)
     if not colon and nearness is Nearness.MEMORY:
         place = TierDirectory(_own_directory(), run_url, parents=1)
     elif not Path(directory).is_absolute():
@@ -90,12 +87,3 @@ def memory_directory(spec: str) -> Path | None:
 
 def _own_directory() -> Path:
     return Path(f"/dev/shm/holdfast-{os.geteuid()}") / "tiers"  # noqa: S108 (0700, owner checked)
-
-
-def _open_store(run_url: str, slots: int | None, writers: int | None) -> Tier:
-    from holdfast.store import open_store
-    from trainer_side.tiers.store_tier import StoreTier
-
-    store = open_store(run_url)
-    run = store.url.rstrip("/").rpartition("/")[2]
-    return StoreTier(store, run=run, slots=SLOTS if slots is None else slots, writers=writers, closes=True)

@@ -30,7 +30,7 @@ _log = logging.getLogger("holdfast.trainer.council")
 
 
 def farthest(tiers: Sequence[Tier]) -> int:
-    """The number of the tier that outlives most: the store if there is one, else a file, and so on down `Nearness`."""
+    """The number of the tier that outlives most: a file if there is one, else NVMe, and so on down `Nearness`."""
     order = list(Nearness)
     return max(range(len(tiers)), key=lambda number: order.index(tiers[number].nearness))
 

@@ -1,4 +1,4 @@
-"""A tier of Lv.0: keeps this rank's slice of the newest steps, on its own machine or, as a fallback, in the store.
+"""A tier of Lv.0: keeps this rank's slice of the newest steps on its own machine.
 
     prepare(layout, rank)     makes room: at least two slots
     begin(attempt, step)      a slot, or None while none is free
@@ -46,7 +46,6 @@ class Nearness(StrEnum):
     NVME = "nvme"
     FILE = "file"
     RING = "ring"
-    STORE = "store"
 
 
 @dataclass(frozen=True)

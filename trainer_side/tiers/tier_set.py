@@ -147,13 +147,10 @@ class TierSet:
     def stop_making(self) -> None:
         """No further step comes: slots that are not there yet are not needed. Any thread."""
 
-    def begin(
-        self, step: int, record: SaveRecord, *, stager_lives: bool = False, wait_until: float = 0.0
-    ) -> TierWrite | None:
+    def begin(self, step: int, record: SaveRecord, *, wait_until: float = 0.0) -> TierWrite | None:
         """Take a slot in each tier; None if none has one. Follow it by `keep` or `drop`.
 
-        While the stager lives, the store as a tier rests. A slot that may still become free is waited for until
-        `wait_until` (`time.monotonic`).
+        A slot that may still become free is waited for until `wait_until` (`time.monotonic`).
         """
 
     def keep(self, write: TierWrite, area: SliceSource | None) -> None:

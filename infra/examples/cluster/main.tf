@@ -76,8 +76,6 @@ module "trainers" {
   holdfast_package   = var.trainer_package
   interruption_drill = var.interruption_drill
   tags               = local.tags
-
-  trainers_write_slices = var.trainers_write_slices
 }
 
 module "stager" {

@@ -91,12 +91,6 @@ variable "trainer_package" {
   type        = string
 }
 
-variable "trainers_write_slices" {
-  description = "Let trainers write their own slices when the stager is lost (tier \"store\"); nothing else of the bucket."
-  type        = bool
-  default     = false
-}
-
 variable "stager_instance_type" {
   description = "Type of the stager: sustained network, and memory for twice the ring."
   type        = string

@@ -1,15 +1,11 @@
 # The nodes that the spot market takes away. They read their run to go on where it was, and may write nothing: what they
-# have to save goes to the stager over MPI; trainers_write_slices adds slices of their own, for when there is no stager. The launcher raises them from the template, all or none (EC2 Fleet, instant).
+# have to save goes to the stager over MPI. The launcher raises them from the template, all or none (EC2 Fleet, instant).
 
 data "aws_partition" "current" {}
 
 locals {
   run_prefix = "${var.project}/${var.run_id}"
   objects    = "${var.bucket_arn}/${local.run_prefix}/*"
-
-  # What the tier "store" touches: its slices, the records of their uploads, and the small object that tries out the rights.
-  # Neither checkpoints, manifests and claims nor the stager's key are among them.
-  slices = var.trainers_write_slices ? [for path in ["slices/*", ".holdfast/tmp/upload-slice-*", ".holdfast/tmp/check-*"] : "${var.bucket_arn}/${local.run_prefix}/checkpoints/${path}"] : []
 
   policy = {
     Version = "2012-10-17"
@@ -29,19 +25,11 @@ locals {
           Resource = [local.objects]
         },
       ],
-      length(local.slices) == 0 ? [] : [
-        {
-          Sid      = "WriteSlices"
-          Effect   = "Allow"
-          Action   = ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:ListMultipartUploadParts", "s3:PutObject"]
-          Resource = local.slices
-        },
-      ],
       var.kms_key_arn == null ? [] : [
         {
           Sid      = "UseItsKey"
           Effect   = "Allow"
-          Action   = concat(["kms:Decrypt"], var.trainers_write_slices ? ["kms:GenerateDataKey"] : [])
+          Action   = ["kms:Decrypt"]
           Resource = [var.kms_key_arn]
         },
       ],

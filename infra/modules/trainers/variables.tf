@@ -113,17 +113,6 @@ variable "instance_types" {
   }
 }
 
-variable "trainers_write_slices" {
-  description = "Let trainers write their own slices below the run's slices/, as the tier \"store\" does when the stager is lost. Off: what a spot node runs then cannot touch a checkpoint in the bucket at all."
-  type        = bool
-  default     = false
-
-  validation {
-    condition     = !var.trainers_write_slices || var.efs == null
-    error_message = "trainers_write_slices: expected false with efs: rights on a file system know no prefix, and trainers could change the checkpoints of the run."
-  }
-}
-
 variable "spot_in_template" {
   description = "Have the template itself ask for spot, for a plain `aws ec2 run-instances`. EC2 Fleet and Auto Scaling refuse that."
   type        = bool

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.log_files import log_path
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
-from stager.flusher_process import log_path
 from tests.unit.stager.bench import CHUNK, IMAGE, LAYOUT, Bench
 
 
@@ -212,7 +212,7 @@ def test_a_crash_loop_is_slow_and_says_where_to_look(bench: Bench, caplog: pytes
     bench.turn()
     said = [record.getMessage() for record in caplog.records if "says why" in record.getMessage()]
     assert said
-    assert str(log_path(bench.service._config.store)) in said[0]
+    assert str(log_path("flusher", bench.service._config.store)) in said[0]
 
 
 def test_a_store_that_fails_is_told(bench: Bench) -> None:
@@ -233,7 +233,7 @@ def test_a_store_that_takes_nothing_is_named_in_the_jobs_log_with_each_decline(
     bench.turn()
     (said,) = [line for line in caplog.messages if "store unavailable" in line]
     assert "no space left on device" in said
-    assert str(log_path(str(tmp_path / "store"))) in said
+    assert str(log_path("flusher", str(tmp_path / "store"))) in said
     bench.port.say(0, Kind.DECLINE, step=1, body=b"busy: all staging areas are still being sent")
     bench.turn()
     (declined,) = [line for line in caplog.messages if "step 1 is declined" in line]

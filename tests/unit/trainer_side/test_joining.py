@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from holdfast.checkpoints.identity import Identity, start_ticks
 from holdfast.checkpoints.lease import Lease, newest_attempt
-from holdfast.checkpoints.slice_sets import SliceName, find_sets, slice_write_id
 from holdfast.config import TrainerConfig
-from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import SaveRecord
 from holdfast.store import open_store
-from holdfast.store.base import Store
 from holdfast.wire.state_messages import Agreement, Proposal
 from tests.support.restoring import Ranks, ThreadPeers
 from tests.unit.trainer_side.tiers.ranks import Area, laid_out
@@ -164,52 +157,6 @@ def test_without_a_stager_the_attempt_is_above_tiers_and_store_and_the_store_is_
     store = open_store(store_url)
     assert newest_attempt(store) == 9
     assert Lease.take(store).attempt == 10, "and a stager is not held up by it"
-
-
-def _half_sent(store: Store, attempt: int) -> None:
-    """What a rank leaves that is killed while its slice is on its way."""
-    nbytes = 12 << 20
-    name = SliceName(attempt, 5, 0, 1)
-    begun = store.begin(
-        name.slice, nbytes=nbytes, chunk_bytes=nbytes // 2, write_id=slice_write_id(name, "x")
-    )
-    part = bytes(begun.part_bytes)
-    begun.write_part(0, [memoryview(part)], crc32(part))
-
-
-@pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.s3)])
-def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "directory":
-        return str(tmp_path / "store")
-    return str(request.getfixturevalue("swift_s3").url())
-
-
-@pytest.mark.parametrize("lives", [False, True], ids=["dead", "alive"])
-def test_half_sent_slices_of_older_attempts_are_removed_unless_one_may_live(
-    store_url: str, lives: bool
-) -> None:
-    store = open_store(store_url)
-    store.write(
-        "slices/step-000000004-a002-r00000of00002.slice", b"of an incomplete set: restore may want it"
-    )
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        identity = replace(Identity.of_this_process(), pid=process.pid, started=start_ticks(process.pid) or 0)
-        assert Lease.take(store, identity=identity).attempt == 3
-        if not lives:
-            process.kill()
-            process.wait()
-        for attempt in (2, 3, 4):
-            _half_sent(store, attempt)
-        config = TrainerConfig(tiers=["store"], store=store_url)
-        assert _alone(config, store_url, [], LonePeers()) == 4
-        process.kill()
-    assert [found.attempt for found in find_sets(store.list())] == [2]
-    left = " ".join(store.sweep(lambda _: False))
-    assert {attempt: f"slice-a{attempt:03}-" in left for attempt in (2, 3, 4)} == {
-        2: lives,
-        3: lives,
-        4: True,
-    }
 
 
 def test_a_store_that_does_not_answer_is_passed_over_only_when_told_so(tmp_path: Path) -> None:

@@ -35,10 +35,10 @@ def line(
             ),
         ),
         (
-            line(0, has_stager=False, tiers=("memory", "store")),
+            line(0, stager="own"),
             (
-                "holdfast saves where the script calls save(), and not by itself (every=0), in memory and to "
-                "s3://bucket/run (attempt 1); watches for no preemption notices"
+                "holdfast saves where the script calls save(), and not by itself (every=0), to s3://bucket/run "
+                "through a stager of this job on rank 0's machine (attempt 1); watches for no preemption notices"
             ),
         ),
         (

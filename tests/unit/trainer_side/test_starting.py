@@ -31,7 +31,6 @@ _ROOMS = (
         "trainer_side.notice.gcp",
         "trainer_side.notice.http",
     ),
-    "trainer_side.tiers.store_tier",
 )
 _OF_TIERS = (
     "trainer_side.tiers.local_tiers",

@@ -91,12 +91,6 @@ run "with_kms_and_drills" {
   }
 }
 
-run "with_slices" {
-  variables {
-    trainers_write_slices = true
-  }
-}
-
 run "a_zone_of_another_region_is_refused" {
   command = plan
 

@@ -42,39 +42,6 @@ run "with_kms_a_trainer_decrypts_and_no_more" {
   }
 }
 
-run "slices_are_all_that_a_trainer_may_be_let_write" {
-  variables {
-    trainers_write_slices = true
-    kms_key_arn           = "arn:aws:kms:eu-central-1:123456789012:key/11111111-2222-3333-4444-555555555555"
-  }
-
-  assert {
-    condition     = alltrue(flatten([for statement in local.policy.Statement : [for resource in statement.Resource : can(regex("^arn:aws:s3:::runs/gpt/one/checkpoints/(slices/|[.]holdfast/tmp/(upload-slice|check)-)[*]$", resource))] if contains(statement.Action, "s3:PutObject") || contains(statement.Action, "s3:DeleteObject")]))
-    error_message = "No checkpoint, no manifest, no claim and no key is written by a trainer."
-  }
-
-  assert {
-    condition     = flatten([for statement in local.policy.Statement : statement.Action if startswith(statement.Action[0], "kms:")]) == ["kms:Decrypt", "kms:GenerateDataKey"]
-    error_message = "A multipart upload needs both."
-  }
-}
-
-run "slices_are_refused_on_a_file_system" {
-  command = plan
-
-  variables {
-    trainers_write_slices = true
-    efs = {
-      id               = "fs-1"
-      arn              = "arn:aws:elasticfilesystem:eu-central-1:123456789012:file-system/fs-1"
-      access_point_id  = "fsap-1"
-      access_point_arn = "arn:aws:elasticfilesystem:eu-central-1:123456789012:access-point/fsap-1"
-    }
-  }
-
-  expect_failures = [var.trainers_write_slices]
-}
-
 run "with_efs_a_trainer_mounts_to_read" {
   variables {
     efs = {

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from holdfast.checkpoints.assembly import ChunkFinisher
+from holdfast.checkpoints.image_publishing import ChunkFinisher
 from holdfast.checkpoints.image_writing import Read, write_parts
 from holdfast.checkpoints.publish import Finished
 from holdfast.crc import crc32

@@ -32,7 +32,7 @@ def test_rows_come_before_the_last_manifest_is_read(capsys: pytest.CaptureFixtur
             printed[number] = lines
             yield item
 
-    _print(store.url, [], {}, items(), Branches())
+    _print(store.url, items(), Branches(), "")
     assert printed[39] == 0
     assert printed[40] == 42, "the heading, a rule, and the first forty"
     assert printed[_STEPS - 1] >= 240

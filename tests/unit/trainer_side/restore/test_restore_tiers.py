@@ -115,20 +115,10 @@ def test_the_nearest_tier_of_any_rank_is_read(store: CountingStore) -> None:
     made.publish(Path(store.url))
     far = [DictTier(Nearness.NVME).put(made, 0, 1), DictTier(Nearness.FILE).put(made, 0, 1)]
     near = DictTier(Nearness.PM).put(made, 0, 1)
-    remote = DictTier(Nearness.STORE).put(made, 0, 1)
-    assert_step(*bring_back(store, [[far[0], remote], [far[1], near]]), 5)
+    assert_step(*bring_back(store, [[far[0]], [far[1], near]]), 5)
     assert near.bytes_read > made.layout.image_bytes  # and the structure
-    assert [tier.bytes_read for tier in (*far, remote)] == [0, 0, 0]
+    assert [tier.bytes_read for tier in far] == [0, 0]
     assert store.requests == []
-
-
-def test_slices_that_lie_in_the_store_are_no_nearer_than_its_file(store: CountingStore) -> None:
-    made = saved(5)
-    made.publish(Path(store.url))
-    remote = DictTier(Nearness.STORE).put(made, 0, 1)
-    assert_step(*bring_back(store, [[remote]]), 5)
-    assert remote.bytes_read == 0
-    assert store.bytes_read > 0
 
 
 # -- which one -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from holdfast.errors import ConfigError, StoreError
 from tests.support.slices import DictTier
 from tests.unit.trainer_side.tiered import saved
 from trainer_side.save.fresh_run_check import FreshRunCheck
-from trainer_side.tiers.tier import Nearness, Tier
+from trainer_side.tiers.tier import Tier
 
 
 def store(tmp_path: Path, *names: str) -> str:
@@ -70,12 +70,11 @@ def test_a_store_that_cannot_be_seen_is_no_new_run(tmp_path: Path) -> None:
 def test_each_rank_looks_into_its_own_tiers_and_one_into_the_store(tmp_path: Path) -> None:
     url = store(tmp_path, "step-000000001.json")
     slices = DictTier(name="nvme:/mnt").put(saved(5), 1)
-    in_store = DictTier(Nearness.STORE).put(saved(5), 1)
 
     def asked(*tiers: Tier) -> Exception | None:
         return FreshRunCheck(fresh=False, seconds_max=5).refusal(url, tiers, with_store=False)
 
-    assert asked(DictTier(), in_store) is None
+    assert asked(DictTier()) is None
     error = asked(DictTier(), slices)
     assert isinstance(error, ConfigError)
     assert "1 checkpoints (nvme:/mnt: dict)" in str(error)

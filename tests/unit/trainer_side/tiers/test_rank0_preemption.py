@@ -180,14 +180,14 @@ def test_a_senseless_frame_is_left_out_and_the_next_one_is_heard(
     assert wire.json_body(bench.appoint(bench.tell(60.0)))["save"]
 
 
-def test_the_farthest_tier_is_the_store_or_else_what_outlives_most() -> None:
+def test_the_farthest_tier_is_what_outlives_most() -> None:
     def of(*kinds: str) -> int:
         tiers = [cast(Tier, type("T", (), {"nearness": Nearness(kind)})()) for kind in kinds]
         return farthest(tiers)
 
     assert of("memory") == 0
-    assert of("memory", "pm", "nvme", "file", "store") == 4
-    assert of("store", "memory", "file") == 0
+    assert of("memory", "pm", "nvme", "file") == 3
+    assert of("file", "memory", "nvme") == 0
     assert of("memory", "nvme", "nvme") == 1
 
 

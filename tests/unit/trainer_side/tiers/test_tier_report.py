@@ -22,14 +22,11 @@ TIER = cast(Tier, SimpleNamespace(name="nvme"))
 @pytest.mark.parametrize(
     ("why", "told"),
     [
-        (DeclineCause.RESTS.because("the stager brings it there"), []),
         (DeclineCause.BUSY.because("no slot is free"), ["busy"]),
-        (DeclineCause.FAILED.because("/mnt/a: rests: of a path"), ["failed"]),  # the cause, not the sentence
+        (DeclineCause.FAILED.because("/mnt/a: busy: of a path"), ["failed"]),  # the cause, not the sentence
     ],
 )
-def test_a_void_step_is_logged_with_its_cause_unless_the_tier_rests(
-    why: Reason, told: list[str], tmp_path: Path
-) -> None:
+def test_a_void_step_is_logged_with_its_cause(why: Reason, told: list[str], tmp_path: Path) -> None:
     path = tmp_path / "events"
     report = TierReport(0, Ledger(), EventLog(path, role="trainer", rank=0))
     frame = StepVerdict(0, (1, 7), complete=False, why=why.of_rank(2)).to_frame()

@@ -1,0 +1,148 @@
+"""The note of a stager that a job has started for itself: where it listens, and its key.
+
+    stager ─► /dev/shm/holdfast-UID/own/RUN.json, mode 0600, locked while it lives ─► rank 0 of the next start
+
+A job that is started again on this machine finds the stager of the job before, whose ring has its newest checkpoints.
+The kernel releases the lock of a dead process, so a note without a lock says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.errors import ConfigError, HoldfastError, StoreError
+from holdfast.net.address import Address
+from holdfast.ring.directory import make_private_directory, open_private_file, run_key
+from holdfast.wire.frames import peer_error
+
+_BYTES_MAX = 4096
+_HELD_SECONDS_MAX = 10.0  # a stager that is ending closes its note within this time
+_PAUSE_SECONDS = 0.05
+
+
+class OwnStagerPlace(NamedTuple):
+    """Where ranks reach the stager of their job. `address`: HOST:PORT."""
+
+    address: str
+    key: str
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(self._asdict()).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> OwnStagerPlace:
+        """Raises `ValueError`: it is not a place."""
+        try:
+            said = _Said.model_validate_json(data)
+        except ValidationError:
+            raise ValueError("expected the address and the key of a stager") from None
+        return cls(said.address, said.key)
+
+
+def say_place(place: OwnStagerPlace) -> None:
+    """Tell rank 0, which reads stdout, that this stager listens; what is written to stdout later goes to the log."""
+    _say(place.to_bytes())
+
+
+def say_error(error: HoldfastError) -> None:
+    """Tell rank 0, which reads stdout, why this stager has not started. It hears only the first line."""
+    _say(json.dumps({"error": [error.code, str(error)]}).encode())
+
+
+def _say(line: bytes) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        os.write(1, line + b"\n")
+    os.dup2(2, 1)
+
+
+def heard(line: bytes) -> OwnStagerPlace:
+    """The place in the first line of a stager. Raises `ValueError`: it is not a place; `HoldfastError`: the stager has
+    not started; its own error.
+    """
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        raise peer_error(*json.loads(line)["error"])
+    return OwnStagerPlace.from_bytes(line)
+
+
+class _Said(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    address: str = Field(min_length=1, max_length=1024)
+    key: str = Field(max_length=1024)
+
+
+def note_path(store_url: str, runtime_dir: Path) -> Path:
+    """The path of the note of this run."""
+    return runtime_dir.absolute() / "own" / f"{run_key(store_url)}.json"
+
+
+class OwnStagerNote:
+    """The note of a living stager, until `close`. `address` is the one that ranks connect to. Raises `ConfigError`:
+    another stager of this run holds the note, or the directory is not safely ours.
+    """
+
+    def __init__(self, store_url: str, runtime_dir: Path, address: Address, key: bytes) -> None:
+        self._path = note_path(store_url, runtime_dir)
+        self._fd = self._hold()
+        os.truncate(self._fd, 0)
+        os.write(self._fd, OwnStagerPlace(str(address), key.decode()).to_bytes())
+
+    def _hold(self) -> int:
+        deadline = time.monotonic() + _HELD_SECONDS_MAX
+        while True:
+            make_private_directory(self._path.parent)
+            try:
+                fd = open_private_file(self._path, os.O_RDWR | os.O_CREAT)
+            except FileNotFoundError:  # a stager that ends has just removed the directory
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                if time.monotonic() < deadline:
+                    time.sleep(_PAUSE_SECONDS)
+                    continue
+                raise ConfigError(
+                    f"{self._path}: another job of this user has a stager of its own for this run on this machine; "
+                    "each run has one job at a time: end that job, or give this one another store"
+                ) from None
+            # The stager that closed its note in between has removed the file that is locked now.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), self._path.lstat()):
+                    return fd
+            os.close(fd)
+
+    def close(self) -> None:
+        """Remove the note. May be called twice."""
+        if self._fd >= 0:
+            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # notes of other runs are in it
+                self._path.parent.rmdir()
+            os.close(self._fd)
+            self._fd = -1
+
+
+def living_own_stager(store_url: str, runtime_dir: Path) -> OwnStagerPlace | None:
+    """The stager that a job of this user has started for this run on this machine, if it lives. Raises `ConfigError`:
+    its note is not safely ours.
+    """
+    try:
+        fd = open_private_file(note_path(store_url, runtime_dir), os.O_RDWR)
+    except (FileNotFoundError, StoreError):
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with contextlib.suppress(ValueError):  # it is being written
+            return OwnStagerPlace.from_bytes(os.pread(fd, _BYTES_MAX, 0))
+    finally:
+        os.close(fd)
+    return None

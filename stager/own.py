@@ -1,0 +1,69 @@
+"""The stager that rank 0 of a job has started: it serves that job and its next starts, and ends by itself.
+
+    rank 0 ─► listening, says so on stdout ─► serving ─┬─ all ranks have left ─► what is staged is written ─► ended
+                                                 ▲     └─ ranks are lost ─► waits for the next start ─┬─► ended
+                                                 └──────────────────────── it comes ──────────────────┘
+
+What told the whole job to end (SIGTERM by Slurm, Ctrl-C) reaches this process as well, while the ranks save once more:
+the first signal therefore only means that no later start is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import FrameType
+
+from holdfast.config import StagerConfig
+from holdfast.net.address import Address
+from holdfast.own_stager import OwnStagerNote, OwnStagerPlace, say_place
+from stager.flusher_process import Flusher
+from stager.standing import StandingStager, key_of
+
+_log = logging.getLogger("holdfast.stager")
+
+_IDLE_SECONDS_MAX = 60.0  # torchrun starts its ranks again in less
+
+
+class OwnStager(StandingStager):
+    """See the module. Main thread. `host` is what ranks connect to. Raises as `StandingStager`, but not `StoreError`:
+    the ranks hear of it.
+    """
+
+    def __init__(self, config: StagerConfig, host: str) -> None:
+        if config.idle_seconds_max is None:
+            config = config.model_copy(update={"idle_seconds_max": _IDLE_SECONDS_MAX})
+        self._serving = self._is_last = False  # first: a signal may come at once
+        super().__init__(config)
+        place = Address(host, self.address.port)
+        self._note = OwnStagerNote(config.store, config.runtime_dir, place, key_of(config))
+        say_place(OwnStagerPlace(str(place), ""))
+
+    def _attach_early(self) -> Flusher | None:
+        return None  # at the first job, so that all its ranks hear why there is no flusher
+
+    def run(self, *, jobs: int | None = None) -> None:
+        """As `StandingStager.run`."""
+        try:
+            super().run(jobs=jobs)
+        finally:
+            self._note.close()
+
+    def _serve_next(self) -> None:
+        self._serving = True
+        try:
+            super()._serve_next()
+        finally:
+            self._serving = False
+
+    def _ends_with_job(self) -> bool:
+        # A start that came while the checkpoints of the one before were written is waiting already.
+        return (not self._lost or self._is_last) and self._listener.next_job() is None
+
+    def _told_to_stop(self, number: int, frame: FrameType | None) -> None:
+        if self._serving and not self._is_last:
+            self._is_last = True
+            _log.warning(
+                "told to stop by signal %d: this stager ends once the ranks of its job have left", number
+            )
+            return
+        super()._told_to_stop(number, frame)

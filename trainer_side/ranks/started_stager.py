@@ -1,0 +1,346 @@
+"""The stager that a job has started for itself: rank 0 starts it or finds it, and every rank connects to it.
+
+    rank 0 ─► a living one of this run on this machine, else `holdfast stager --own` ─► address, key ─► all ranks
+                  ▲                                            │ a session of its own, and a log of its own
+                  └── the job is started again                 └─ dies: started again where it was; ranks rejoin it
+
+It outlives the ranks, and ends by itself (stager/own.py). A rank that cannot reach it at the start ends all of them.
+With `on_stager_lost="own"` it takes the place of the stager that `stager` names, once that is lost. The claim on the
+run keeps the two apart: while the lost one's flusher lives, the own one refuses, and rank 0 tries the named one again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import IO, Protocol
+
+from holdfast.config import OWN_STAGER, StagerConfig, TrainerConfig
+from holdfast.errors import ConfigError, HoldfastError, PeerLost
+from holdfast.log_files import last_lines, log_path
+from holdfast.net.address import Address, parse_address
+from holdfast.net.handshake import Start
+from holdfast.net.key import new_key, read_key
+from holdfast.own_stager import OwnStagerPlace, heard, living_own_stager
+from holdfast.supervised import ATTEMPT_VARIABLE, KEPT_VARIABLE
+from trainer_side.ranks.deadlines import within
+from trainer_side.ranks.peers import Peers, raise_agreed
+from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+
+_log = logging.getLogger("holdfast.trainer")
+
+_ANY = "0.0.0.0"  # noqa: S104 - only who has the key is served
+_ANY_ADDRESS = frozenset({_ANY, "::"})
+_LOOPBACK = "127.0.0.1"
+_SOMEWHERE = ("192.0.2.1", 9)  # of a network for examples: nothing is sent there
+_LINE_BYTES_MAX = 1 << 16
+# A launcher's variables would make it a rank; those of `holdfast run` are about another stager.
+_NOT_ITS_OWN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", ATTEMPT_VARIABLE, KEPT_VARIABLE, "HOLDFAST_KEY_FILE")
+
+
+class StagerStarter:
+    """The stager as rank 0 has it. One thread at a time.
+
+    Args:
+        one_machine: Whether all ranks are on this machine, so that no other one need reach the stager.
+
+    Raises:
+        ConfigError: A setting of the stager is wrong, or the other machines would not reach its address.
+    """
+
+    def __init__(self, config: TrainerConfig, *, one_machine: bool) -> None:
+        if config.store is None:
+            raise ConfigError(
+                "trainer setting stager: own, and no store is set for the stager to write to; set store "
+                "(HOLDFAST_STORE) to the URL of the run"
+            )
+        self._config, self._store = config, config.store
+        stager = StagerConfig.from_sources(store=config.store)
+        self._runtime_dir, self._seconds_max = stager.runtime_dir, config.start_seconds_max
+        listen = Address(_LOOPBACK if one_machine else _ANY, 0)
+        if stager.listen is not None:
+            listen = parse_address(stager.listen)
+        if config.tls_ca is not None and stager.tls_cert is None:
+            raise ConfigError(
+                "trainer setting tls_ca: set, and the stager that rank 0 starts has no tls_cert; give rank 0's machine "
+                "a certificate (HOLDFAST_TLS_CERT and HOLDFAST_TLS_KEY), or unset tls_ca"
+            )
+        if listen.is_loopback and not one_machine:
+            raise ConfigError(
+                f"stager setting listen: {listen} is reached from rank 0's machine alone, and this job has ranks on "
+                "other machines; set HOLDFAST_LISTEN to an address of rank 0's machine that they reach, or unset it"
+            )
+        self._listen, self._host = listen, listen.host
+        if listen.host in _ANY_ADDRESS:
+            self._host = _LOOPBACK if one_machine else _own_host()
+        given = read_key(
+            None if stager.key is None else stager.key.get_secret_value(), stager.key_file
+        ).decode()
+        self._key = given or new_key()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def living(self) -> OwnStagerPlace | None:
+        """The stager that this start of the job, or an earlier one, has started on this machine, if it lives."""
+        if self._process is not None:
+            self._process.poll()  # so that a dead one is no zombie
+        return living_own_stager(self._store, self._runtime_dir)
+
+    def start(self) -> OwnStagerPlace:
+        """Start it, where it was before if it was, and wait until it listens, at most `start_seconds_max`.
+
+        Raises:
+            HoldfastError: It has ended, with this error.
+            PeerLost: It has ended without a word, or does not listen in time.
+        """
+        log = log_path("stager", self._store)
+        with log.open("ab") as end:
+            self._process = subprocess.Popen(
+                self._line(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=end,
+                start_new_session=True,  # neither Ctrl-C nor the end of the ranks ends it
+                env=self._environment(),
+            )
+        said = self._process.stdout
+        assert said is not None
+        try:
+            line = within(lambda: _first_line(said), self._seconds_max, name="holdfast-own-stager")
+        except TimeoutError:
+            self._process.kill()
+            raise PeerLost(
+                f"the stager that rank 0 has started (process {self._process.pid}) does not listen within "
+                f"{self._seconds_max:g} s, and was ended; see {log}"
+            ) from None
+        try:
+            place = heard(line)._replace(key=self._key)
+        except ValueError:
+            self._process.wait()
+            raise PeerLost(
+                "the stager that rank 0 has started has ended before it listened; the end of its log "
+                f"({log}):\n{last_lines(log)}"
+            ) from None
+        self._listen = self._listen._replace(port=parse_address(place.address).port)
+        _log.info("started a stager of this job at %s, its log is %s", place.address, log)
+        return place
+
+    def take(self, place: OwnStagerPlace) -> None:
+        """A living one was found; if it dies, another one is started where it was."""
+        self._key = place.key
+        self._listen = self._listen._replace(port=parse_address(place.address).port)
+
+    def _line(self) -> list[str]:
+        config = self._config
+        line = [sys.executable, "-P", "-m", "holdfast", "stager", "--own", self._host]
+        line += ["--listen", str(self._listen), "--store", self._store]
+        if config.create:
+            line.append("--create")
+        if config.events is not None:
+            line += ["--events", str(config.events)]
+        if "chunk_bytes" in config.model_fields_set:
+            line += ["--chunk-bytes", str(config.chunk_bytes)]
+        return line
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_ITS_OWN)}
+        return {**kept, "HOLDFAST_KEY": self._key}
+
+
+class Announcements(Protocol):
+    """Where rank 0 tells the other ranks, at any time, which stager is theirs now. Raises `PeerLost`."""
+
+    def say(self, data: bytes) -> None: ...
+
+    def heard(self) -> bytes:
+        """The last that was said; empty before."""
+        ...
+
+
+class StartedStager:
+    """A rank's way to it, or to the one that `stager` names while that can be reached (`on_stager_lost="own"`). Making
+    it is collective: rank 0 finds or starts it, and all ranks connect. Main thread; `again` from any thread.
+
+    Args:
+        start: Which start of the job this is.
+        announcements: None: the ranks hear nothing later; the stager stays where it is.
+
+    Attributes:
+        port: The way to it, of the newest generation.
+
+    Raises:
+        HoldfastError: On every rank: it could not be started, or some rank does not reach it.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        peers: Peers,
+        start: Start,
+        *,
+        one_machine: bool,
+        announcements: Announcements | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._rank, self._ranks, self._start = config, peers.rank, peers.ranks, start
+        self._announcements, self._clock = announcements, clock
+        named = config.stager if config.stager != OWN_STAGER else None
+        self._named = None if named is None else OwnStagerPlace(named, "")
+        self._place = self._named or OwnStagerPlace("", "")
+        self._lost_at: float | None = None  # the named one
+        self._process: StagerStarter | None = None
+        port: TcpStagerPort | None = None
+        error: HoldfastError | None = None
+        if peers.rank == 0:
+            try:
+                self._process = StagerStarter(config, one_machine=one_machine)
+                port = self._find_or_start(self._process)
+            except HoldfastError as failed:
+                error = failed
+        raise_agreed(peers, error)
+        self._place = OwnStagerPlace.from_bytes(
+            peers.broadcast(self._place.to_bytes() if peers.rank == 0 else None)
+        )
+        if port is None:
+            try:
+                port = self._connect(0, config.start_seconds_max)
+            except PeerLost as lost:
+                error = PeerLost(
+                    f"{lost}. Rank 0 has started this stager on its machine: open the port to the other machines, or "
+                    "set HOLDFAST_LISTEN to HOST:PORT of rank 0's machine, as they reach it"
+                )
+            except HoldfastError as failed:
+                error = failed
+        raise_agreed(peers, error)
+        assert port is not None
+        self.port = port
+
+    def again(self, generation: int) -> TcpStagerPort:
+        """As `World.again`. Rank 0 starts the stager again if it has died, or in the place of the named one if that was
+        lost for `own_after_seconds`; the others go where rank 0 has gone.
+        """
+        seconds_max = self._config.reconnect_seconds_max
+        if self._process is None:
+            said = b"" if self._announcements is None else self._announcements.heard()
+            if said:
+                self._place = OwnStagerPlace.from_bytes(said)
+        elif self._named is None:
+            self._ensure(self._process)
+        elif self._process.living() is None:
+            self._go_to(self._named)
+        try:
+            self.port = self._connect(generation, seconds_max)
+        except PeerLost:
+            if self._process is None or self._named is None or not self._is_lost_for_long():
+                raise
+            _log.warning(
+                "the stager at %s was not reached for %g s; rank 0 starts one for this job on its machine",
+                self._named.address,
+                self._config.own_after_seconds,
+            )
+            self._go_to(self._process.start())
+            self.port = self._connect(generation, seconds_max)
+        else:
+            if self._place == self._named:
+                self._lost_at = None
+        return self.port
+
+    def _is_lost_for_long(self) -> bool:
+        """Whether the named stager was not reached for `own_after_seconds`, since the first try that failed."""
+        if self._lost_at is None:
+            self._lost_at = self._clock() - self._config.reconnect_seconds_max
+        return self._clock() - self._lost_at >= self._config.own_after_seconds
+
+    def _ensure(self, process: StagerStarter) -> None:
+        if process.living() is None:
+            _log.warning("the stager that rank 0 has started has died; it is started again")
+            process.start()
+
+    def _go_to(self, place: OwnStagerPlace) -> None:
+        if place != self._place:
+            self._place = place
+            if self._announcements is not None:
+                self._announcements.say(place.to_bytes())
+
+    def _find_or_start(self, process: StagerStarter) -> TcpStagerPort:
+        seconds_max = self._config.start_seconds_max
+        found = process.living()
+        if found is not None:
+            self._place = found
+            # One that ends just now leaves its place to the next.
+            with contextlib.suppress(PeerLost):
+                port = self._connect(0, seconds_max)
+                process.take(found)
+                return port
+        if self._named is not None:
+            self._place = self._named
+            with contextlib.suppress(PeerLost):
+                return self._connect(0, min(seconds_max, self._config.own_after_seconds))
+            _log.warning(
+                "the stager at %s does not answer; rank 0 starts one for this job on its machine",
+                self._named.address,
+            )
+        self._place = process.start()
+        return self._connect(0, seconds_max)
+
+    def _connect(self, generation: int, seconds_max: float) -> TcpStagerPort:
+        config, key = self._config, self._place.key.encode()
+        if not key:
+            key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
+        return connected(
+            config,
+            self._place.address,
+            key or None,
+            rank=self._rank,
+            ranks=self._ranks,
+            start=self._start._replace(generation=generation),
+            seconds_max=seconds_max,
+        )
+
+
+def connected(
+    config: TrainerConfig,
+    address: str,
+    key: bytes | None,
+    *,
+    rank: int,
+    ranks: int,
+    start: Start,
+    seconds_max: float,
+) -> TcpStagerPort:
+    """The way to a stager at `address`, with the settings of `config`; raises as `TcpStagerPort.connect`."""
+    return TcpStagerPort.connect(
+        address=address,
+        key=key,
+        rank=rank,
+        ranks=ranks,
+        launch=start.launch,
+        incarnation=start.incarnation,
+        generation=start.generation,
+        connections=config.connections,
+        reconnect_seconds_max=config.reconnect_seconds_max,
+        start_seconds_max=seconds_max,
+        tls_ca=config.tls_ca,
+    )
+
+
+def _own_host() -> str:
+    """What other machines call this one: the launcher's word, else the address of the network that leads outside."""
+    told = os.environ.get("MASTER_ADDR", "")
+    if told and not Address(told, 0).is_loopback:
+        return told
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(_SOMEWHERE)
+        return str(probe.getsockname()[0])
+    return socket.gethostname()
+
+
+def _first_line(output: IO[bytes]) -> bytes:
+    """The first line, or what came before the end."""
+    with output:
+        return output.readline(_LINE_BYTES_MAX)
