@@ -30,6 +30,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    PlainValidator,
     SecretStr,
     field_validator,
 )
@@ -40,6 +41,7 @@ from holdfast.config_sources import RoleConfig
 from holdfast.image.best_rule import BestMode, BestRule, is_metric_name
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import CHUNK_BYTES
+from holdfast.image.shares import WHOLE, ShareNumber
 from holdfast.net.address import parse_address
 
 __all__ = [
@@ -161,7 +163,12 @@ def _host_port(value: Any) -> str:
     return str(parse_address(str(value)))
 
 
+def _share(value: Any) -> ShareNumber:
+    return value if isinstance(value, ShareNumber) else ShareNumber.of_text(str(value).strip())
+
+
 _HostPort = Annotated[str, BeforeValidator(_host_port)]
+_Share = Annotated[ShareNumber, PlainValidator(_share), NoDecode]
 _Every = Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)]
 
 
@@ -344,6 +351,8 @@ class _RingConfig(RoleConfig):
         runtime_dir: Directory of the ring, its journal and its socket; it should be in memory (tmpfs).
         niceness: CPU priority that stager and flusher give up, 0 to 19; with 10 they yield to training ranks on the
             same machine, which must leave some CPU time to them (docs/design/001-flusher-owns-the-ring.md).
+        share: The share of each checkpoint that this stager receives and its flusher writes, as K/S: the K-th of S
+            stagers of the run, from 1. The first one leads. 1/1: the run has no other stager.
         metrics_port: Port on which the stager serves /metrics to Prometheus; the flusher takes the next port. Without a
             port neither serves it.
         metrics_address: Address on which stager and flusher serve /metrics; 127.0.0.1 is reached from this machine
@@ -368,6 +377,7 @@ class _RingConfig(RoleConfig):
     writers: Annotated[int, Field(ge=1, le=128)] | None = None
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     niceness: Annotated[int, Field(ge=0, le=19)] = 0
+    share: _Share = WHOLE
     metrics_port: Annotated[int, Field(ge=1, lt=65535)] | None = None
     metrics_address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
 

@@ -30,6 +30,7 @@ import platformdirs
 
 from holdfast.config import FlusherConfig, StagerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
+from holdfast.image.shares import WHOLE
 from holdfast.process import memory_kills
 from holdfast.ring import doorbell as ipc
 from holdfast.ring.directory import run_key, runtime_directory
@@ -177,7 +178,9 @@ def _greet(
             raise
         return None
     try:
-        channel.send("hello", version=ipc.VERSION, pid=os.getpid(), attempt=attempt)
+        channel.send(
+            "hello", version=ipc.VERSION, pid=os.getpid(), attempt=attempt, share=list(WHOLE), lead_attempt=0
+        )
         welcome = _await_welcome(channel, deadline)
     except BaseException:
         channel.close()

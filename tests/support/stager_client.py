@@ -103,7 +103,9 @@ class StagerClient:
         self.channel = connect(directory / SOCKET_NAME, wait_seconds=DEADLINE_SECONDS)
         self.heard: list[Message] = []
         self.tells: set[str] | None = None
-        self.channel.send("hello", version=VERSION, pid=os.getpid(), attempt=attempt)
+        self.channel.send(
+            "hello", version=VERSION, pid=os.getpid(), attempt=attempt, share=[0, 1], lead_attempt=0
+        )
         try:
             self.welcome = self.wait("welcome").fields
         except AssertionError:

@@ -377,3 +377,11 @@ def test_keep_best_needs_a_metric_and_the_metric_a_mode() -> None:
         StagerConfig(store="s", best_metric="acc")
     with pytest.raises(ConfigError, match="best_metric: expected the name of a metric"):
         StagerConfig(store="s", best_metric=" acc", best_mode="max")
+
+
+def test_a_share_is_one_of_several_stagers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert StagerConfig(store="s").share == (0, 1)
+    monkeypatch.setenv("HOLDFAST_SHARE", "2/3")
+    assert StagerConfig(store="s").share == FlusherConfig(store="s").share == (1, 3)
+    with pytest.raises(ConfigError, match=r"share: expected a share as K/S.*such as 2/3"):
+        FlusherConfig(store="s", share="4/3")
