@@ -41,7 +41,7 @@ from holdfast.config_sources import RoleConfig
 from holdfast.image.best_rule import BestMode, BestRule, is_metric_name
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import CHUNK_BYTES
-from holdfast.image.shares import WHOLE, ShareNumber
+from holdfast.image.shares import WHOLE, WRITERS_MAX, ShareNumber
 from holdfast.net.address import parse_address
 
 __all__ = [
@@ -167,7 +167,16 @@ def _share(value: Any) -> ShareNumber:
     return value if isinstance(value, ShareNumber) else ShareNumber.of_text(str(value).strip())
 
 
+def _host_ports(value: Any) -> str:
+    listed = value if isinstance(value, list | tuple) else str(value).split(",")
+    addresses = [_host_port(one) for one in listed]
+    if len(set(addresses)) != len(addresses) or len(addresses) > WRITERS_MAX:
+        raise ValueError(f"each address once, and at most {WRITERS_MAX}")
+    return ",".join(addresses)
+
+
 _HostPort = Annotated[str, BeforeValidator(_host_port)]
+_HostPorts = Annotated[str, BeforeValidator(_host_ports)]
 _Share = Annotated[ShareNumber, PlainValidator(_share), NoDecode]
 _Every = Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)]
 
@@ -251,9 +260,10 @@ class TrainerConfig(RoleConfig):
             the same attempt saved after it. Separated by commas in the environment. Must be the same on every rank.
             `holdfast run` adds to the environment variable those after whose restore the job crashed repeatedly.
             Empty: none.
-        stager: HOST:PORT of the stager of a job that torchrun or another launcher than mpirun has started. In
-            holdfast.toml it stands in the table [trainer]. Must be the same on every rank. None: the job has no stager;
-            under mpirun it is a process of the job.
+        stager: HOST:PORT of the stager of a job that torchrun or another launcher than mpirun has started. Several
+            stagers, each with a share of every checkpoint, are separated by commas, in the order of their shares
+            (docs/scaling.md). In holdfast.toml it stands in the table [trainer]. Must be the same on every rank. None:
+            the job has no stager; under mpirun it is a process of the job.
         key: The key of that stager, at least 32 characters. It is shown in no message.
         key_file: A file with nothing but that key in it, instead of `key`.
         tls_ca: File with the certificates to trust, as PEM, for a stager that was started with `tls_cert`: that of the
@@ -301,12 +311,17 @@ class TrainerConfig(RoleConfig):
     dollars_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     restore_without_store: bool = False
     restore_set_aside: Annotated[tuple[CheckpointId, ...], BeforeValidator(_checkpoints), NoDecode] = ()
-    stager: _HostPort | None = None
+    stager: _HostPorts | None = None
     key: SecretStr | None = None
     key_file: Path | None = None
     tls_ca: Path | None = None
     connections: Annotated[int, Field(ge=1, le=16)] = 2
     reconnect_seconds_max: _Seconds = 10.0
+
+    @property
+    def stagers(self) -> tuple[str, ...]:
+        """The addresses in `stager`, in the order of the shares; empty without any."""
+        return () if self.stager is None else tuple(self.stager.split(","))
 
     @field_validator("tiers", mode="after")
     @classmethod
@@ -493,6 +508,16 @@ class StagerConfig(_RingConfig):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     reconnect_seconds_max: _Seconds = 10.0
+
+    @field_validator("listen", mode="after")
+    @classmethod
+    def _several_stagers_listen(cls, value: str | None, info: ValidationInfo) -> str | None:
+        share = info.data.get("share", WHOLE)
+        if value is None and share != WHOLE:
+            raise ValueError(
+                f"HOST:PORT where share is {share}: several stagers serve ranks over TCP alone, and not under mpirun"
+            )
+        return value
 
 
 class FlusherConfig(_RingConfig):

@@ -211,6 +211,8 @@ class RankHandler:
             ranks=self._port.ranks,
             offer_seconds_max=self._config.offer_seconds_max,
             beat_seconds=self._trainers.beat_seconds,
+            share=self._config.share.index + 1,
+            shares=self._config.share.writers,
         )
 
     def _beat(self) -> None:

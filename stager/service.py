@@ -20,8 +20,11 @@ from collections.abc import Callable
 
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.image.layout import Layout
+from holdfast.image.shares import Shares
 from holdfast.process import yield_to_training
 from holdfast.ring.ring_keeper import is_kept
+from holdfast.store import part_chunks_for
 from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.metrics_page import serve_metrics
 from holdfast.telemetry.status_document import RankStatus, Transport
@@ -86,6 +89,7 @@ class StagerService:
             offer_seconds_max=config.offer_seconds_max,
             chunk_seconds_max=config.chunk_seconds_max,
             on_divergence=config.on_divergence,
+            share=_share(config, flusher.store_url),
         )
         notices = Notices(
             config,
@@ -245,6 +249,19 @@ class StagerService:
         )
 
 
+def _share(config: StagerConfig, store_url: str) -> Callable[[Layout], range] | None:
+    """The chunks of an image that this stager receives, as the ranks know it, too; None for all of them."""
+    index, writers = config.share
+    if writers == 1:
+        return None
+
+    def chunks_of(layout: Layout) -> range:
+        part_chunks = part_chunks_for(store_url, layout.image_bytes, layout.chunk_bytes)
+        return Shares.of(layout, writers, part_chunks).chunks_of(index)
+
+    return chunks_of
+
+
 class StartRefused(Exception):
     """The ranks have been told why there is no stager for them, and one of them says it."""
 
@@ -260,11 +277,12 @@ def serve(
     attached: Flusher | None = None,
     ahead: FlusherAhead | None = None,
     is_stopping: Callable[[], bool] = lambda: False,
+    lead_attempt: int = 0,
 ) -> set[int]:
     """Receive until the ranks have left, or the stager is stopping, and all that is staged is in the store.
 
-    Wrong settings are given as `problem`, without a `config`. `attached`: the flusher, if this stager has attached to
-    it already; `ahead`: one that waits to begin. Returns the ranks that were lost, or are left alone.
+    `problem`: why it cannot; without a `config`, where the settings are wrong. `attached`: the flusher, if this stager
+    has attached to it already; `ahead`: one that waits to begin; `lead_attempt`: see `attach`. Returns the ranks that were lost, or are left alone.
 
     Raises:
         StartRefused: There is no flusher, or there are no settings, and the ranks were told.
@@ -272,11 +290,11 @@ def serve(
     """
     segments = None
     try:
-        if config is None:
-            assert problem is not None
+        if problem is not None:
             raise problem
+        assert config is not None
         segments = SegmentList(config.runtime_dir)
-        flusher = attached or attach(config, ahead=ahead)
+        flusher = attached or attach(config, ahead=ahead, lead_attempt=lead_attempt)
     except HoldfastError as error:
         is_told = refuse_start(port, error, is_stopping)
         if segments is not None:
