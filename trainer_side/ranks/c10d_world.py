@@ -88,27 +88,25 @@ class C10dWorld:
         # Made now: where an error ends this rank is no time to connect.
         self._uncaught = self._mailbox("uncaught")
         self._peers: Peers | None = LonePeers() if self.ranks == 1 else None
-        self._port: TcpStagerPort | None = None
+        self._ports: dict[int, TcpStagerPort] = {}  # by the stager's share
         at_exit(self._leave)
 
     def port(self) -> TcpStagerPort:
         """As `World.port`. ConfigError also: the key cannot be read. PeerLost: not reached in `start_seconds_max`."""
-        config = self._config
-        if config.stager is None:
+        if self._config.stager is None:
             raise no_stager(self)
-        if self._port is None:
-            self._port = self._connect(config.stager, 0, config.start_seconds_max)
-        return self._port
+        return self._ports.get(0) or self._connect(0, 0, 0)
+
+    def member(self, index: int, attempt: int, generation: int = 0) -> TcpStagerPort:
+        return self._connect(index, attempt, generation)
 
     def again(self, generation: int) -> TcpStagerPort:
-        assert self._config.stager is not None
-        self._port = self._connect(self._config.stager, generation, self._config.reconnect_seconds_max)
-        return self._port
+        return self._connect(0, 0, generation)
 
-    def _connect(self, address: str, generation: int, seconds_max: float) -> TcpStagerPort:
+    def _connect(self, index: int, lead_attempt: int, generation: int) -> TcpStagerPort:
         config = self._config
-        return TcpStagerPort.connect(
-            address=address,
+        port = self._ports[index] = TcpStagerPort.connect(
+            address=config.stagers[index],
             key=read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
             or None,
             rank=self.rank,
@@ -116,11 +114,13 @@ class C10dWorld:
             launch=self.launch,
             incarnation=self.incarnation,
             generation=generation,
+            lead_attempt=lead_attempt,
             connections=config.connections,
             reconnect_seconds_max=config.reconnect_seconds_max,
-            start_seconds_max=seconds_max,
+            start_seconds_max=config.reconnect_seconds_max if generation else config.start_seconds_max,
             tls_ca=config.tls_ca,
         )
+        return port
 
     def peers(self) -> Peers:
         """As `World.peers`. Collective the first time. PeerLost: a rank did not connect in `start_seconds_max`."""
@@ -150,9 +150,9 @@ class C10dWorld:
         return StoreMailbox(self.store(name), self._job.place, rank=self.rank, ranks=self.ranks)
 
     def _leave(self) -> None:
-        """At exit: say good-bye to the stager; and if this rank serves the store, let the others read it to its end."""
-        if self._port is not None:
-            self._port.leave(_LEAVE_SECONDS_MAX)
+        """At exit: say good-bye to the stagers; and if this rank serves the store, let the others read it to its end."""
+        for port in self._ports.values():
+            port.leave(_LEAVE_SECONDS_MAX)
         if self._job.outlives_ranks or self.ranks == 1:
             return
         key, deadline = f"{self._under}/left", time.monotonic() + _LINGER_SECONDS_MAX
