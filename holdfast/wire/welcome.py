@@ -69,6 +69,8 @@ class Welcome:
             raise ProtocolError(
                 f"WELCOME: expected numbers above 0 that are no infinity, got {welcome!r:.500}"
             )
+        if welcome.share > welcome.shares:
+            raise ProtocolError(f"WELCOME: share {welcome.share} of {welcome.shares}, expected one of them")
         return welcome
 
     @staticmethod
