@@ -382,6 +382,20 @@ def test_keep_best_needs_a_metric_and_the_metric_a_mode() -> None:
 def test_a_share_is_one_of_several_stagers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert StagerConfig(store="s").share == (0, 1)
     monkeypatch.setenv("HOLDFAST_SHARE", "2/3")
-    assert StagerConfig(store="s").share == FlusherConfig(store="s").share == (1, 3)
+    stager = StagerConfig(store="s", listen="a:1")
+    assert stager.share == FlusherConfig(store="s").share == (1, 3)
+    with pytest.raises(ConfigError, match=r"listen: expected HOST:PORT where share is 2/3"):
+        StagerConfig(store="s")
     with pytest.raises(ConfigError, match=r"share: expected a share as K/S.*such as 2/3"):
         FlusherConfig(store="s", share="4/3")
+
+
+def test_several_stagers_are_named_in_the_order_of_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TrainerConfig().stagers == ()
+    monkeypatch.setenv("HOLDFAST_STAGER", "b:2, a:1")
+    config = TrainerConfig()
+    assert (config.stager, config.stagers) == ("b:2,a:1", ("b:2", "a:1"))
+    assert TrainerConfig(stager=["a:1", "[::1]:2"]).stagers == ("a:1", "[::1]:2")
+    for wrong in ("a:1,a:1", "a:1,", ",".join(f"a:{port}" for port in range(1, 66))):
+        with pytest.raises(ConfigError, match="stager: expected"):
+            TrainerConfig(stager=wrong)

@@ -67,7 +67,7 @@ def test_a_cut_message_is_refused(cut: int) -> None:
 def _with_valid_crc(**changed: int) -> bytes:
     fields = {
         "magic": 0x31574648,
-        "version": 9,
+        "version": 10,
         "kind": 4,
         "attempt": 1,
         "step": 1,
@@ -84,7 +84,7 @@ def _with_valid_crc(**changed: int) -> bytes:
     ("changed", "said"),
     [
         ({"magic": 1}, "magic"),
-        ({"version": 10}, "version 10"),
+        ({"version": 11}, "version 11"),
         ({"kind": 99}, "kind 99"),
         ({"step": 2**63}, "2\\^62"),
         ({"attempt": 2**63}, "2\\^62"),
