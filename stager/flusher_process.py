@@ -179,7 +179,12 @@ def _greet(
         return None
     try:
         channel.send(
-            "hello", version=ipc.VERSION, pid=os.getpid(), attempt=attempt, share=[WHOLE.index, WHOLE.writers], lead_attempt=0
+            "hello",
+            version=ipc.VERSION,
+            pid=os.getpid(),
+            attempt=attempt,
+            share=[WHOLE.index, WHOLE.writers],
+            lead_attempt=0,
         )
         welcome = _await_welcome(channel, deadline)
     except BaseException:
