@@ -17,7 +17,7 @@ import platform
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from flusher.engine import Engine
@@ -28,6 +28,7 @@ from flusher.stager_handler import StagerHandler
 from flusher.verify_and_prune import Maintenance
 from holdfast.config import FlusherConfig
 from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.doorbell import Listener
 from holdfast.ring.ring import Ring
@@ -49,6 +50,7 @@ class FlusherService:
 
     Args:
         ring: The ring. `adopted`: it is one that a dead flusher left, and a stager may still have it mapped.
+        orphans: Checkpoints of stagers that are gone, to be published once all their shares are sealed.
 
     Attributes:
         leaves_ring: It was told to end, and the ring is still needed: by checkpoints in it, or by a stager.
@@ -64,10 +66,12 @@ class FlusherService:
         listener: Listener,
         want_room: Callable[[int], bool] = lambda _: False,
         adopted: bool = False,
+        orphans: Sequence[CheckpointId] = (),
     ) -> None:
         self._config, self._ring, self._maintenance, self._listener = config, ring, maintenance, listener
         self._store, self._lease = context.store, context.lease
         self._inbox, self._events = context.inbox, context.events
+        self._orphans = orphans
         self._engine = Engine(
             ring,
             context,
@@ -106,6 +110,7 @@ class FlusherService:
             if self._adopted:
                 for key in take_up(self._engine, self._ring):
                     self._events.emit("recovered", {"attempt": key.attempt}, step=key.step)
+            self._engine.end_orphans(self._orphans)
             while self._turn():
                 self._selector.select(self._wait_seconds())
             self._leave_ring()
@@ -209,7 +214,9 @@ class FlusherService:
         channel = self._listener.accept(busy=busy)
         if channel is None:
             return
-        self._handler = self._engine.listener = StagerHandler(channel, self._ring, self._store.url)
+        self._handler = self._engine.listener = StagerHandler(
+            channel, self._ring, self._store.url, self._config.share
+        )
         self._drained_said = False
         self._selector.register(channel, selectors.EVENT_READ)
         self._hear()  # hello may be there already
@@ -217,12 +224,11 @@ class FlusherService:
     def _welcome(self, handler: StagerHandler) -> None:
         resumed = self._waits_for_old_stager and handler.attempt == self._ring.attempt
         try:
+            handler.check_share()
             if not resumed:
                 self._check_old_stager_is_gone()
                 self._end_waiting("its stager did not come back: another job began")
-                if not self._is_ours:
-                    attempt = self._lease.attempt
-                    self._ring.set_attempt(attempt if attempt > self._ring.attempt else self._lease.renew())
+                self._set_attempt(handler.lead_attempt or handler.attempt)
         except FencedError:
             raise
         except HoldfastError as error:
@@ -237,6 +243,19 @@ class FlusherService:
         if not resumed:
             self._maintenance.attached(self._ring.attempt)
         handler.hear(self._engine)
+
+    def _set_attempt(self, lead_attempt: int) -> None:
+        """The ring is for another job. `lead_attempt`: its attempt, where another flusher leads."""
+        if not self._config.share.leads:
+            if lead_attempt < self._ring.attempt:
+                raise ProtocolError(
+                    f"{self._store.url}: a stager of attempt {lead_attempt} comes to the flusher of share "
+                    f"{self._config.share} after one of attempt {self._ring.attempt}; its job is over, end it"
+                )
+            self._ring.set_attempt(lead_attempt)
+        elif not self._is_ours:
+            attempt = self._lease.attempt
+            self._ring.set_attempt(attempt if attempt > self._ring.attempt else self._lease.renew())
 
     def _stager_gone(self, handler: StagerHandler) -> None:
         self._forget_channel(handler)

@@ -251,7 +251,7 @@ class StagerService:
 
 def _share(config: StagerConfig, store_url: str) -> Callable[[Layout], range] | None:
     """The chunks of an image that this stager receives, as the ranks know it, too; None for all of them."""
-    index, writers = config.share
+    index, writers = config.share.index, config.share.writers
     if writers == 1:
         return None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
 from holdfast.errors import ProtocolError
 from holdfast.image.layout import Layout
@@ -21,7 +21,8 @@ WRITERS_MAX = 64
 _TEXT = re.compile(r"([1-9]\d{0,3})/([1-9]\d{0,3})", re.ASCII)
 
 
-class ShareNumber(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ShareNumber:
     """Which of how many writers one stager and its flusher are. `index`: from 0; writer 0 leads."""
 
     index: int
@@ -103,3 +104,23 @@ class Shares:
     def owner(self, chunk: int) -> int:
         """The share that a chunk of the image belongs to."""
         return ((chunk // self.part_chunks + 1) * self.count - 1) // self.parts
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One share of one image."""
+
+    shares: Shares
+    index: int
+
+    @property
+    def number(self) -> ShareNumber:
+        return ShareNumber(self.index, self.shares.count)
+
+    @property
+    def chunks(self) -> range:
+        return self.shares.chunks_of(self.index)
+
+    @property
+    def parts(self) -> range:
+        return self.shares.parts_of(self.index)

@@ -15,6 +15,7 @@ from holdfast.config import RING_CHUNKS_MIN, FlusherConfig, StagerConfig, Traine
 from holdfast.errors import ConfigError
 from holdfast.image.best_rule import BestRule
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.shares import WHOLE, ShareNumber
 
 MIB = 1024 * 1024
 
@@ -380,10 +381,10 @@ def test_keep_best_needs_a_metric_and_the_metric_a_mode() -> None:
 
 
 def test_a_share_is_one_of_several_stagers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert StagerConfig(store="s").share == (0, 1)
+    assert StagerConfig(store="s").share == WHOLE
     monkeypatch.setenv("HOLDFAST_SHARE", "2/3")
     stager = StagerConfig(store="s", listen="a:1")
-    assert stager.share == FlusherConfig(store="s").share == (1, 3)
+    assert stager.share == FlusherConfig(store="s").share == ShareNumber(1, 3)
     with pytest.raises(ConfigError, match=r"listen: expected HOST:PORT where share is 2/3"):
         StagerConfig(store="s")
     with pytest.raises(ConfigError, match=r"share: expected a share as K/S.*such as 2/3"):

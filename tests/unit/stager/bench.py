@@ -129,9 +129,10 @@ class Bench:
     def _clock(self) -> float:
         return self.now + (time.monotonic() - self.begun if self.runs else 0.0)
 
-    def _attach(self, config: StagerConfig, *, held: Flusher) -> Flusher:
+    def _attach(self, config: StagerConfig, *, held: Flusher, lead_attempt: int) -> Flusher:
         """In the line's thread."""
         self.attach_calls += 1
+        assert lead_attempt == 0
         assert config.ring_bytes == held.ring.chunk_bytes * held.ring.ring_chunks
         if self.attach_error is not None:
             raise self.attach_error

@@ -139,10 +139,12 @@ def make(
 
 
 def agreed_steps(link: Link) -> AgreedSteps:
+    assert isinstance(link._inbox, StagerInbox)
     return link._inbox._agreed_steps
 
 
 def schedule(link: Link) -> Schedule:
+    assert isinstance(link._inbox, StagerInbox)
     return link._inbox._schedule
 
 

@@ -157,6 +157,8 @@ def test_the_size_of_parts_is_known_without_asking_the_store(tmp_path: Path) -> 
     sizes = {"nbytes": image_bytes, "chunk_bytes": chunk_bytes}
     for url in (str(tmp_path / "run"), "memory://shares/run"):
         upload = open_store(url).begin("step-000000001.pt", **sizes, write_id="one")
-        assert upload.part_bytes == part_chunks_for(url, image_bytes, chunk_bytes) * chunk_bytes == chunk_bytes
+        assert (
+            upload.part_bytes == part_chunks_for(url, image_bytes, chunk_bytes) * chunk_bytes == chunk_bytes
+        )
         upload.abort()
     assert part_chunks_for("s3://bucket/run", 100_000 << 20, 8 << 20) == 4
