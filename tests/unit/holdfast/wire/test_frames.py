@@ -39,7 +39,7 @@ def test_bytes_are_as_documented() -> None:
     message = wire.encode(Kind.CREDIT, attempt=2, step=3, chunk=4, flags=5, arg=6, body=b"{}")
     assert message[:4] == b"HFW1"
     fields = struct.unpack("<4sHHQQIIQII", message[:48])
-    assert fields[1:9] == (9, 35, 2, 3, 4, 5, 6, 2)
+    assert fields[1:9] == (10, 35, 2, 3, 4, 5, 6, 2)
     assert fields[9] == zlib.crc32(message[:44] + b"\0\0\0\0" + b"{}")
 
 
