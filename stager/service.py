@@ -209,7 +209,7 @@ class StagerService:
         said = ""
         while told is None or not self._flusher_handler.drained:
             is_settled = not (self._line.cut or self._session.may_stage)
-            # What the lead has not published may never end, and the ranks come to this stager again with another attempt.
+            # What the lead has not published may never end, and ranks may wait to come again with another attempt.
             goes_on = bool(self.lost_ranks) or not self._config.share.leads
             if goes_on and is_settled and is_kept(self._line.flusher.ring.directory):
                 return
@@ -292,7 +292,8 @@ def serve(
     """Receive until the ranks have left, or the stager is stopping, and all that is staged is in the store.
 
     `problem`: why it cannot; without a `config`, where the settings are wrong. `attached`: the flusher, if this stager
-    has attached to it already; `ahead`: one that waits to begin; `lead_attempt`: see `attach`. Returns the ranks that were lost, or are left alone.
+    has attached to it already; `ahead`: one that waits to begin; `lead_attempt`: see `attach`. Returns the ranks that
+    were lost, or are left alone.
 
     Raises:
         StartRefused: There is no flusher, or there are no settings, and the ranks were told.
