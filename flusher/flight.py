@@ -88,7 +88,7 @@ class Flight:
 
     def late_parts(self) -> int:
         """How many parts wait for the CRC of an entry that begins in another share, while their chunks are here."""
-        if self.share is None:
+        if self.share is None or not self.part_chunks:
             return 0
         elsewhere = {
             entry
