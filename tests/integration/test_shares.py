@@ -195,4 +195,4 @@ def test_a_stager_with_another_share_is_refused_by_name(machines: Machines) -> N
         ({"share": ShareNumber(1, 3)}, "names attempt 0 of the stager that leads"),
     ):
         with pytest.raises(AssertionError, match=message):
-            StagerClient(directory, **said)  # type: ignore[arg-type]
+            StagerClient(directory, **said)

@@ -453,7 +453,7 @@ class Stager:
         self.attempt = 0
         self.begun: dict[int, str] = {}  # step → receiving, staged, aborted
         self.ended: dict[int, str] = {}
-        self.drained = False
+        self.finishes = self.drained = False
 
     def run(self) -> None:
         from holdfast.errors import HoldfastError
@@ -463,6 +463,7 @@ class Stager:
             for step in range(self.world.plan.steps):
                 self._save(step)
             self._await(lambda: self.begun.keys() <= self.ended.keys())
+            self.finishes = True
             self.channel.send("finish")
             self._await(lambda: self.drained or self.channel.closed)
         except HoldfastError as error:
@@ -543,6 +544,8 @@ class Stager:
                 self._tell("staged", step)
             elif state == "aborted":
                 self._tell("abort", step, reason="a rank is gone")
+        if self.finishes:
+            self.channel.send("finish")
 
     def _tell(self, kind: str, step: int, **fields: Any) -> None:
         self.channel.send(kind, attempt=self.attempt, step=step, **fields)
@@ -617,7 +620,7 @@ class Stager:
 
 
 def _folder(key: tuple[int, int]) -> str:
-    return f".holdfast/shares/a{key[0]:06d}-s{key[1]:09d}/"
+    return f".holdfast/shares/a{key[0]:06d}-s{key[1]:09d}."
 
 
 def _shares(world: SharesWorld, chunks: int, writers: int) -> Any:
@@ -696,8 +699,8 @@ def run_seed(seed: int, *, trace: bool = False) -> tuple[str, int, list[str]]:
 
         failure = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     for process in world.processes:
-        for name, error in process.notes.get("raised", ()):
-            failure = failure or f"{process.name}/{name}: {type(error).__name__}: {error}"
+        for name, raised in process.notes.get("raised", ()):
+            failure = failure or f"{process.name}/{name}: {type(raised).__name__}: {raised}"
     if seed % 20 == 0:
         gc.collect()
     return failure, world.scheduler.events, world.scheduler.trace

@@ -47,7 +47,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source, patch_chunk, verify_chunk
 from holdfast.image.index import LayoutIndex
 from holdfast.image.share_sums import ShareSums, combined
-from holdfast.image.shares import Share, Shares
+from holdfast.image.shares import ImageShare, Shares
 from tests.support.images import Image, made_up
 
 CHUNK_BYTES = 4096
@@ -80,7 +80,7 @@ class Flusher:
         chance: random.Random,
         resume: Resume | None = None,
     ) -> None:
-        self.store, self.share, self.chance = store, Share(store.shares, index), chance
+        self.store, self.share, self.chance = store, ImageShare(store.shares, index), chance
         self.pipeline = Pipeline(ring_chunks)
         self.slots: list[bytearray | None] = [None] * ring_chunks
         self.jobs: list[Job] = []
@@ -249,7 +249,7 @@ def test_a_flusher_that_died_goes_on_from_what_it_had_written(seed: int, steps: 
         one = chance.choice(flushers)
         one.work_one() or one.send_one()
     dead = chance.randrange(len(flushers))
-    if store.published is not None or store.shares.count == 1:
+    if any(flusher.ended for flusher in flushers) or store.shares.count == 1:
         return
     record = Resume(1, flushers[dead].written)
     flushers[dead] = Flusher(store, dead, ring_chunks=8, chance=chance, resume=record)

@@ -18,7 +18,7 @@ from holdfast.errors import DamageError, ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.share_sums import ShareSums, entry_crcs_of
-from holdfast.image.shares import Share, Shares
+from holdfast.image.shares import ImageShare, Shares
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 
@@ -35,7 +35,7 @@ def begun(
     sizes = {"nbytes": layout.image_bytes, "chunk_bytes": layout.chunk_bytes}
     upload = store.begin("step-000000120-a007.pt", **sizes, write_id=write_id)
     start = ShareStart.of(
-        key, layout, Share(SHARES, 0), upload, file="step-000000120-a007.pt", write_id=write_id
+        key, layout, ImageShare(SHARES, 0), upload, file="step-000000120-a007.pt", write_id=write_id
     )
     return ShareRecords(store, key), start
 
@@ -54,14 +54,14 @@ def sums(share: int) -> ShareSums:
 def seal_all(records: ShareRecords, start: ShareStart) -> list[ShareSeal]:
     for share in range(3):
         records.put_seal(
-            start, Share(SHARES, share), sums(share), staged_at_unix=5.5, record={"stager": {"n": share}}
+            start, ImageShare(SHARES, share), sums(share), staged_at_unix=5.5, record={"stager": {"n": share}}
         )
     found = [records.seal(start, share) for share in range(3)]
     assert None not in found
     return [one for one in found if one is not None]
 
 
-def test_what_one_flusher_writes_the_others_read_until_all_is_cleared() -> None:
+def test_records_of_one_flusher_are_read_by_the_others_until_they_are_cleared() -> None:
     store = MemoryStore()
     records, start = begun(store)
     assert (records.start(), records.layout(), records.void()) == (None, None, None)
@@ -70,7 +70,7 @@ def test_what_one_flusher_writes_the_others_read_until_all_is_cleared() -> None:
     assert records.layout() == IMAGE.layout
     assert start.complaint(IMAGE.layout, SHARES) == ""
     assert records.crcs(start, 1) is None
-    records.put_crcs(start, Share(SHARES, 1), sums(1).entry_crcs)
+    records.put_crcs(start, ImageShare(SHARES, 1), sums(1).entry_crcs)
     crcs = records.crcs(start, 1)
     assert crcs is not None
     assert crcs.entry_crcs == sums(1).entry_crcs
@@ -98,10 +98,10 @@ def test_a_seal_of_another_write_is_refused_by_name() -> None:
     store = MemoryStore()
     records, start = begun(store)
     _, other = begun(store, write_id="w000006-b")
-    records.put_seal(other, Share(SHARES, 2), sums(2), staged_at_unix=0.0, record={})
+    records.put_seal(other, ImageShare(SHARES, 2), sums(2), staged_at_unix=0.0, record={})
     with pytest.raises(ProtocolError, match=r"share 3 of 3 .* write w000006-b, .* expected write w000007-a"):
         records.seal(start, 2)
-    records.put_crcs(other, Share(SHARES, 1), sums(1).entry_crcs)
+    records.put_crcs(other, ImageShare(SHARES, 1), sums(1).entry_crcs)
     with pytest.raises(ProtocolError, match="w000006-b"):
         records.crcs(start, 1)
 
@@ -132,14 +132,14 @@ def test_the_first_void_stays_and_says_who_and_why() -> None:
     assert "share 2, on " in str(voided(void))
     assert "its disk is gone" in str(voided(void))
     records.clear(3, keep_void=True)
-    assert [name.rpartition("/")[2] for name in store.objects] == ["void"]
+    assert [name.rpartition(".")[2] for name in store.objects] == ["void"]
 
 
 @pytest.mark.parametrize("name", ["start", "crcs-2", "seal-2", "void"])
 def test_a_record_that_is_none_of_ours_is_our_error(name: str) -> None:
     store = MemoryStore()
     records, start = begun(store)
-    full = f".holdfast/shares/a000007-s000000120/{name}"
+    full = f".holdfast/shares/a000007-s000000120.{name}"
 
     def read() -> None:
         records.start(), records.crcs(start, 1), records.seal(start, 1), records.void()
@@ -149,15 +149,15 @@ def test_a_record_that_is_none_of_ours_is_our_error(name: str) -> None:
         read()
     elsewhere, other = begun(store, CheckpointId(7, 121))
     elsewhere.begin(other, IMAGE.layout)
-    elsewhere.put_crcs(other, Share(SHARES, 1), ())
-    elsewhere.put_seal(other, Share(SHARES, 1), sums(1), staged_at_unix=0.0, record={})
+    elsewhere.put_crcs(other, ImageShare(SHARES, 1), ())
+    elsewhere.put_seal(other, ImageShare(SHARES, 1), sums(1), staged_at_unix=0.0, record={})
     elsewhere.put_void(1, "")
     store.objects[full] = store.objects[full.replace("120", "121")]
     with pytest.raises(ProtocolError, match=r"step 121 \(attempt 7\), expected step 120"):
         read()
 
 
-def test_what_a_start_says_otherwise_is_named() -> None:
+def test_a_start_with_another_split_is_named() -> None:
     _, start = begun(MemoryStore())
     said = start.complaint(IMAGE.layout, Shares.of(IMAGE.layout, 2, 2))
     assert "count 3, expected 2" in said
