@@ -135,6 +135,7 @@ class SharesWorld:
         self.job_writers: dict[int, int] = {}
         self.stagers: list[Process] = []
         self.over = self.calm = False
+        self.usurpers: list[Process] = []
         self.acts: dict[int, int] = {}
         self.points: dict[tuple[int, str], int] = {}
         self.staged: dict[tuple[int, int], set[int]] = {}
@@ -187,7 +188,7 @@ class SharesWorld:
         for _ in range(4):
             for share in range(plan.writers):
                 self._start_flusher(share) if self._has_ring(share) else None
-            for process in list(self.flushers.values()):
+            for process in [*self.flushers.values(), *self.usurpers]:
                 sim.wait(process.is_over, 5000.0, "flusher ends")
                 if process.alive:
                     raise Broken(f"{process.name} does not end: {sim.who_waits()}")
@@ -377,7 +378,22 @@ class SharesWorld:
                     f"! {process.name} stands still before {what} {name} for {fault.seconds} s"
                 )
                 process.stopped_until = self.scheduler.now + fault.seconds
+                if share == 0 and fault.seconds >= 100.0 and self.scheduler.chance.random() < 0.7:
+                    self.scheduler.later(fault.seconds / 10, self._usurp)
                 self.scheduler.step("frozen")
+
+    def _usurp(self) -> None:
+        """The lead stands still, and another host takes its run over."""
+        if self.calm:
+            return
+        self._excuse_unsealed(0)
+        self.scheduler.note("! another host takes the run over")
+        config = _config(self.directory / f"usurper-{len(self.processes)}", 0, 1, self.plan.writers)
+        made = self._start(
+            "flusher", f"usurper #{len(self.processes)}", functools.partial(self._flusher, config), 0
+        )
+        made.notes["host"] = "usurper"
+        self.usurpers.append(made)
 
     # -- what the store tells ------------------------------------------------------------------------------------
 
