@@ -181,3 +181,21 @@ def test_an_image_of_one_part_is_written_by_the_lead_alone(store: MemoryStore, w
     assert [name for name in before if "/shares/" in name] == []
     member.engine.begin(KEY, small.layout)
     assert "the image has only 1 shares" in str(member.heard.failures[-1])
+
+
+def test_a_share_whose_upload_was_taken_back_hears_why(store: MemoryStore, writers: list[Writer]) -> None:
+    lead, member = writers
+    lead.engine.begin(KEY, IMAGE.layout)
+    member.engine.begin(KEY, IMAGE.layout)
+    until = time.monotonic() + DEADLINE_SECONDS
+    while not member.ring.has_progress(*KEY):  # its upload is open
+        assert time.monotonic() < until
+        for writer in writers:
+            writer.inbox.wait(0.01)
+            writer.engine.turn()
+    lead.engine.abort(KEY, HoldfastError("a rank is gone"))
+    drain(lead)
+    member.save()
+    drain(member)
+    assert "share 1, on" in str(member.heard.failures[-1])
+    assert "a rank is gone" in str(member.heard.failures[-1])
