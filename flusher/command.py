@@ -46,6 +46,7 @@ _log = logging.getLogger("holdfast.flusher")
     best_mode=click.Choice(["min", "max"]),
     on_nonfinite=click.Choice(["warn", "refuse"]),
     niceness=int,
+    share=str,
     verify=bool,
     reuse=bool,
     linger=bool,

@@ -8,13 +8,14 @@ Runs in the event loop's thread; only the jobs run elsewhere. Recovery of a dead
 error of the store never costs the newest checkpoint: disks get room again, permissions are mended. While the store
 takes nothing and the ring has no room for the next one, the newest whole one takes the place of older ones. Otherwise
 costs one is damage, a stager that breaks the protocol, and chunks that are neither in the ring nor in the store.
+Where several flushers write one file, one that is not so far as another is asked again and again, and not for ever.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from flusher.flusher_context import FlusherContext
@@ -23,35 +24,44 @@ from flusher.listener import DurableStep, EndedCheckpoints, FlushListener, Looke
 from flusher.pipeline import Pipeline
 from flusher.retry_queue import RetryCounts, RetryQueue
 from flusher.ring_room import RingGrown
+from flusher.share_jobs import NotYet
 from flusher.steps import (
     Aborted,
     Action,
     Begin,
     ChunkFull,
+    CrcsPut,
+    CrcsRead,
     Discard,
+    EndOrphan,
     Event,
     FreeSlots,
     Job,
     JobFailed,
     Opened,
+    OrphanEnded,
     PartWritten,
     Published,
     Resume,
+    Sealed,
     Staged,
     WritePart,
 )
 from flusher.verify_and_prune import Maintenance, Pruned, ReadBack
 from flusher.workers import Workers
-from holdfast.errors import BusyError, FencedError, HoldfastError, ProtocolError, StoreError
+from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
+from holdfast.image.manifest import Manifest
 from holdfast.image.save_record import StepRecord
+from holdfast.image.shares import ImageShare, Shares
 from holdfast.ring.doubts import read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.proofs import read_proofs
 from holdfast.ring.ring import Ring
+from holdfast.store import part_chunks_for
 from holdfast.store.concurrency import ConcurrencyLimit
 
 _log = logging.getLogger("holdfast.flusher")
@@ -60,6 +70,10 @@ _LOST_ROUNDS = 3  # for an error that allows both: retry this often, then start 
 # Time for which the store has taken nothing before a whole checkpoint gives its place to a newer one. One of which the
 # store has parts waits longer: a store that answers now and then would otherwise never get to the end of any.
 _STANDS_SECONDS, _STANDS_SECONDS_BEGUN = 5.0, 30.0
+# Between two looks at what another flusher has written, and for how long they go on. The lead gives up first, so that
+# those that wait for it hear why.
+_LOOK_SECONDS_FIRST, _LOOK_SECONDS_MAX = 0.05, 2.0
+_OTHERS_SECONDS_MAX, _LEAD_SECONDS_MAX = 600.0, 900.0
 
 
 class Engine:
@@ -87,18 +101,21 @@ class Engine:
         self._inbox, self._events = context.inbox, context.events
         self.listener = listener or FlushListener()
         self._pipeline = Pipeline(ring.ring_chunks)
-        self._jobs = Jobs(ring, context.store, context.lease, best=context.best)
+        self._share, self._store_url = context.share, context.store.url
+        self._jobs = Jobs(ring, context.store, context.lease, best=context.best, share=context.share)
         # Apart from the writers: a chunk that waits to be checked behind parts on their way leaves the store idle.
         self._checkers = Workers("checker", _CHECKERS)
         self._writers = Workers("writer", writers.most, writers)
         self._publishers = Workers("publisher", 1)
         self._indexes: dict[str, LayoutIndex] = {}
         self._later = RetryQueue()
+        self._looks = RetryQueue()  # at what other flushers have written
         self._held = RetryCounts(context.events)
         self._ends = EndedCheckpoints(self._jobs, self._publishers, context.inbox)
         self._opened: dict[CheckpointId, int] = {}  # how many chunks must be in the ring together
         self._discards: set[CheckpointId] = set()
         self._given_up: set[CheckpointId] = set()  # and the stager was told
+        self._orphans: set[CheckpointId] = set()  # whose lead is gone
         self._running = 0  # jobs that have not answered yet
         # When the store took something last, or the first came to wait for it
         self._stands_since = time.monotonic()
@@ -120,14 +137,27 @@ class Engine:
             if key in self._opened:
                 self.listener.began(key, self._opened[key])
             return
-        resume = self._found(key, layout)
+        resume, writers = self._found(key, layout) or (None, self._share.writers)
+        share = self._share_of(layout, writers)
+        if share is not None and not share.chunks:
+            no_share = f"this flusher is {self._share}, and the image has only {share.shares.count} shares"
+            self.listener.failed(key, ProtocolError(f"{key}: {no_share}"))
+            return
         self._events.emit(
             "flush_began", {"attempt": key.attempt, "image_bytes": layout.image_bytes}, step=key.step
         )
-        self._tell(Begin(key, self._indexes[layout.digest], resume))
+        self._tell(Begin(key, self._indexes[layout.digest], resume, share))
 
-    def _found(self, key: CheckpointId, layout: Layout) -> Resume | None:
-        """A dead flusher's record of this checkpoint."""
+    def _share_of(self, layout: Layout, writers: int) -> ImageShare | None:
+        """What is written here of an image; None: all of it, and nobody else writes any."""
+        if writers == 1:
+            return None
+        part_chunks = part_chunks_for(self._store_url, layout.image_bytes, layout.chunk_bytes)
+        shares = Shares.of(layout, writers, part_chunks)
+        return None if shares.count == 1 and self._share.leads else ImageShare(shares, self._share.index)
+
+    def _found(self, key: CheckpointId, layout: Layout) -> tuple[Resume, int] | None:
+        """A dead flusher's record of this checkpoint, and how many flushers write it."""
         try:
             progress = self._jobs.find_progress(key)
         except ProtocolError as error:
@@ -137,7 +167,13 @@ class Engine:
             return None
         told = {"attempt": key.attempt, "file": progress.head.file, "parts_done": len(progress.parts)}
         self._events.emit("flush_taken_over", told, step=key.step)
-        return progress.resume(layout.chunk_bytes)
+        return progress.resume(layout.chunk_bytes), progress.head.writers
+
+    def end_orphans(self, keys: Iterable[CheckpointId]) -> None:
+        """Publish these checkpoints, whose lead is gone, as soon as all their shares are sealed, or give them up."""
+        for key in keys:
+            self._orphans.add(key)
+            self._submit(EndOrphan(key), 0)
 
     def ask(self, key: CheckpointId) -> None:
         """Repeat the end of a checkpoint that the ring no longer knows: it ended while no stager listened."""
@@ -169,8 +205,9 @@ class Engine:
     def abort(self, key: CheckpointId, error: HoldfastError) -> None:
         """A checkpoint is given up; nothing happens if it is not known."""
         self._tell(Aborted(key, error))
-        # Checkpoints that wait for the store need not wait any longer.
+        # Checkpoints that wait for the store, or for other flushers, need not wait any longer.
         self._later.at_once(key)
+        self._looks.at_once(key)
 
     def doubt(self) -> None:
         """The file beside the ring says which steps may be torn."""
@@ -222,7 +259,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing is to be written, published, discarded or told."""
-        return self._pipeline.idle and not self._later and not self._discards
+        return self._pipeline.idle and not self._later and not self._discards and not self._orphans
 
     @property
     def only_receiving(self) -> bool:
@@ -245,11 +282,10 @@ class Engine:
 
     def wait_seconds(self) -> float | None:
         """How long the loop may sleep for all that this engine knows; None: until the inbox is readable."""
-        later, look_at = self._later.wait_seconds, self._look_at
-        if look_at is None:
-            return later
-        look = max(0.0, look_at - time.monotonic()) + 0.001
-        return look if later is None else min(later, look)
+        waits = [self._later.wait_seconds, self._looks.wait_seconds]
+        if self._look_at is not None:
+            waits.append(max(0.0, self._look_at - time.monotonic()) + 0.001)
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def turn(self) -> None:
         """Take what the threads have said, and start what is due. Raises `FencedError`: the run is another writer's;
@@ -264,6 +300,7 @@ class Engine:
             else:
                 self._take(item)
         self._later.do_due()
+        self._looks.do_due()
         self._make_room()
         self._maintenance.give_way(self._running > 0)
 
@@ -310,9 +347,23 @@ class Engine:
                 pass
             case _:
                 self._running -= 1
-                if isinstance(item, PartWritten):
-                    self._progressed(item.key)
-                    self._maintenance.wrote(self._opened.get(item.key, 1) * self._ring.chunk_bytes)
+                self._answered(item)
+
+    def _answered(self, item: object) -> None:
+        """A job has done what it was for; or it waits for another flusher."""
+        match item:
+            case _LookAgain():
+                self._look_again(item)
+            case OrphanEnded(key, manifest):
+                self._orphan_ended(key, manifest)
+            case PartWritten(key):
+                self._progressed(key)
+                self._maintenance.wrote(self._opened.get(key, 1) * self._ring.chunk_bytes)
+                self._tell(item)
+            case CrcsPut(key) | CrcsRead(key) | Sealed(key):
+                self._progressed(key)
+                self._tell(item)
+            case _:
                 self._tell(item)  # type: ignore[arg-type]
 
     def _upload_opened(self, event: Opened) -> None:
@@ -340,6 +391,16 @@ class Engine:
         while self._opened_early and not self._growing:
             self._take(self._opened_early.pop(0))
 
+    def _orphan_ended(self, key: CheckpointId, manifest: Manifest | None) -> None:
+        self._orphans.discard(key)
+        self._held.forget(key)
+        if manifest is None:
+            self._maintenance.given_up(key)
+            return
+        _log.info("%s: published for a stager that is gone, as %s", key, manifest.file)
+        self._say_durable(key, manifest)
+        self._maintenance.published(key, manifest)
+
     def _published(self, key: CheckpointId) -> None:
         manifest = self._jobs.manifests[key]
         self._ring.remove_checkpoint(*key)
@@ -347,6 +408,11 @@ class Engine:
         durable = DurableStep.of(manifest)
         self._end(key, durable)
         self._tell(Published(key))
+        self._say_durable(key, manifest)
+        self.listener.durable(key, durable)
+        self._maintenance.published(key, manifest)
+
+    def _say_durable(self, key: CheckpointId, manifest: Manifest) -> None:
         self._events.emit(
             "durable",
             {
@@ -358,8 +424,6 @@ class Engine:
             },
             step=key.step,
         )
-        self.listener.durable(key, durable)
-        self._maintenance.published(key, manifest)
 
     def _read_back(self, item: ReadBack) -> None:
         key = item.key
@@ -385,6 +449,10 @@ class Engine:
 
     def _fail(self, failed: JobFailed) -> None:
         """A job failed for good. If its bytes are lost, the flush may start over, but not at once."""
+        if failed.key in self._orphans:
+            _log.warning("%s: given up: %s", failed.key, failed.error)
+            self._submit(EndOrphan(failed.key, failed.error), 0)
+            return
         if isinstance(failed.error, StoreError) and failed.error.begin_anew:
             self._later.put(failed.key, self._held.held(failed.key, failed.error), lambda: self._tell(failed))
         else:
@@ -452,19 +520,21 @@ class Engine:
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 
-    def _submit(self, job: Job, round_number: int) -> None:
+    def _submit(self, job: Job, round_number: int, looks: _Looks | None = None) -> None:
         self._running += 1
         self._maintenance.under_way(job.key)
         workers = self._writers if isinstance(job, WritePart) else self._checkers
         if not job.slots:  # opening and publishing wait for the store, and must not take a writer's place
             workers = self._publishers
-        workers.submit((0, *job.key), lambda: self._run(job, round_number))  # older checkpoints first
+        workers.submit((0, *job.key), lambda: self._run(job, round_number, looks))  # older checkpoints first
 
-    def _run(self, job: Job, round_number: int) -> int:
+    def _run(self, job: Job, round_number: int, looks: _Looks | None) -> int:
         """In a worker thread. Returns the bytes that the store has taken."""
         try:
             self._inbox.put(self._jobs.run(job))
             return sum(nbytes for _, nbytes in job.pieces) if isinstance(job, WritePart) else 0
+        except NotYet as missing:
+            self._inbox.put(_LookAgain(job, str(missing), looks or _Looks(time.monotonic(), 0)))
         except StoreError as error:
             is_lost = error.begin_anew and (not error.retriable or round_number >= _LOST_ROUNDS)
             self._inbox.put(
@@ -499,10 +569,32 @@ class Engine:
             self._maintenance.make_room()
         self._later.put(job.key, self._held.held(job.key, error), again)
 
+    def _look_again(self, item: _LookAgain) -> None:
+        """Another flusher is not so far: have the job look again later, but not for ever."""
+        job, (since, number) = item.job, item.looks
+        waited_seconds = time.monotonic() - since
+        seconds_max = _OTHERS_SECONDS_MAX if self._share.leads else _LEAD_SECONDS_MAX
+
+        def again() -> None:
+            if self._pipeline.is_dropping(job.key):
+                self._tell(JobFailed(job.key, job.slots, PeerLost(f"{job.key}: given up")))
+            else:
+                self._submit(job, 0, _Looks(since, number + 1))
+
+        if waited_seconds >= seconds_max:
+            error = PeerLost(
+                f"{job.key}: this flusher, {self._share}, has waited {waited_seconds:.0f} s for {item.missing}; "
+                "look at the log of that stager's flusher"
+            )
+            self._fail(JobFailed(job.key, job.slots, error))
+            return
+        pause_seconds = min(_LOOK_SECONDS_FIRST * 1.5 ** min(number, 32), _LOOK_SECONDS_MAX)
+        self._looks.put(job.key, 0.0 if self._pipeline.is_dropping(job.key) else pause_seconds, again)
+
     def _discard(self, key: CheckpointId, error: HoldfastError) -> None:
         """In a worker thread."""
         try:
-            self._jobs.discard(key)
+            self._jobs.discard(key, error)
         except HoldfastError as left:
             _log.warning("%s: leftovers stay in the store until the next start: %s", key, left)
         self._inbox.put(_Discarded(key, error))
@@ -512,6 +604,19 @@ class _Retry(NamedTuple):
     job: Job
     round_number: int
     error: StoreError
+
+
+class _Looks(NamedTuple):
+    """How often a job has looked at what another flusher wrote, and since when."""
+
+    since: float
+    number: int
+
+
+class _LookAgain(NamedTuple):
+    job: Job
+    missing: str
+    looks: _Looks
 
 
 class _Discarded(NamedTuple):

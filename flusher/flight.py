@@ -13,6 +13,8 @@ from holdfast.crc import combine_all
 from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
+from holdfast.image.share_sums import EntryPiece, pieces_in
+from holdfast.image.shares import ImageShare
 
 
 @dataclass(slots=True)
@@ -22,6 +24,8 @@ class Flight:
     key: CheckpointId
     index: LayoutIndex
     resume: Resume | None = None
+    share: ImageShare | None = None  # of several flushers; None: it is written by this one alone
+    chunks: range = field(init=False)  # that are written here
     entry_crcs: list[int | None] = field(init=False)
     entry_left: list[int] = field(init=False)  # segments of the entry that are not verified yet
     chunk_left: list[int] = field(init=False)  # entries that the chunk's CRC fields still wait for
@@ -42,16 +46,25 @@ class Flight:
     parts_done: set[int] = field(default_factory=set)
     parts_sent: set[int] = field(default_factory=set)
     staged: bool = False
-    publishing: bool = False
+    publishing: bool = False  # or sealing, from when on only the store knows how it ends
+    waits: bool = False  # only for other flushers
+    told_crcs: bool = False  # of the share's entries, to the flushers of later ones
+    unread: list[int] = field(default_factory=list)  # shares whose entry CRCs are needed, the next one last
+    others: dict[int, list[tuple[EntryPiece, int]]] = field(
+        default_factory=dict
+    )  # what other shares hold of an entry
     error: HoldfastError | None = None
 
     def __post_init__(self) -> None:
-        index = self.index
+        index, share = self.index, self.share
+        self.chunks = range(index.layout.chunks) if share is None else share.chunks
         self.entry_left = [len(places) for places in index.places]
         self.entry_crcs = [None if left else 0 for left in self.entry_left]
         self.chunk_left = [sum(self.entry_left[e] > 0 for e in needs) for needs in index.needs]
         self.chunk_crcs = [None] * index.layout.chunks
-        self.unfinished = index.layout.chunks
+        self.unfinished = len(self.chunks)
+        if share is not None:
+            self.unread = sorted(self._shares_needed(share))
         if self.resume is not None:
             self._take_over(self.resume)
 
@@ -66,28 +79,70 @@ class Flight:
                 self.note_crcs(chunk, crcs)
                 self.finish_chunk(chunk)
 
+    def _shares_needed(self, share: ImageShare) -> set[int]:
+        """The shares with bytes of entries whose CRC stands in this one."""
+        index = self.index
+        entries = {entry for chunk in share.chunks for entry in index.needs[chunk]}
+        owners = {share.shares.owner(chunk) for entry in entries for chunk, _ in index.places[entry]}
+        return owners - {share.index}
+
+    def late_parts(self) -> int:
+        """How many parts wait for the CRC of an entry that begins in another share, while their chunks are here."""
+        if self.share is None or not self.part_chunks:
+            return 0
+        elsewhere = {
+            entry
+            for entry, places in enumerate(self.index.places)
+            if places and places[0][0] < self.chunks.start
+        }
+        late = (chunk for chunk in self.chunks if self.index.needs[chunk] & elsewhere)
+        return len({chunk // self.part_chunks for chunk in late})
+
     def note_crcs(self, chunk: int, crcs: tuple[int, ...]) -> list[int]:
         """The CRCs of a chunk's segments are known; give the chunks whose CRC fields waited for an entry in it."""
-        index, freed = self.index, []
+        freed: list[int] = []
         self.segment_crcs[chunk] = crcs
-        for (_, _, entry), crc in zip(index.layout.segments(chunk), crcs, strict=True):
+        for (_, _, entry), crc in zip(self.index.layout.segments(chunk), crcs, strict=True):
             if entry is None:
                 continue
             self.entry_left[entry] -= 1
             if self.entry_left[entry] == 0:
-                places = index.places[entry]
-                self.entry_crcs[entry] = (
-                    crc
-                    if len(places) == 1
-                    else combine_all(
-                        (self.segment_crcs[at][number], index.layout.segments(at)[number].nbytes)
-                        for at, number in places
-                    )
-                )
-                for waiting in index.waiting[entry]:
-                    self.chunk_left[waiting] -= 1
-                freed += index.waiting[entry]
+                freed += self._entry_known(entry, crc)
         return freed
+
+    def note_others(self, share: int, crcs: tuple[int, ...]) -> list[int]:
+        """The CRCs of the entries in another share are known; give the chunks here whose CRC fields waited for them."""
+        assert self.share is not None
+        chunks, freed = self.share.shares.chunks_of(share), []
+        for piece, crc in zip(pieces_in(self.index.layout, chunks), crcs, strict=True):
+            self.others.setdefault(piece.entry, []).append((piece, crc))
+            self.entry_left[piece.entry] -= sum(at in chunks for at, _ in self.index.places[piece.entry])
+            if self.entry_left[piece.entry] == 0:
+                freed += self._entry_known(piece.entry, crc)
+        return [chunk for chunk in freed if chunk in self.chunks]
+
+    def _entry_known(self, entry: int, last_crc: int) -> list[int]:
+        """All bytes of an entry are verified; give the chunks that state its CRC. `last_crc`: of what came last."""
+        index = self.index
+        places, others = index.places[entry], self.others.get(entry, [])
+        here = ((at, number, index.layout.segments(at)[number]) for at, number in places)
+        if len(places) == 1:
+            self.entry_crcs[entry] = last_crc
+        elif not others:
+            self.entry_crcs[entry] = combine_all(
+                (self.segment_crcs[at][number], segment.nbytes) for at, number, segment in here
+            )
+        else:
+            runs = [(piece.offset, crc, piece.nbytes) for piece, crc in others]
+            runs += [
+                (segment.offset, self.segment_crcs[at][number], segment.nbytes)
+                for at, number, segment in here
+                if at in self.segment_crcs
+            ]
+            self.entry_crcs[entry] = combine_all((crc, nbytes) for _, crc, nbytes in sorted(runs))
+        for waiting in index.waiting[entry]:
+            self.chunk_left[waiting] -= 1
+        return index.waiting[entry]
 
     def finish_chunk(self, chunk: int) -> None:
         """All of a chunk is as it will stand in the file."""
@@ -112,9 +167,14 @@ class Flight:
         return self.part_chunks > 0 and chunk // self.part_chunks in self.parts_done
 
     @property
-    def parts(self) -> int:
-        """How many parts the image has."""
-        return -(-self.index.layout.chunks // self.part_chunks)
+    def parts(self) -> range:
+        """The parts that are written here."""
+        return range(self.chunks.start // self.part_chunks, -(-self.chunks.stop // self.part_chunks))
+
+    @property
+    def missing(self) -> int:
+        """How many chunks have not come."""
+        return len(self.chunks) - len(self.seen)
 
     def part_range(self, part: int) -> range:
         """The chunks of one part."""
@@ -129,10 +189,12 @@ def resume_complaint(event: Begin) -> str:
         return ""
     if resume.part_chunks < 1:
         return f"parts of {resume.part_chunks} chunks"
-    parts = -(-layout.chunks // resume.part_chunks)
+    parts = range(-(-layout.chunks // resume.part_chunks)) if event.share is None else event.share.parts
+    if event.share is not None and resume.part_chunks != event.share.shares.part_chunks:
+        return f"parts of {resume.part_chunks} chunks, expected {event.share.shares.part_chunks}"
     for part, segment_crcs in resume.parts.items():
-        if not 0 <= part < parts:
-            return f"part {part}, the image has {parts}"
+        if part not in parts:
+            return f"part {part}, expected {parts.start} to {parts.stop - 1}"
         first = part * resume.part_chunks
         chunks = range(first, min(first + resume.part_chunks, layout.chunks))
         counts = [len(crcs) for crcs in segment_crcs]
@@ -147,6 +209,8 @@ def chunk_complaint(flight: Flight, event: ChunkFull) -> str:
     layout = flight.index.layout
     if event.chunk >= layout.chunks:
         return f"the image has {layout.chunks} chunks"
+    if event.chunk not in flight.chunks:
+        return f"this flusher writes chunks {flight.chunks.start} to {flight.chunks.stop - 1}"
     if flight.staged:
         return "came after staged"
     if event.chunk in flight.seen:

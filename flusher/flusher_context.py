@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flusher.workers import Inbox
 from flusher.writer_lease import WriterLease
 from holdfast.image.best_rule import BestRule
+from holdfast.image.shares import WHOLE, ShareNumber
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 
@@ -18,6 +19,7 @@ class FlusherContext:
     Attributes:
         lease: The claim on it; nothing is changed in a run that is another's.
         best: The rule by which the best checkpoints are kept; None: by none.
+        share: Which of several flushers of the run this one is.
     """
 
     store: Store
@@ -25,3 +27,4 @@ class FlusherContext:
     inbox: Inbox
     events: EventLog
     best: BestRule | None = None
+    share: ShareNumber = WHOLE

@@ -4,8 +4,10 @@
     Verify, Patch ─► the slot's memory (holdfast/image/chunks.py)
     WritePart ─► Upload.write_part ─► recorded (flusher/progress.py)
     Publish ─► Upload.publish ─► manifest        the store looks at the claim in each try (holdfast/store/guarded.py)
+    the others ─► what several flushers of one image tell each other (flusher/share_jobs.py)
 
-Every method gives the event that answers its job, or raises an error of ours. A job that failed may be run again.
+Every method gives the event that answers its job, or raises an error of ours. A job that failed may be run again, and
+so may one that found that another flusher is not so far (`NotYet`).
 """
 
 from __future__ import annotations
@@ -18,17 +20,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from flusher.orphaned_shares import OrphanedShares
 from flusher.progress import Head, Progress, progress_path
+from flusher.share_jobs import ShareJobs
 from flusher.steps import (
+    AwaitPublished,
+    AwaitSeals,
+    CrcsPut,
+    EndOrphan,
     Event,
     Job,
     Open,
     Opened,
+    OrphanEnded,
     PartWritten,
     Patch,
     Patched,
     Publish,
     Published,
+    PutCrcs,
+    ReadCrcs,
+    Sealed,
+    SealShare,
     Verified,
     Verify,
     WritePart,
@@ -43,13 +56,14 @@ from holdfast.checkpoints.publish import (
     writer_id,
 )
 from holdfast.crc import combine_all
-from holdfast.errors import DamageError, ProtocolError, StoreError, StoreMissing
+from holdfast.errors import DamageError, HoldfastError, PeerLost, ProtocolError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.image.best_rule import BestRule
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import patch_chunk, verify_chunk
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest, manifest_name
+from holdfast.image.shares import WHOLE, ImageShare, ShareNumber
 from holdfast.ring.ring import Ring
 from holdfast.store.base import BegunUpload, Store, Upload
 
@@ -98,10 +112,13 @@ class Jobs:
         clock: Callable[[], float] = time.time,
         *,
         best: BestRule | None = None,
+        share: ShareNumber = WHOLE,
     ) -> None:
         self._ring, self._store, self._lease, self._clock = ring, store, lease, clock
         self._best = best
+        self._leads, self._others = share.leads, ShareJobs(store, share)
         self._run = store.url.rstrip("/").rpartition("/")[2]
+        self._orphans = OrphanedShares(store, lease, self._run, best=best, clock=clock)
         self._naming = threading.Lock()
         self._targets: dict[CheckpointId, _Target] = {}
         self._names: dict[CheckpointId, str] = {}
@@ -110,8 +127,16 @@ class Jobs:
         self.staged_at_unix: dict[CheckpointId, float] = {}
         self.manifests: dict[CheckpointId, Manifest] = {}
 
-    def run(self, job: Job) -> Event:
+    def run(self, job: Job) -> Event | OrphanEnded:
         """Do one job. From any worker thread."""
+        try:
+            return self._do(job)
+        except StoreError as error:
+            if error.begin_anew and self._others.is_shared(job.key):
+                self._others.raise_void(job.key)  # who took the upload back has said why
+            raise
+
+    def _do(self, job: Job) -> Event | OrphanEnded:
         match job:
             case Open():
                 return self._open(job)
@@ -140,15 +165,57 @@ class Jobs:
                 return PartWritten(job.key, job.part)
             case Publish():
                 return self._publish(job)
+            case _:
+                return self._run_with_others(job)
 
-    def discard(self, key: CheckpointId) -> None:
-        """Take back what was written of a checkpoint that will not be published. Raises `StoreError`."""
+    def _run_with_others(
+        self, job: PutCrcs | ReadCrcs | SealShare | AwaitSeals | AwaitPublished | EndOrphan
+    ) -> Event | OrphanEnded:
+        """What several flushers of one image do for each other."""
+        match job:
+            case PutCrcs():
+                self._others.put_crcs(job)
+                reach(Point.CRCS_PUT)
+                return CrcsPut(job.key)
+            case ReadCrcs():
+                return self._others.read_crcs(job)
+            case SealShare():
+                return self._seal(job)
+            case AwaitSeals():
+                sealed, upload = self._others.all_sealed(job)
+                self._targets[job.key].upload = upload
+                self._tally(job.key).count("shares", job.share.shares.count)
+                reach(Point.ALL_SEALED)
+                return sealed
+            case AwaitPublished():
+                return self._published_by_lead(job.key)
+            case EndOrphan(key, error):
+                if error is None:
+                    return OrphanEnded(key, self._orphans.publish(key))
+                self._orphans.take_back(key, error)
+                return OrphanEnded(key, None)
+
+    def discard(self, key: CheckpointId, error: HoldfastError) -> None:
+        """Take back what was written of a checkpoint that will not be published. `error`: why. Raises `StoreError`, and
+        `FencedError`: it is another writer's to give up.
+        """
         target, dead = self._targets.get(key), self._progress.get(key)
+        shared = self._others.is_shared(key)
         self.forget(key)
-        self._abort(target, dead)
+        if shared and self._leads:
+            self._lease.check()  # another holder of the claim may be publishing it
+        if shared:
+            self._others.give_up(key, error)
+        if self._leads:
+            self._abort(target, dead)
+        elif target is not None:
+            target.upload.hand_over()  # it is the lead's to take back
+        if shared and self._leads:
+            self._others.clear(key)
 
     def forget(self, key: CheckpointId) -> None:
         """Nothing more will be asked about this checkpoint."""
+        self._others.forget(key)
         for table in (
             *(self._targets, self._names, self._progress),
             *(self._tallies, self.staged_at_unix, self.manifests),
@@ -180,9 +247,12 @@ class Jobs:
         return None
 
     def _open(self, job: Open) -> Event:
+        self._others.note(job.key, job.share)
         if job.resume is not None:
             return self._go_on(job)
         layout = job.index.layout
+        if job.share is not None and not self._leads:
+            return self._join(job, job.share)
         self._take_back(job.key)
         with self._timed(job.key, "open_seconds"):
             with self._naming:
@@ -207,10 +277,33 @@ class Jobs:
                     token=upload.token,
                     part_bytes=upload.part_bytes,
                     layout_digest=layout.digest,
+                    writers=1 if job.share is None else job.share.shares.writers,
                 ),
             )
+        if job.share is not None:
+            self._others.began(job.key, layout, job.share, upload, file=file, write_id=write_id)
+            reach(Point.SHARES_BEGUN)
         resumable = upload.token is not None
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes, resumable)
+
+    def _join(self, job: Open, share: ImageShare) -> Event:
+        """Open the upload that the flusher which leads has begun."""
+        layout = job.index.layout
+        start = self._others.joined(job.key, layout, share)
+        with self._timed(job.key, "open_seconds"):
+            upload = self._store.resume(start.file, start.begun())
+        head = Head(
+            file=start.file,
+            write_id=start.write_id,
+            token=start.token,
+            part_bytes=start.part_bytes,
+            layout_digest=start.layout_digest,
+            writers=share.shares.writers,
+        )
+        progress = Progress.begin(progress_path(self._ring.directory, job.key), head)
+        self._targets[job.key] = _Target(upload, start.file, start.write_id, progress)
+        self._others.began(job.key, layout, share, upload, file=start.file, write_id=start.write_id)
+        return Opened(job.key, upload.part_bytes // layout.chunk_bytes)
 
     def _take_back(self, key: CheckpointId) -> None:
         """Remove the bytes of an upload that starts over: written by us before, or by a dead flusher."""
@@ -237,6 +330,8 @@ class Jobs:
         manifest = self._manifest(head.file)
         if manifest is not None and manifest.write_id == head.write_id:
             self.manifests[job.key] = manifest
+            if self._leads:
+                self._others.committed(job.key)
             return Published(job.key)
         with self._timed(job.key, "open_seconds"):
             upload = self._resume_upload(progress, layout)
@@ -249,6 +344,8 @@ class Jobs:
                 begin_anew=True,
             )
         self._targets[job.key] = _Target(upload, head.file, head.write_id, progress)
+        if job.share is not None:
+            self._others.began(job.key, layout, job.share, upload, file=head.file, write_id=head.write_id)
         self._tally(job.key).count("parts_resumed", len(progress.parts))
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes)
 
@@ -267,6 +364,29 @@ class Jobs:
 
     def _tally(self, key: CheckpointId) -> _Tally:
         return self._tallies.setdefault(key, _Tally())
+
+    def _seal(self, job: SealShare) -> Event:
+        self._targets[job.key].upload.hand_over()
+        said = self._ring.checkpoint(*job.key) if self._leads else None
+        self._others.seal(
+            job,
+            staged_at_unix=self.staged_at_unix.get(job.key, self._clock()),
+            record=said.record if said else {},
+        )
+        reach(Point.SHARE_SEALED)
+        return Sealed(job.key)
+
+    def _published_by_lead(self, key: CheckpointId) -> Event:
+        """See how it ended, by the manifest alone: the records go after it is written."""
+        target = self._targets[key]
+        for looked_again in (False, True):
+            manifest = self._manifest(target.file)
+            if manifest is not None and manifest.write_id == target.write_id:
+                self.manifests[key] = manifest
+                return Published(key)
+            if not looked_again:
+                self._others.raise_outcome(key)
+        raise PeerLost(f"{key}: the first stager's flusher gave it up; its log says why")
 
     def _publish(self, job: Publish) -> Event:
         target = self._targets[job.key]
@@ -295,6 +415,7 @@ class Jobs:
         self.manifests[job.key] = publish_manifest(self._store, manifest)
         reach(Point.MANIFEST_WRITTEN)
         self._lease.keep_whole(self.manifests[job.key])
+        self._others.committed(job.key)
         return Published(job.key)
 
     def _timed(self, key: CheckpointId, name: str) -> _Timed:

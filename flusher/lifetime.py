@@ -20,14 +20,14 @@ from typing import Any
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep, FlushListener
-from flusher.progress import Progress
+from flusher.orphaned_shares import find_orphans
 from flusher.recovery import recorded, settle
 from flusher.retention import Keep
 from flusher.ring_room import RingRoom
 from flusher.service import FlusherService
-from flusher.verify_and_prune import Maintenance, MaintenanceRules
+from flusher.verify_and_prune import Maintenance, MaintenanceRules, NoMaintenance
 from flusher.workers import Inbox
-from flusher.writer_lease import InstanceLease, WriterLease
+from flusher.writer_lease import InstanceLease, MemberLease, WriterLease
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.intents import clear_intents
 from holdfast.checkpoints.publish import writer_attempt
@@ -71,16 +71,18 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         held.callback(store.close)
         # Before all that others wait for: it may take seconds to end, and claim and ring are given back by then.
         held.enter_context(export_spans("flusher", store.url, events))
-        directory = runtime_directory(config.store, config.runtime_dir)
+        directory = runtime_directory(config.store, config.runtime_dir, share=config.share.index)
         held.enter_context(_instance(directory))
         refuse_missing_parent(config.store, create=config.create)
         store.check(write=True)
         inbox = Inbox()
         held.callback(inbox.close)  # last of these: the threads of the others still speak into it
-        lease = WriterLease(store, config.heartbeat_seconds)
+        leads = config.share.leads
+        lease = WriterLease(store, config.heartbeat_seconds) if leads else MemberLease()
         held.callback(lease.end)
-        store = guarded(store, lease.check_once)
-        context = FlusherContext(store, lease, inbox, events, config.best_rule)
+        if leads:
+            store = guarded(store, lease.check_once)
+        context = FlusherContext(store, lease, inbox, events, config.best_rule, config.share)
         keep = Keep(
             config.keep_last,
             config.keep_every,
@@ -92,11 +94,12 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         rules = MaintenanceRules(
             config.verify, keep, config.reuse, refuse_nonfinite=config.on_nonfinite == "refuse"
         )
-        maintenance = Maintenance(context, rules, set_aside=lambda: read_set_aside(directory))
+        look_after = Maintenance if leads else NoMaintenance
+        maintenance = look_after(context, rules, set_aside=lambda: read_set_aside(directory))
         held.callback(maintenance.stop)
         found = _find_ring(directory, events)
         try:
-            _clean_store(store, lease.attempt, recorded(found) if found is not None else [], events)
+            orphans = _clean_store(store, lease.attempt, found, events) if leads else []
             if found is not None and not _fits(found, config):
                 _publish_leftovers(found, config, context, maintenance)
                 found.close()
@@ -125,6 +128,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
             want_room=room.want,
             adopted=found is not None,
         )
+        service.end_orphans(orphans)
         events.emit("flusher_ready", {"attempt": lease.attempt, "directory": str(directory)})
         ready({"directory": str(directory), "attempt": lease.attempt})
         for number in ENDING_SIGNALS:
@@ -211,23 +215,28 @@ def _newest_image_bytes(store: Store) -> int | None:
     return next((item.manifest.image_bytes for item in items if item.manifest is not None), None)
 
 
-def _clean_store(store: Store, attempt: int, wanted: list[Progress], events: EventLog) -> None:
-    """Remove what dead flushers left in the store, but for the uploads that go on.
+def _clean_store(store: Store, attempt: int, ring: Ring | None, events: EventLog) -> list[CheckpointId]:
+    """Remove what dead flushers left in the store, but for the uploads that go on. Returns the checkpoints of which
+    other flushers may still write shares, although the one that led is gone.
 
     Files that a later writer is sending are left: this flusher may have stood still since it took its claim.
     """
-    write_ids = {progress.head.write_id for progress in wanted}
+    objects = store.list()
+    orphans = find_orphans(store, objects, attempt, () if ring is None else ring.checkpoint_names())
+    wanted = [] if ring is None else recorded(ring)
+    write_ids = {progress.head.write_id for progress in wanted} | set(orphans.values())
 
     def goes_on(own: str) -> bool:
         return is_kept(own, write_ids) or writer_attempt(own) > attempt
 
     for removed in store.sweep(goes_on):
         events.emit("swept", {"what": removed})
-    for orphan in clear_intents(store, attempt, write_ids.__contains__):
+    for file in clear_intents(store, attempt, write_ids.__contains__, objects=objects):
         _log.warning(
-            "%s: its writer died before its manifest was written, or while it was removed; removed", orphan
+            "%s: its writer died before its manifest was written, or while it was removed; removed", file
         )
-        events.emit("swept", {"what": f"file without a manifest {orphan}"})
+        events.emit("swept", {"what": f"file without a manifest {file}"})
+    return list(orphans)
 
 
 def _publish_leftovers(

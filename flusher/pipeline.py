@@ -16,7 +16,10 @@ Rules:
 5. A known event may be repeated (a stager that has found a new flusher says all it knows): nothing happens.
 6. Bytes that a dead flusher had written count once the upload is open again. Until then its chunks only wait: if the
    store has lost the upload, those that are still in the ring are needed.
-7. When there is no room for what comes in, an older whole checkpoint may give up its place; the newest whole one never
+7. Where several flushers write one file, this one writes a range of chunks. Parts whose CRC fields state entries of
+   another share are late: they wait for the CRCs that its flusher puts into the store. The last act of a share is its
+   seal; only the flusher that leads publishes, when all are sealed. Which share was sealed cannot be given up here.
+8. When there is no room for what comes in, an older whole checkpoint may give up its place; the newest whole one never
    does (`superseded`). When that is done is not decided here, because it takes a clock.
 
 No threads, clocks, files or memory here: events in, actions out. Not thread-safe.
@@ -28,11 +31,17 @@ from flusher.flight import Flight, chunk_complaint, resume_complaint
 from flusher.steps import (
     Aborted,
     Action,
+    AllSealed,
+    AwaitPublished,
+    AwaitSeals,
     Begin,
     ChunkFull,
+    CrcsPut,
+    CrcsRead,
     Discard,
     Event,
     FreeSlots,
+    Job,
     JobFailed,
     Open,
     Opened,
@@ -41,6 +50,10 @@ from flusher.steps import (
     Patched,
     Publish,
     Published,
+    PutCrcs,
+    ReadCrcs,
+    Sealed,
+    SealShare,
     Staged,
     Verified,
     Verify,
@@ -50,6 +63,7 @@ from holdfast.checkpoints.publish import Finished
 from holdfast.crc import combine_all
 from holdfast.errors import BusyError, ConfigError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.share_sums import ShareSums, entry_crcs_of
 
 
 class Pipeline:
@@ -77,8 +91,9 @@ class Pipeline:
 
     @property
     def only_receiving(self) -> bool:
-        """Nothing is under way but checkpoints that still wait for chunks or for `Staged`, if any."""
-        return len(self.receiving()) == len(self._flights)
+        """Nothing is under way but checkpoints that wait for chunks, for `Staged` or for other flushers, if any."""
+        waiting = sum(flight.waits for flight in self._flights.values())
+        return len(self.receiving()) + waiting == len(self._flights)
 
     def stranded(self) -> list[CheckpointId]:
         """The uploads of `receiving` that no other process could continue, although parts of them were written."""
@@ -104,7 +119,7 @@ class Pipeline:
             return None
         # Slots of what is being given up become free by themselves.
         room = self.ring_chunks - sum(len(flight.slots) for flight in flights)
-        coming = sum(flight.index.layout.chunks - len(flight.seen) for flight in flights if not flight.staged)
+        coming = sum(flight.missing for flight in flights if not flight.staged)
         if coming <= room:
             return None
         whole = sorted((flight for flight in flights if flight.is_whole), key=lambda flight: flight.key)
@@ -113,8 +128,7 @@ class Pipeline:
 
     def missing(self, key: CheckpointId) -> int:
         """How many chunks of this checkpoint have not come; it is one of `receiving`."""
-        flight = self._flights[key]
-        return flight.index.layout.chunks - len(flight.seen)
+        return self._flights[key].missing
 
     def knows(self, key: CheckpointId) -> bool:
         """Whether this checkpoint is under way, or being given up."""
@@ -138,7 +152,11 @@ class Pipeline:
         flight = self._flights.get(key)
         if flight is None:
             return 0
-        return flight.index.layout.chunks if flight.keeps_slots else flight.part_chunks
+        if flight.keeps_slots:
+            return flight.index.layout.chunks
+        # Late parts stay until other flushers have all their chunks, and the part after them must come meanwhile.
+        wanted = flight.part_chunks * (1 + flight.late_parts())
+        return max(flight.part_chunks, min(wanted, len(flight.chunks), self.ring_chunks))
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; give what is to be done now, in order."""
@@ -154,8 +172,29 @@ class Pipeline:
             case Staged():
                 return self._staged(flight)
             case Aborted(_, error):
+                if flight.publishing and flight.share is not None and flight.share.index:
+                    return []  # sealed, or just now: the flusher that leads may be publishing it
                 return self._drop(flight, error)
+        return self._answered(flight, event)
+
+    def _answered(
+        self,
+        flight: Flight,
+        event: Opened
+        | Verified
+        | Patched
+        | PartWritten
+        | CrcsPut
+        | CrcsRead
+        | Sealed
+        | AllSealed
+        | Published
+        | JobFailed,
+    ) -> list[Action]:
+        """A job has ended."""
         flight.jobs -= 1
+        if isinstance(event, CrcsPut | CrcsRead | Sealed | AllSealed):
+            return self._heard_of_others(flight, event)
         match event:
             case Opened():
                 return self._opened(flight, event)
@@ -186,8 +225,8 @@ class Pipeline:
         if complaint:
             error = ProtocolError(f"{event.key}: the record of what was written does not hold: {complaint}")
             return [Discard(event.key, error)]
-        flight = self._flights[event.key] = Flight(event.key, event.index, event.resume)
-        return self._start(flight, [Open(event.key, event.index, event.resume)])
+        flight = self._flights[event.key] = Flight(event.key, event.index, event.resume, event.share)
+        return self._start(flight, [Open(event.key, event.index, event.resume, event.share)])
 
     def _chunk_full(self, flight: Flight, event: ChunkFull) -> list[Action]:
         if flight.error is not None:
@@ -231,10 +270,9 @@ class Pipeline:
             flight.staged = True  # its gaps are seen when it starts over
         if flight.error is not None or flight.staged:
             return []
-        missing = flight.index.layout.chunks - len(flight.seen)
-        if missing:
+        if flight.missing:
             error = ProtocolError(
-                f"{flight.key}: staged, but {missing} of {flight.index.layout.chunks} chunks never came: they are "
+                f"{flight.key}: staged, but {flight.missing} of {len(flight.chunks)} chunks never came: they are "
                 "neither in the ring nor recorded as written"
             )
             return self._drop(flight, error)
@@ -258,9 +296,19 @@ class Pipeline:
                     f"{flight.index.layout.image_bytes} bytes, the ring holds {self.ring_chunks}; raise ring_bytes"
                 ),
             )
+        share = flight.share
+        if share is not None and (part_chunks != share.shares.part_chunks or not event.resumable):
+            how = "can be resumed" if event.resumable else "cannot be resumed"
+            error = ConfigError(
+                f"{flight.key}: the store takes parts of {part_chunks} chunks, and uploads that {how}; several stagers "
+                f"write one file in parts of {share.shares.part_chunks} into an upload that can be resumed"
+            )
+            return self._drop(flight, error)
+        reads = self._read_others(flight)
         if flight.resume is not None:
-            return self._go_on(flight)
-        return [action for part in range(flight.parts) for action in self._maybe_write(flight, part)]
+            return reads + self._go_on(flight)
+        writes = [action for part in flight.parts for action in self._maybe_write(flight, part)]
+        return reads + writes + self._maybe_put_crcs(flight)
 
     def _go_on(self, flight: Flight) -> list[Action]:
         """The upload of a dead flusher is open: what it had written needs no slot, the rest is looked at."""
@@ -270,13 +318,14 @@ class Pipeline:
             actions.append(FreeSlots(tuple(flight.slots.pop(chunk) for chunk in written)))
         for chunk in sorted(flight.slots.keys() - set(written)):
             actions += self._verify(flight, flight.came[chunk])
-        return actions + self._maybe_publish(flight)
+        return actions + self._maybe_put_crcs(flight) + self._maybe_publish(flight)
 
     def _verified(self, flight: Flight, event: Verified) -> list[Action]:
         if flight.error is not None:
             return self._drop(flight, flight.error)
         ready = [event.chunk, *flight.note_crcs(event.chunk, event.segment_crcs)]
-        return [action for chunk in dict.fromkeys(ready) for action in self._maybe_patch(flight, chunk)]
+        actions = [action for chunk in dict.fromkeys(ready) for action in self._maybe_patch(flight, chunk)]
+        return actions + self._maybe_put_crcs(flight)
 
     def _patched(self, flight: Flight, event: Patched) -> list[Action]:
         if flight.error is not None:
@@ -297,6 +346,52 @@ class Pipeline:
         if flight.error is not None:
             return freed + self._drop(flight, flight.error)
         return freed + self._maybe_publish(flight)
+
+    # -- the other flushers of the same image ----------------------------------------------------------------------
+
+    def _heard_of_others(
+        self, flight: Flight, event: CrcsPut | CrcsRead | Sealed | AllSealed
+    ) -> list[Action]:
+        flight.waits = False
+        if flight.error is not None:
+            return self._drop(flight, flight.error)
+        match event:
+            case CrcsPut():
+                return []
+            case CrcsRead():
+                return self._crcs_read(flight, event)
+            case Sealed():
+                return self._sealed(flight)
+            case AllSealed():
+                return self._start(flight, [Publish(event.image)])
+
+    def _read_others(self, flight: Flight) -> list[Action]:
+        """One share after the other, the nearest first: its entries' ends hold up the first parts here."""
+        if flight.share is None or not flight.unread:
+            return []
+        return self._start(flight, [ReadCrcs(flight.key, flight.index, flight.share, flight.unread.pop())])
+
+    def _crcs_read(self, flight: Flight, event: CrcsRead) -> list[Action]:
+        ready = flight.note_others(event.share, event.entry_crcs)
+        actions = [action for chunk in dict.fromkeys(ready) for action in self._maybe_patch(flight, chunk)]
+        return self._read_others(flight) + actions
+
+    def _maybe_put_crcs(self, flight: Flight) -> list[Action]:
+        share = flight.share
+        if share is None or flight.told_crcs or not flight.opened or share.index == share.shares.count - 1:
+            return []
+        if len(flight.segment_crcs) < len(flight.chunks):
+            return []
+        flight.told_crcs = True
+        crcs = entry_crcs_of(flight.index, flight.chunks, flight.segment_crcs)
+        return self._start(flight, [PutCrcs(flight.key, share, crcs)])
+
+    def _sealed(self, flight: Flight) -> list[Action]:
+        assert flight.share is not None
+        flight.waits = True
+        if flight.share.index:
+            return self._start(flight, [AwaitPublished(flight.key)])
+        return self._start(flight, [AwaitSeals(flight.key, flight.index, flight.share)])
 
     # -- what can be done now ------------------------------------------------------------------------------------
 
@@ -330,10 +425,14 @@ class Pipeline:
         return self._start(flight, [WritePart(flight.key, part, pieces, crc, segment_crcs)])
 
     def _maybe_publish(self, flight: Flight) -> list[Action]:
-        written = flight.opened and len(flight.parts_done) == flight.parts
+        written = flight.opened and len(flight.parts_done) == len(flight.parts)
         if not flight.staged or not written or flight.publishing:
             return []
         flight.publishing = True
+        if flight.share is not None:
+            own = tuple(crc for chunk in flight.chunks if (crc := flight.chunk_crcs[chunk]) is not None)
+            sums = ShareSums(own, entry_crcs_of(flight.index, flight.chunks, flight.segment_crcs))
+            return self._start(flight, [SealShare(flight.key, flight.share, sums)])
         layout = flight.index.layout
         chunk_crcs = tuple(crc for crc in flight.chunk_crcs if crc is not None)
         entry_crcs = tuple(crc for crc in flight.entry_crcs if crc is not None)
@@ -345,7 +444,7 @@ class Pipeline:
         image = Finished(flight.key, flight.index, image_crc, chunk_crcs, entry_crcs)
         return self._start(flight, [Publish(image)])
 
-    def _start(self, flight: Flight, jobs: list[Open | Verify | Patch | WritePart | Publish]) -> list[Action]:
+    def _start(self, flight: Flight, jobs: list[Job]) -> list[Action]:
         for job in jobs:
             flight.jobs += 1
             flight.busy.update(job.slots)
@@ -353,7 +452,8 @@ class Pipeline:
 
     def _failed(self, flight: Flight, error: HoldfastError) -> list[Action]:
         is_lost = isinstance(error, StoreError) and error.begin_anew
-        if flight.error is None and is_lost and flight.seen <= flight.slots.keys():
+        # Of a share the others have written into the same upload, so it cannot start over by itself.
+        if flight.error is None and is_lost and flight.share is None and flight.seen <= flight.slots.keys():
             flight.error, flight.anew = error, True
         return self._drop(flight, error)
 
@@ -367,7 +467,7 @@ class Pipeline:
 
     def _drop(self, flight: Flight, error: HoldfastError) -> list[Action]:
         """Give the checkpoint up, or go on giving it up: free what no job uses, discard after the last job."""
-        flight.error = flight.error or error
+        flight.error, flight.waits = flight.error or error, False
         if flight.anew and not isinstance(error, StoreError):
             flight.anew = False  # aborted meanwhile, or damaged
             flight.error = error

@@ -17,7 +17,7 @@ import platform
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 from flusher.engine import Engine
@@ -28,6 +28,7 @@ from flusher.stager_handler import StagerHandler
 from flusher.verify_and_prune import Maintenance
 from holdfast.config import FlusherConfig
 from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
+from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.doorbell import Listener
 from holdfast.ring.ring import Ring
@@ -91,6 +92,10 @@ class FlusherService:
             wait_seconds = max(_OLD_STAGER_SECONDS_MIN, config.grace_seconds)
         self._ends_at: float | None = time.monotonic() + wait_seconds
         self._selector = selectors.DefaultSelector()
+
+    def end_orphans(self, keys: Iterable[CheckpointId]) -> None:
+        """Publish checkpoints of stagers that are gone, once all their shares are sealed. Before `run`."""
+        self._engine.end_orphans(keys)
 
     def run(self) -> None:
         """Serve until all is done. Raises `FencedError`: another writer has taken the run over, and is responsible for
@@ -209,7 +214,9 @@ class FlusherService:
         channel = self._listener.accept(busy=busy)
         if channel is None:
             return
-        self._handler = self._engine.listener = StagerHandler(channel, self._ring, self._store.url)
+        self._handler = self._engine.listener = StagerHandler(
+            channel, self._ring, self._store.url, self._config.share
+        )
         self._drained_said = False
         self._selector.register(channel, selectors.EVENT_READ)
         self._hear()  # hello may be there already
@@ -217,12 +224,11 @@ class FlusherService:
     def _welcome(self, handler: StagerHandler) -> None:
         resumed = self._waits_for_old_stager and handler.attempt == self._ring.attempt
         try:
+            handler.check_share()
             if not resumed:
                 self._check_old_stager_is_gone()
                 self._end_waiting("its stager did not come back: another job began")
-                if not self._is_ours:
-                    attempt = self._lease.attempt
-                    self._ring.set_attempt(attempt if attempt > self._ring.attempt else self._lease.renew())
+                self._set_attempt(handler.lead_attempt or handler.attempt)
         except FencedError:
             raise
         except HoldfastError as error:
@@ -235,6 +241,19 @@ class FlusherService:
         told = {"pid": handler.channel.peer_pid, "attempt": self._ring.attempt, "resumed": resumed}
         self._events.emit("stager_attached", told)
         handler.hear(self._engine)
+
+    def _set_attempt(self, lead_attempt: int) -> None:
+        """The ring is for another job. `lead_attempt`: its attempt, where another flusher leads."""
+        if not self._config.share.leads:
+            if lead_attempt < self._ring.attempt:
+                raise ProtocolError(
+                    f"{self._store.url}: a stager of attempt {lead_attempt} comes to the flusher of share "
+                    f"{self._config.share} after one of attempt {self._ring.attempt}; its job is over, end it"
+                )
+            self._ring.set_attempt(lead_attempt)
+        elif not self._is_ours:
+            attempt = self._lease.attempt
+            self._ring.set_attempt(attempt if attempt > self._ring.attempt else self._lease.renew())
 
     def _stager_gone(self, handler: StagerHandler) -> None:
         self._forget_channel(handler)

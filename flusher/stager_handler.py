@@ -21,6 +21,7 @@ from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import State
+from holdfast.image.shares import WHOLE, ShareNumber
 from holdfast.ring import doorbell as ipc
 from holdfast.ring.doorbell import Channel, Message
 from holdfast.ring.journal import SlotState
@@ -33,13 +34,14 @@ _SLOTS_TOLD_MAX = 4096  # in one message; the numbers of a larger ring would not
 
 class StagerHandler(FlushListener):
     """Talks to one stager. For the loop's thread. `attempt`: the attempt whose ring it still has, as its hello says; 0
-    for a new job.
+    for a new job. `lead_attempt`: the attempt of the stager that leads, from one that does not; else 0.
     """
 
-    def __init__(self, channel: Channel, ring: Ring, store_url: str) -> None:
-        self.channel, self._ring, self._store_url = channel, ring, store_url
+    def __init__(self, channel: Channel, ring: Ring, store_url: str, share: ShareNumber = WHOLE) -> None:
+        self.channel, self._ring, self._store_url, self._share = channel, ring, store_url, share
         self.welcomed = self.resumed = False
-        self.attempt = 0
+        self.attempt = self.lead_attempt = 0
+        self._said_share: list[int] = []
         self.finishing = False
         self.refuse_begins = ""
         self._held_said = ""
@@ -62,9 +64,27 @@ class StagerHandler(FlushListener):
                         said = message.fields.get("version", message.kind)
                         raise ProtocolError(f"expected one hello of version {ipc.VERSION}, got {said!r:.60}")
                     self.attempt = message.fields["attempt"]
+                    self.lead_attempt = message.fields["lead_attempt"]
+                    self._said_share = message.fields["share"]
                     return False
                 self._take(message, engine)
         return True
+
+    def check_share(self) -> None:
+        """Check that the stager has the share that is written here. Raises `ConfigError`: it has another one, or does
+        not say whose attempt its job is.
+        """
+        mine = [self._share.index, self._share.writers]
+        if self._said_share != mine:
+            raise ConfigError(
+                f"{self._store_url}: this flusher writes share {self._share}, the stager (process "
+                f"{self.channel.peer_pid}) receives share index, of {self._said_share}; start both with the same share"
+            )
+        if (self.lead_attempt > 0) == self._share.leads and (self.lead_attempt or not self.attempt):
+            raise ConfigError(
+                f"{self._store_url}: the stager of share {self._share} names attempt {self.lead_attempt} of the stager "
+                "that leads; expected that of the first stager from each other one, and 0 from the first one"
+            )
 
     def say_held(self, message: str) -> None:
         """Report why the store fails, when that has changed; the stager shows it where the user looks."""

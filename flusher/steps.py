@@ -10,6 +10,9 @@ from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source
 from holdfast.image.index import LayoutIndex
+from holdfast.image.manifest import Manifest
+from holdfast.image.share_sums import ShareSums
+from holdfast.image.shares import ImageShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +30,14 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Chunks of a checkpoint are going to come; with `resume`, only those that the store does not have yet."""
+    """Chunks of a checkpoint are going to come; with `resume`, only those that the store does not have yet. `share`:
+    the chunks that come here, where other flushers write the others.
+    """
 
     key: CheckpointId
     index: LayoutIndex
     resume: Resume | None = None
+    share: ImageShare | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,40 @@ class PartWritten:
 
 
 @dataclass(frozen=True, slots=True)
+class CrcsPut:
+    """The flushers of later shares can know this one's entry CRCs."""
+
+    key: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class CrcsRead:
+    """Another share is verified; these are the CRCs of its `holdfast.image.share_sums.pieces_in`."""
+
+    key: CheckpointId
+    share: int
+    entry_crcs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """This share is written, and the store says so."""
+
+    key: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class AllSealed:
+    """Every share is written; of the one that leads."""
+
+    image: Finished
+
+    @property
+    def key(self) -> CheckpointId:
+        return self.image.key
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
     """The manifest is written: the checkpoint exists."""
 
@@ -115,7 +155,20 @@ class JobFailed:
 
 
 Event = (
-    Begin | ChunkFull | Staged | Aborted | Opened | Verified | Patched | PartWritten | Published | JobFailed
+    Begin
+    | ChunkFull
+    | Staged
+    | Aborted
+    | Opened
+    | Verified
+    | Patched
+    | PartWritten
+    | CrcsPut
+    | CrcsRead
+    | Sealed
+    | AllSealed
+    | Published
+    | JobFailed
 )
 
 
@@ -129,6 +182,7 @@ class Open:
     key: CheckpointId
     index: LayoutIndex
     resume: Resume | None = None
+    share: ImageShare | None = None
 
     slots: tuple[int, ...] = ()
 
@@ -183,6 +237,72 @@ class Publish:
         return self.image.key
 
 
+@dataclass(frozen=True, slots=True)
+class PutCrcs:
+    """Tell the flushers of later shares the CRCs of this one's entries. Answer: `CrcsPut`."""
+
+    key: CheckpointId
+    share: ImageShare
+    entry_crcs: tuple[int, ...]
+    slots: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCrcs:
+    """Wait for the entry CRCs of share `of`. Answer: `CrcsRead`."""
+
+    key: CheckpointId
+    index: LayoutIndex
+    share: ImageShare
+    of: int
+    slots: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SealShare:
+    """Say in the store that this share is written. Answer: `Sealed`."""
+
+    key: CheckpointId
+    share: ImageShare
+    sums: ShareSums
+    slots: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitSeals:
+    """Wait until every share is sealed. Answer: `AllSealed`."""
+
+    key: CheckpointId
+    index: LayoutIndex
+    share: ImageShare
+    slots: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitPublished:
+    """Wait until the flusher that leads has published. Answer: `Published`."""
+
+    key: CheckpointId
+    slots: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EndOrphan:
+    """Publish a checkpoint whose lead is gone; with `error`, take it back. Answer: `OrphanEnded`, to the engine."""
+
+    key: CheckpointId
+    error: HoldfastError | None = None
+    slots: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OrphanEnded:
+    """A checkpoint whose lead is gone has ended. `manifest`: it is published."""
+
+    key: CheckpointId
+    manifest: Manifest | None
+
+
 # -- actions: done at once, not answered ---------------------------------------------------------------------
 
 
@@ -201,5 +321,17 @@ class Discard:
     error: HoldfastError
 
 
-Job = Open | Verify | Patch | WritePart | Publish
+Job = (
+    Open
+    | Verify
+    | Patch
+    | WritePart
+    | PutCrcs
+    | ReadCrcs
+    | SealShare
+    | AwaitSeals
+    | AwaitPublished
+    | Publish
+    | EndOrphan
+)
 Action = Job | FreeSlots | Discard

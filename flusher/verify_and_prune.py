@@ -420,6 +420,27 @@ class Maintenance:
             )
 
 
+class NoMaintenance(Maintenance):
+    """Of a flusher of one share that does not lead: the lead looks after what is published."""
+
+    def under_way(self, key: CheckpointId) -> None: ...
+
+    def published(self, key: CheckpointId, manifest: Manifest) -> None: ...
+
+    def doubt(self, found: Sequence[DoubtedSteps]) -> None: ...
+
+    def prove(self, found: Sequence[ProofRecord]) -> None: ...
+
+    def catch_up(self) -> None: ...
+
+    def attached(self, attempt: int) -> None: ...
+
+    def make_room(self) -> None: ...
+
+    def end(self) -> None:
+        self.stop()
+
+
 class _ReadBackStore(PatientStore):
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         super().read_into(name, offset, buffer)

@@ -118,6 +118,30 @@ class WriterLease:
             self._claim.release()
 
 
+class MemberLease(WriterLease):
+    """Of a flusher of one share that does not lead, which publishes and removes nothing: it acquires no lease.
+
+    It has no attempt of its own: each stager brings that of the lead.
+    """
+
+    def __init__(self) -> None:
+        self._attempt = 1  # of a ring that no stager has attached to
+
+    @property
+    def attempt(self) -> int:
+        return self._attempt
+
+    def check(self) -> None: ...
+
+    def check_once(self) -> None: ...
+
+    def keep_whole(self, manifest: Manifest) -> None: ...
+
+    def start_beating(self, on_fenced: Callable[[FencedError], None]) -> None: ...
+
+    def end(self) -> None: ...
+
+
 _PID_NAME = "flusher.pid"
 _PID_BYTES_MAX = 32
 _ENDS_SECONDS_MAX = 10.0

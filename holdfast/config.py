@@ -30,6 +30,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    PlainValidator,
     SecretStr,
     field_validator,
 )
@@ -40,6 +41,7 @@ from holdfast.config_sources import RoleConfig
 from holdfast.image.best_rule import BestMode, BestRule, is_metric_name
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import CHUNK_BYTES
+from holdfast.image.shares import WHOLE, WRITERS_MAX, ShareNumber
 from holdfast.net.address import parse_address
 
 __all__ = [
@@ -163,17 +165,26 @@ def _host_port(value: Any) -> str:
     return str(parse_address(str(value)))
 
 
-def _own_or_host_port(value: Any) -> str:
+def _share(value: Any) -> ShareNumber:
+    return value if isinstance(value, ShareNumber) else ShareNumber.of_text(str(value).strip())
+
+
+def _own_or_host_ports(value: Any) -> str:
     if value == OWN_STAGER:
         return OWN_STAGER
+    listed = value if isinstance(value, list | tuple) else str(value).split(",")
     try:
-        return _host_port(value)
+        addresses = [_host_port(one) for one in listed]
     except ValueError as error:
         raise ValueError(f"own, or {error}") from None
+    if len(set(addresses)) != len(addresses) or len(addresses) > WRITERS_MAX:
+        raise ValueError(f"each address once, and at most {WRITERS_MAX}")
+    return ",".join(addresses)
 
 
 _HostPort = Annotated[str, BeforeValidator(_host_port)]
-_OwnOrHostPort = Annotated[str, BeforeValidator(_own_or_host_port)]
+_OwnOrHostPorts = Annotated[str, BeforeValidator(_own_or_host_ports)]
+_Share = Annotated[ShareNumber, PlainValidator(_share), NoDecode]
 _Every = Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)]
 
 
@@ -258,10 +269,11 @@ class TrainerConfig(RoleConfig):
             the same attempt saved after it. Separated by commas in the environment. Must be the same on every rank.
             `holdfast run` adds to the environment variable those after whose restore the job crashed repeatedly.
             Empty: none.
-        stager: HOST:PORT of the stager of a job that torchrun or another launcher than mpirun has started. `own`: rank
-            0 starts a stager on its machine, which ends with the job (docs/torchrun.md). In holdfast.toml it stands in
-            the table [trainer]. Must be the same on every rank. None: the job has no stager; under mpirun it is a
-            process of the job.
+        stager: HOST:PORT of the stager of a job that torchrun or another launcher than mpirun has started. Several
+            stagers, each with a share of every checkpoint, are separated by commas, in the order of their shares
+            (docs/scaling.md). `own`: rank 0 starts a stager on its machine, which ends with the job (docs/torchrun.md).
+            In holdfast.toml it stands in the table [trainer]. Must be the same on every rank. None: the job has no
+            stager; under mpirun it is a process of the job.
         key: The key of that stager, at least 32 characters. It is shown in no message.
         key_file: A file with nothing but that key in it, instead of `key`.
         tls_ca: File with the certificates to trust, as PEM, for a stager that was started with `tls_cert`: that of the
@@ -310,12 +322,26 @@ class TrainerConfig(RoleConfig):
     dollars_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     restore_without_store: bool = False
     restore_set_aside: Annotated[tuple[CheckpointId, ...], BeforeValidator(_checkpoints), NoDecode] = ()
-    stager: _OwnOrHostPort | None = None
+    stager: _OwnOrHostPorts | None = None
     key: SecretStr | None = None
     key_file: Path | None = None
     tls_ca: Path | None = None
     connections: Annotated[int, Field(ge=1, le=16)] = 2
     reconnect_seconds_max: _Seconds = 10.0
+
+    @field_validator("stager", mode="after")
+    @classmethod
+    def _one_stager_may_be_replaced(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and "," in value and info.data.get("on_stager_lost") == OWN_STAGER:
+            raise ValueError(
+                "one address where on_stager_lost is own: a stager of the job's own replaces one stager, not several"
+            )
+        return value
+
+    @property
+    def stagers(self) -> tuple[str, ...]:
+        """The addresses in `stager`, in the order of the shares; empty without any."""
+        return () if self.stager is None else tuple(self.stager.split(","))
 
     @field_validator("tiers", mode="after")
     @classmethod
@@ -365,6 +391,8 @@ class _RingConfig(RoleConfig):
         runtime_dir: Directory of the ring, its journal and its socket; it should be in memory (tmpfs).
         niceness: CPU priority that stager and flusher give up, 0 to 19; with 10 they yield to training ranks on the
             same machine, which must leave some CPU time to them (docs/design/001-flusher-owns-the-ring.md).
+        share: The share of each checkpoint that this stager receives and its flusher writes, as K/S: the K-th of S
+            stagers of the run, from 1. The first one leads. 1/1: the run has no other stager.
         metrics_port: Port on which the stager serves /metrics to Prometheus; the flusher takes the next port. Without a
             port neither serves it.
         metrics_address: Address on which stager and flusher serve /metrics; 127.0.0.1 is reached from this machine
@@ -389,6 +417,7 @@ class _RingConfig(RoleConfig):
     writers: Annotated[int, Field(ge=1, le=128)] | None = None
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     niceness: Annotated[int, Field(ge=0, le=19)] = 0
+    share: _Share = WHOLE
     metrics_port: Annotated[int, Field(ge=1, lt=65535)] | None = None
     metrics_address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
 
@@ -507,6 +536,16 @@ class StagerConfig(_RingConfig):
     tls_key: Path | None = None
     reconnect_seconds_max: _Seconds = 10.0
     idle_seconds_max: _Seconds | None = None
+
+    @field_validator("listen", mode="after")
+    @classmethod
+    def _several_stagers_listen(cls, value: str | None, info: ValidationInfo) -> str | None:
+        share = info.data.get("share", WHOLE)
+        if value is None and share != WHOLE:
+            raise ValueError(
+                f"HOST:PORT where share is {share}: several stagers serve ranks over TCP alone, and not under mpirun"
+            )
+        return value
 
 
 class FlusherConfig(_RingConfig):

@@ -51,6 +51,10 @@ class Point(StrEnum):
     PART_BEGUN = "part_begun"  # flusher: a part is about to go to the store
     PART_WRITTEN = "part_written"  # flusher: the store has it, the ring's own record does not say so
     PART_RECORDED = "part_recorded"  # flusher: that is recorded, its slots are not free yet
+    SHARES_BEGUN = "shares_begun"  # flusher that leads: the others may join its upload
+    CRCS_PUT = "crcs_put"  # flusher of several: the others know its entries' CRCs
+    SHARE_SEALED = "share_sealed"  # flusher of several: its share is written and sealed, and nobody was told
+    ALL_SEALED = "all_sealed"  # flusher that leads: has seen all seals, and published nothing
     PARTS_DONE = "parts_done"  # flusher: all parts written, nothing published
     # flusher: the run is its own; now it names, lists, marks or removes something in it
     CLAIM_SEEN = "claim_seen"

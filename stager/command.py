@@ -74,6 +74,7 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
     metrics_port=int,
     metrics_address=str,
     listen=str,
+    share=str,
     ranks=int,
     key_file=click.Path(path_type=Path),
     tls_cert=click.Path(path_type=Path),

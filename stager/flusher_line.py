@@ -21,6 +21,7 @@ from typing import Any
 
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.image.shares import WHOLE
 from holdfast.log_files import log_path
 from holdfast.process import wait_readable
 from holdfast.ring.doorbell import Message
@@ -63,6 +64,11 @@ class FlusherLine:
         self._cut_at = self._try_at = 0.0
         self._thread: threading.Thread | None = None
         self._found: queue.SimpleQueue[Flusher | HoldfastError] = queue.SimpleQueue()
+
+    @property
+    def leads_others(self) -> bool:
+        """Whether other stagers have the attempt of this one's flusher."""
+        return self._config.share.leads and self._config.share != WHOLE
 
     @property
     def log_path(self) -> Path:
@@ -208,7 +214,11 @@ class FlusherLine:
         if self._config.ring_bytes is not None:
             update["ring_bytes"] = ring.chunk_bytes * ring.ring_chunks
         try:
-            found = attach(self._config.model_copy(update=update), held=self.flusher)
+            found = attach(
+                self._config.model_copy(update=update),
+                held=self.flusher,
+                lead_attempt=0 if self._config.share.leads else self.flusher.attempt,
+            )
             if found.ring.chunk_bytes != ring.chunk_bytes:
                 found.close()
                 raise ProtocolError(

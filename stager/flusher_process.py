@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,7 +52,7 @@ class FlusherAhead:
     def __init__(self, config: StagerConfig) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(HoldfastError, OSError):  # `attach` meets the same, and says it to the ranks
-            if not (runtime_directory(config.store, config.runtime_dir) / ipc.SOCKET_NAME).exists():
+            if not (_directory(config) / ipc.SOCKET_NAME).exists():
                 self._process = _launch(config, ["ahead"], subprocess.PIPE)
 
     @property
@@ -97,24 +98,33 @@ class Flusher:
 
 
 def attach(
-    config: StagerConfig, *, held: Flusher | None = None, ahead: FlusherAhead | None = None
+    config: StagerConfig,
+    *,
+    held: Flusher | None = None,
+    ahead: FlusherAhead | None = None,
+    lead_attempt: int = 0,
 ) -> Flusher:
     """Attach to the run's flusher; start one if none is there. At most `start_seconds_max`. From any thread. `held`:
     the flusher that has ended, if its ring is still mapped: the next one may go on with it. `ahead`: one that waits to
-    begin.
+    begin. `lead_attempt`: the attempt of a new job, where another stager leads; 0 where the flusher gives it.
 
     Raises:
         StoreError, FencedError, ConfigError: The flusher could not start; its own error.
         PeerLost: It did not answer in time, or ended without a word.
     """
     deadline = time.monotonic() + config.start_seconds_max
-    directory = runtime_directory(config.store, config.runtime_dir)
+    directory = _directory(config)
     socket_path = directory / ipc.SOCKET_NAME
     attempt = 0 if held is None else held.attempt
-    greeted = _greet(socket_path, attempt, deadline)
+    hello = {
+        "attempt": attempt,
+        "share": [config.share.index, config.share.writers],
+        "lead_attempt": lead_attempt,
+    }
+    greeted = _greet(socket_path, hello, deadline)
     if greeted is None:
         _start(config, deadline, ahead)
-        greeted = _greet(socket_path, attempt, deadline, wait=True)
+        greeted = _greet(socket_path, hello, deadline, wait=True)
     if greeted is None:
         raise PeerLost(
             f"the flusher that was started hung up before it answered; see {log_path('flusher', config.store)}"
@@ -145,6 +155,10 @@ def attach(
     return Flusher(channel, ring, welcome["attempt"], welcome["store_url"], welcome["pid"], resumed)
 
 
+def _directory(config: StagerConfig) -> Path:
+    return runtime_directory(config.store, config.runtime_dir, share=config.share.index)
+
+
 def reap() -> None:
     """Let go of the flushers that this process started and that have ended: otherwise they stay as zombies."""
     for process in [process for process in _started if process.poll() is not None]:
@@ -161,10 +175,10 @@ def reap() -> None:
 
 
 def _greet(
-    socket_path: Path, attempt: int, deadline: float, *, wait: bool = False
+    socket_path: Path, hello: Mapping[str, Any], deadline: float, *, wait: bool = False
 ) -> tuple[ipc.Channel, dict[str, Any]] | None:
     """The connection to a flusher that has said welcome. None: none answered, or it was just ending, and hung up.
-    `attempt`: of the ring that this stager has; 0: none. `wait`: for a flusher that was just started.
+    `hello`: what it is told of this stager. `wait`: for a flusher that was just started.
     """
     try:
         channel = ipc.connect(
@@ -175,7 +189,7 @@ def _greet(
             raise
         return None
     try:
-        channel.send("hello", version=ipc.VERSION, pid=os.getpid(), attempt=attempt)
+        channel.send("hello", version=ipc.VERSION, pid=os.getpid(), **hello)
         welcome = _await_welcome(channel, deadline)
     except BaseException:
         channel.close()

@@ -23,6 +23,7 @@ from types import FrameType
 
 from holdfast.config import StagerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
+from holdfast.image.shares import ShareNumber
 from holdfast.net.address import Address, parse_address
 from holdfast.net.key import read_key
 from holdfast.net.tls import StagerTls
@@ -78,6 +79,17 @@ def tls_of(config: StagerConfig) -> StagerTls | None:
     return StagerTls(config.tls_cert, config.tls_key)
 
 
+def _wrong_place(share: ShareNumber, lead_attempt: int) -> ConfigError | None:
+    """Why ranks that name this attempt have not meant a stager with this share; None if they have."""
+    if share.leads == (lead_attempt == 0):
+        return None
+    taken_for = "the first stager" if lead_attempt == 0 else "one after the first"
+    return ConfigError(
+        f"the ranks take the stager with share {share} for {taken_for}; name the stagers in HOLDFAST_STAGER in the "
+        "order of their shares, 1/S first"
+    )
+
+
 class StandingStager:
     """See the module. Main thread.
 
@@ -99,7 +111,8 @@ class StandingStager:
         self._own_key = None if key else StagerKey(self.address)
         if self._own_key is not None:
             key = self._own_key.key
-        self._keeper: RingKeeper | None = RingKeeper(runtime_directory(config.store, config.runtime_dir))
+        self._directory = runtime_directory(config.store, config.runtime_dir, share=config.share.index)
+        self._keeper: RingKeeper | None = RingKeeper(self._directory)
         self._reactor = Reactor()
         self._listener = JobListener(sock, self._reactor, key, ranks=config.ranks, tls=tls)
         self._stopped = False
@@ -116,8 +129,9 @@ class StandingStager:
             signal.signal(number, self._told_to_stop)
 
     def _attach_early(self) -> Flusher | None:
-        # Now, and not at the first job: a wrong store is the operator's to hear, while nothing depends on it.
-        return attach(self._config)
+        # Now, and not at the first job: a wrong store is the operator's to hear, while nothing depends on it. But where
+        # another stager leads, the attempt of its job is known once the ranks say it.
+        return attach(self._config) if self._config.share.leads else None
 
     @property
     def line_for_ranks(self) -> str:
@@ -167,7 +181,7 @@ class StandingStager:
     def _await_job(self) -> bool:
         """Wait for a job; False: it was told to stop, or none has come in time."""
         deadline = time.monotonic() + (self._config.idle_seconds_max or math.inf)
-        directory = runtime_directory(self._config.store, self._config.runtime_dir)
+        directory = self._directory
         waiting = functools.partial(self._said, time.time())
         # A job has a document of its own (`serve`); between jobs nothing is at risk, and this says who waits.
         with serve_status(directory, "stager", waiting) if directory.is_dir() else contextlib.nullcontext():
@@ -205,7 +219,12 @@ class StandingStager:
         try:
             attached, self._attached = self._attached, None
             self._lost = lost = serve(
-                port, self._config, attached=attached, is_stopping=lambda: self._stopped
+                port,
+                self._config,
+                _wrong_place(self._config.share, hello.lead_attempt),
+                attached=attached,
+                is_stopping=lambda: self._stopped,
+                lead_attempt=hello.lead_attempt,
             )
             if self._stopped:
                 self._left_alone = sorted(lost)

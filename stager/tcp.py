@@ -55,7 +55,7 @@ class TcpTrainersPort:
         start_seconds_max: How long after the first rank the others may come.
 
     Attributes:
-        ranks: How many there are. `launch`, `incarnation`, `generation`: which job it is (`Hello`).
+        ranks: How many there are. `launch`, `incarnation`, `generation`, `lead_attempt`: which job it is (`Hello`).
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class TcpTrainersPort:
         self._reactor, self._clock = reactor, clock
         self.ranks, self.launch = hello.ranks, hello.launch
         self.incarnation, self.generation = hello.incarnation, hello.generation
+        self.lead_attempt = hello.lead_attempt
         self._reconnect_seconds_max = reconnect_seconds_max
         self._start_deadline = clock() + start_seconds_max
         self._start_seconds_max = start_seconds_max

@@ -64,14 +64,14 @@ BUDGETS = {
     "holdfast": 2550,
     "holdfast/checkpoints": 2850,
     "holdfast/command": 700,
-    "holdfast/image": 2500,
+    "holdfast/image": 2750,
     "holdfast/integrations": 150,
     "holdfast/net": 900,
     "holdfast/notices": 850,
     "holdfast/notify": 650,
     "holdfast/policy": 400,
     "holdfast/ring": 2000,
-    "holdfast/store": 3850,
+    "holdfast/store": 3900,
     "holdfast/telemetry": 2400,
     "holdfast/wire": 1950,
     "operator_side": 200,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5150,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 85_200
+PRODUCT_LINES_MAX = 86_750
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

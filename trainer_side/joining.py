@@ -1,6 +1,7 @@
 """Lets a rank join its job: with a stager, with local tiers, or with both.
 
 a stager in the job ─► Link      HELLO ─► WELCOME: its attempt, its store
+several             ─► StagerGroup  a link to each; the lead first, whose attempt the others are told
 none, but tiers     ─► NoStager  attempt: one more than any tier or the store knows of
 tiers               ─► LocalTiers  over both; a plain TierSet where none are set
 """
@@ -9,26 +10,28 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import uuid
 from collections.abc import Sequence
 
 from holdfast.checkpoints.catalog import CatalogLook
 from holdfast.checkpoints.lease import note_attempt
 from holdfast.config import TrainerConfig
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.faultpoint import identify
 from holdfast.store import open_store, refuse_missing_parent
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
-from trainer_side.link.greeting import greet
-from trainer_side.link.inbox import StagerInbox
+from trainer_side.link.greeting import Greeted, greet
+from trainer_side.link.inbox import ShareInbox, StagerInbox
 from trainer_side.link.link import Link
 from trainer_side.link.no_stager import NoStager
 from trainer_side.link.rejoining import Reconnect
+from trainer_side.link.stager_group import StagerGroup
 from trainer_side.link.to_stager import ToStager
 from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.ranks.peers import Peers, agree, gather
-from trainer_side.ranks.ports import World
+from trainer_side.ranks.ports import StagerPort, World
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.seat import meet_once
 from trainer_side.tiers.tier import Tier
@@ -36,6 +39,11 @@ from trainer_side.tiers.tier_inventory import TierInventory, take_inventory
 from trainer_side.tiers.tier_set import StagerCouncil, TierSet
 
 _log = logging.getLogger("holdfast.trainer")
+
+_LEAVE_SECONDS_MAX = 5.0
+# A lost lead is waited for: the pause between two tries grows, and this one would come late.
+_LEAD_SECONDS_MAX = 5.0
+_LOOK_SECONDS = 0.05
 
 
 def join(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> ToStager:
@@ -51,24 +59,106 @@ def join(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventL
     compare(config, world.peers(), alone=alone)
     if alone and config.tiers:
         return NoStager(config, world)
+    if len(config.stagers) > 1:
+        return meet_stagers(config, world, inbox, events)
     return meet_stager(config, world, inbox, events)
 
 
 def meet_stager(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> Link:
     """Say HELLO, and wait for the stager's WELCOME, at most `start_seconds_max`; raises as `greet`. Main thread.
 
-    ConfigError also: there is no stager in this job, or this process has met it before.
+    ConfigError also: there is no stager in this job, this process has met it before, or it is one of several.
     """
+    link = _meet_lead(config, world, inbox, events)
+    link.close_at_exit()
+    return link
+
+
+def _meet_lead(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> Link:
     identify(f"rank:{world.rank}")
-    port = world.port()
-    meet_once(port)
-    greeted = greet(port, ranks=world.ranks, seconds_max=config.start_seconds_max)
+    greeted = _greet(config, world.port(), 0, world.ranks)
     again = None
     if world.again is not None and config.on_stager_lost != "end":
         again = Reconnect(world.again, lambda: _newest_published(greeted.welcome.store_url))
-    link = Link(config, greeted, inbox, events, rank=world.rank, again=again)
-    link.close_at_exit()
-    return link
+    name = _name(config, 0)
+    return Link(config, greeted, inbox, events, rank=world.rank, again=again, name=name)
+
+
+def meet_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> StagerGroup:
+    """Meet the lead, and then each of the other stagers, as `meet_stager`. Main thread.
+
+    ConfigError also: a stager writes another run than the lead, or in other chunks; or a setting is not supported with
+    several stagers.
+    """
+    if config.tiers:
+        raise ConfigError(
+            f"trainer setting tiers: expected none with {len(config.stagers)} stagers, got {', '.join(config.tiers)}: "
+            "local tiers beside several stagers are not supported; unset HOLDFAST_TIERS, or name one stager"
+        )
+    lead = _meet_lead(config, world, inbox, events)
+    links = [lead]
+    try:
+        others = range(1, len(config.stagers))
+        links.extend(_meet_member(config, world, index, lead, inbox, events) for index in others)
+    except BaseException:
+        for link in links:
+            link.close(seconds_max=0.0)
+        raise
+    names = [_name(config, index) for index in range(len(links))]
+    group = StagerGroup(links, names, events)
+    group.close_at_exit()
+    return group
+
+
+def _meet_member(
+    config: TrainerConfig, world: World, index: int, lead: Link, inbox: StagerInbox, events: EventLog
+) -> Link:
+    attempt, name = lead.job.attempt, _name(config, index)
+    greeted = _greet(config, world.member(index, attempt), index, world.ranks)
+    said = greeted.welcome.attempt, greeted.welcome.store_url, greeted.welcome.chunk_bytes
+    expected = attempt, lead.job.store_url, lead.job.chunk_bytes
+    if said != expected:
+        greeted.port.leave(_LEAVE_SECONDS_MAX)
+        raise ConfigError(
+            f"{name}: expected attempt {expected[0]} of {expected[1]} in chunks of {expected[2]} bytes, as the first "
+            f"stager has it, got attempt {said[0]} of {said[1]} in chunks of {said[2]} bytes; start all stagers with "
+            "the same store and chunk_bytes"
+        )
+    again = None
+    if config.on_stager_lost == "train":
+        # The lead looks whether another start of the job has gone on.
+        again = Reconnect(lambda generation: world.member(index, _attempt_of(lead), generation), lambda: 0)
+    own = ShareInbox(world.rank, lambda: inbox.last_step)
+    return Link(config, greeted, own, events, rank=world.rank, again=again, name=name)
+
+
+def _attempt_of(lead: Link) -> int:
+    """The attempt of the lead, once it is reached. PeerLost: it is not reached for long; try again."""
+    deadline = time.monotonic() + _LEAD_SECONDS_MAX
+    while lead.job.problem is not None:
+        if time.monotonic() > deadline:
+            raise PeerLost(f"the first stager is lost: {lead.job.problem}")
+        time.sleep(_LOOK_SECONDS)
+    return lead.job.attempt
+
+
+def _greet(config: TrainerConfig, port: StagerPort, index: int, ranks: int) -> Greeted:
+    meet_once(port)
+    greeted = greet(port, ranks=ranks, seconds_max=config.start_seconds_max)
+    said, stagers = greeted.welcome, max(1, len(config.stagers))
+    if (said.share, said.shares) != (index + 1, stagers):
+        port.leave(_LEAVE_SECONDS_MAX)
+        raise ConfigError(
+            f"{_name(config, index)}: expected the stager with share {index + 1}/{stagers}, got share "
+            f"{said.share}/{said.shares}; name all stagers in HOLDFAST_STAGER in the order of their shares"
+        )
+    return greeted
+
+
+def _name(config: TrainerConfig, index: int) -> str:
+    """The name of a stager in messages."""
+    stagers = config.stagers
+    return f"stager {index + 1}/{len(stagers)} at {stagers[index]}" if len(stagers) > 1 else "the stager"
 
 
 def _newest_published(store_url: str) -> int:

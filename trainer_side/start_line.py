@@ -34,7 +34,9 @@ def _how_often(config: TrainerConfig, every: int | None) -> str:
 
 def _through_stager(config: TrainerConfig, store_url: str) -> str:
     stager = "the stager" if config.stager is None else f"the stager {config.stager}"
-    if config.stager == OWN_STAGER:
+    if len(config.stagers) > 1:
+        stager = f"the stagers {', '.join(config.stagers)}"
+    elif config.stager == OWN_STAGER:
         stager = "a stager of this job on rank 0's machine"
     beside = f", and in {', '.join(config.tiers)}" if config.tiers else ""
     return f"to {store_url} through {stager}{beside}"

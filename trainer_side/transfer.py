@@ -12,8 +12,9 @@ import threading
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
+from holdfast.image.replicas import FIELD
 from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import Reason
 
@@ -61,6 +62,9 @@ class Transfer:
     settled: threading.Event = field(default_factory=threading.Event)  # staged, declined or failed
     ended: threading.Event = field(default_factory=threading.Event)  # durable, declined or failed
 
+    # Whether it is a part of another transfer, which stands for it in the event log.
+    is_share: ClassVar[bool] = False
+
     @classmethod
     def none(cls, step: int, record: SaveRecord, reason: Reason | None = None) -> Transfer:
         """A finished transfer for a step that is not sent to the stager."""
@@ -81,3 +85,14 @@ class Transfer:
             self.settled.set()
         if state.final:
             self.ended.set()
+
+    def release(self) -> None:
+        """Note that the source is not read any more. Called as `reach`."""
+        self.released.set()
+
+    def last_words(self) -> dict[str, Any]:
+        """What the stager is told when all is sent."""
+        body = self.record.to_json()
+        if self.fingerprints:
+            body[FIELD] = self.fingerprints
+        return body

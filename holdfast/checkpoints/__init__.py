@@ -9,6 +9,7 @@ publish, intents             names and manifests of checkpoints; a record of eac
 lease, identity              one writer per run; the process that holds the lease, so that others see whether it lives
 image_writing, image_publishing    writes a file part by part; publishes an image that a tool has at hand
 old_slices                   names what an older holdfast has left under slices/
+share_records                what several flushers that write one file tell each other
 
 verification, chunk_sums     reads a checkpoint back; the sums of one chunk
 nonfinite                    counts NaN and infinite values

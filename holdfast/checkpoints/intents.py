@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Annotated, Literal, Self
 
@@ -24,7 +24,7 @@ from holdfast.checkpoints.publish import writer_attempt
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest, manifest_name
 from holdfast.sealed import seal, unseal
-from holdfast.store.base import BegunUpload, Store, Upload
+from holdfast.store.base import BegunUpload, ObjectInfo, Store, Upload
 
 _log = logging.getLogger("holdfast.intents")
 
@@ -100,10 +100,16 @@ def forget_intent(store: Store, write_id: str) -> None:
         _log.warning("%s stays for the next writer: %s", intent_name(write_id), error)
 
 
-def clear_intents(store: Store, before_attempt: int, is_wanted: Callable[[str], bool]) -> list[str]:
+def clear_intents(
+    store: Store,
+    before_attempt: int,
+    is_wanted: Callable[[str], bool],
+    *,
+    objects: Sequence[ObjectInfo] | None = None,
+) -> list[str]:
     """Remove what earlier writers left half done, and their intents. An intent of `before_attempt` or later stays, and
-    so does one whose write-id `is_wanted`: its upload goes on, or is another process's. Returns the files that were
-    removed.
+    so does one whose write-id `is_wanted`: its upload goes on, or is another process's. `objects`: a listing of the
+    run; None: it is listed. Returns the files that were removed.
 
     Only for the run's one writer.
 
@@ -111,7 +117,7 @@ def clear_intents(store: Store, before_attempt: int, is_wanted: Callable[[str], 
         StoreError: The store failed; may be called again.
     """
     removed: list[str] = []
-    for info in store.list():
+    for info in store.list() if objects is None else objects:
         match = _NAME.fullmatch(info.name)
         if match is None or is_wanted(match[1]) or writer_attempt(match[1]) >= before_attempt:
             continue

@@ -1,6 +1,7 @@
 """The place of every byte of a checkpoint.
 
 layout, index                   each byte's place and its sender, checked and as bytes; lookups per chunk
+shares, share_sums              the part of an image that one of several stagers receives; its CRCs
 entries, chunks                 runs of bytes, entries and tensors of the image; work on one chunk
 regions, split_record           the parts of a split tensor; how it was split, for the manifest
 replicas                        whether replicas are the same on all ranks

@@ -1,6 +1,6 @@
 """How a connection of a rank to a stager begins: each proves to the other that it has the key; the rank says who it is.
 
-    rank   ── hello      versions, rank of ranks, channel, launch, incarnation, nonce ──►  stager
+    rank   ── hello      versions, rank of ranks, channel, launch, incarnation, … nonce ──►  stager
            ◄─ challenge  status, nonce, proof that the stager has the key ──
            ── proof      that the rank has the key; how much it has received before ──►
            ◄─ admission  status, how much the stager has received before, or why not ──
@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 from holdfast.errors import ProtocolError
 from holdfast.wire.frames import VERSION as WIRE_VERSION
+from holdfast.wire.frames import WHOLE_MAX
 
-VERSION = 2
+VERSION = 3
 MESSAGES_CHANNEL = 0  # the others carry payloads
 CHANNELS_MAX = 17
 NONCE_BYTES = 32
@@ -34,7 +35,7 @@ TEXT_BYTES_MAX = 2000
 RANKS_MAX = 1 << 16  # each of a job has a connection for messages to one process, and some for payloads
 GENERATION_MAX = 0xFFFF
 _MAGIC = b"HOLDFAST"
-_HELLO = struct.Struct(f"<8sHHHIIHHH{INCARNATION_BYTES}s{NONCE_BYTES}s")
+_HELLO = struct.Struct(f"<8sHHHIIHHHQ{INCARNATION_BYTES}s{NONCE_BYTES}s")
 _CHALLENGE = struct.Struct(f"<8sH{NONCE_BYTES}s{PROOF_BYTES}s")
 _PROOF = struct.Struct(f"<{PROOF_BYTES}sQ")
 _ADMISSION = struct.Struct("<HQH")
@@ -83,6 +84,8 @@ class Hello:
         launch: With `incarnation` and `generation`: see `Start`.
         nonce: Random bytes of this connection.
         resuming: This rank has been admitted before: only the stager that did so can go on with it.
+        lead_attempt: The attempt that the lead of several stagers has given, for the others; 0 for a stager that gives
+            attempts itself.
     """
 
     rank: int
@@ -93,6 +96,7 @@ class Hello:
     nonce: bytes
     resuming: bool = False
     generation: int = 0
+    lead_attempt: int = 0
 
     def to_bytes(self) -> bytes:
         """As it is sent; its last bytes are `launch`."""
@@ -108,6 +112,7 @@ class Hello:
                 len(launch),
                 int(self.resuming),
                 self.generation,
+                self.lead_attempt,
                 self.incarnation,
                 self.nonce,
             )
@@ -138,7 +143,7 @@ def read_hello(data: bytes) -> Hello:
         OtherVersion: It speaks another version.
         ProtocolError: It makes no sense.
     """
-    _, version, wire_version, channel, rank, ranks, _, resuming, generation, incarnation, nonce = (
+    _, version, wire_version, channel, rank, ranks, _, resuming, *start, incarnation, nonce = (
         _HELLO.unpack_from(data)
     )
     if (version, wire_version) != (VERSION, WIRE_VERSION):
@@ -155,7 +160,10 @@ def read_hello(data: bytes) -> Hello:
             f"rank {rank} of {ranks}, channel {channel}: expected at most {RANKS_MAX} ranks, and channels below "
             f"{CHANNELS_MAX}"
         )
-    return Hello(rank, ranks, channel, launch, incarnation, nonce, bool(resuming), generation)
+    generation, lead_attempt = start
+    if lead_attempt >= WHOLE_MAX:
+        raise ProtocolError(f"attempt {lead_attempt}: expected below 2^62")
+    return Hello(rank, ranks, channel, launch, incarnation, nonce, bool(resuming), generation, lead_attempt)
 
 
 def _prove(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:

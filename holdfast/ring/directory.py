@@ -39,12 +39,13 @@ def run_key(store_url: str) -> str:
     return hashlib.sha256(normalise_url(store_url).encode()).hexdigest()[:_KEY_DIGITS]
 
 
-def runtime_directory(store_url: str, override: Path | str | None = None) -> Path:
+def runtime_directory(store_url: str, override: Path | str | None = None, *, share: int = 0) -> Path:
     """Where the ring of this run lies, whether or not it is there yet. `override`: base directory instead of
-    `/dev/shm/holdfast-<uid>` (setting `runtime_dir`); it should be in memory.
+    `/dev/shm/holdfast-<uid>` (setting `runtime_dir`); it should be in memory. `share`: which of several stagers it
+    belongs to, from 0; two of them may be on one machine.
     """
     base = Path(override) if override is not None else Path(f"/dev/shm/holdfast-{os.geteuid()}")  # noqa: S108 (0700, owner checked)
-    return base.absolute() / run_key(store_url)
+    return base.absolute() / (run_key(store_url) + (f"-{share + 1}" if share else ""))
 
 
 def make_private_directory(

@@ -32,7 +32,7 @@ from holdfast.errors import FencedError, PeerLost, ProtocolError
 
 _log = logging.getLogger("holdfast.ipc")
 
-VERSION = 5
+VERSION = 6
 SOCKET_NAME = "flusher.sock"
 MESSAGE_BYTES_MAX = 64 * 1024
 _OUTBOX_MESSAGES_MAX = 4096  # a peer that has not read for so long is as good as dead
@@ -44,7 +44,9 @@ _RETRY_SECONDS = 0.02
 # ignored, so that a newer peer may say more.
 FIELDS: dict[str, dict[str, type]] = {
     # stager → flusher
-    "hello": {"version": int, "pid": int, "attempt": int},  # attempt 0: a new job
+    # attempt 0: a new job. share: index and writers. lead_attempt: what a new job's ring gets where another stager
+    # leads, which has it from its own flusher; 0 from the lead
+    "hello": {"version": int, "pid": int, "attempt": int, "share": list, "lead_attempt": int},
     "begin": {"attempt": int, "step": int, "layout_digest": str},
     "chunk": {"slot": int},
     "staged": {"attempt": int, "step": int},

@@ -85,6 +85,17 @@ def parts_at_once(url: str) -> int:
     return _PARTS_S3 if scheme in _S3 else _PARTS_OTHER
 
 
+def part_chunks_for(store_url: str, image_bytes: int, chunk_bytes: int) -> int:
+    """How many chunks one part of an upload of `image_bytes` to the store at `store_url` has. Asks no store: several
+    processes find out the same. Raises `ConfigError` for the URL, `StoreError` for sizes that the store does not take.
+    """
+    if not is_s3(store_url):
+        return 1
+    from holdfast.store.s3_upload import part_bytes_for
+
+    return part_bytes_for(image_bytes, chunk_bytes) // chunk_bytes
+
+
 def normalise_url(url: str) -> str:
     """One spelling for each run: absolute paths, no `file://`, no empty parts or slash at the end. Raises
     `ConfigError`: empty or malformed, or it holds what may be a secret; the message then does not repeat the URL.

@@ -84,6 +84,12 @@ class Upload(Protocol):
         """
         ...
 
+    def hand_over(self) -> None:
+        """Make durable what this process wrote, take no further parts, and let go of the upload, which stays: another
+        one that resumes it will publish it. May be called again.
+        """
+        ...
+
     def abort(self) -> None:
         """Take back everything that was written. Nothing stays; may be called twice, never raises `StoreMissing`."""
         ...

@@ -147,3 +147,7 @@ class PartedUpload:
 
     def written(self) -> frozenset[int]:
         return self._ledger.present()
+
+    def hand_over(self) -> None:
+        """A server has what it has acknowledged."""
+        self._ledger.close()

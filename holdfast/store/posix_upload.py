@@ -147,6 +147,15 @@ class PosixUpload(PartedUpload):
         self._published = True
         self._finish()
 
+    def hand_over(self) -> None:
+        """Sync what was written here: the sync of whoever publishes does not reach another host's page cache."""
+        if self._failure is not None:
+            raise self._failure
+        if self._file >= 0:
+            with translated("sync", self._path, missing_is="lost"):
+                self._sync_written()
+        self._finish()
+
     def abort(self) -> None:
         if self._published:
             return
@@ -273,6 +282,9 @@ class PosixUpload(PartedUpload):
     def _sync(self, nbytes: int) -> None:
         # Unlike a failed sync, a failed cut loses nothing: whatever forbade it can be mended.
         os.ftruncate(self._file, nbytes)
+        self._sync_written()
+
+    def _sync_written(self) -> None:
         try:
             os.fsync(self._file)
         except OSError as error:

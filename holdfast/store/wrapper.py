@@ -111,6 +111,9 @@ class UploadWrapper:
     def publish(self) -> None:
         self._store.forward("publish", self._inner.publish)
 
+    def hand_over(self) -> None:
+        self._store.forward("hand_over", self._inner.hand_over)
+
     def abort(self) -> None:
         self._store.forward("abort", self._inner.abort)
 

@@ -17,6 +17,7 @@ class Welcome:
     Attributes:
         attempt: Fencing epoch of this job; all later frames carry it.
         offer_seconds_max: How long it waits for the last rank's offer of a step.
+        share: Which of several stagers it is, from 1. `shares`: how many there are.
     """
 
     store_url: str
@@ -26,6 +27,8 @@ class Welcome:
     ranks: int
     offer_seconds_max: float
     beat_seconds: float
+    share: int = 1
+    shares: int = 1
 
     def to_frame(self) -> bytes:
         return encode(Kind.WELCOME, attempt=self.attempt, body=to_json(asdict(self)))
@@ -51,9 +54,14 @@ class Welcome:
             ranks=int,
             offer_seconds_max=float,
             beat_seconds=float,
+            share=int,
+            shares=int,
         )
         welcome = cls(**{name: document[name] for name in cls.__slots__})
-        wholes = (welcome.attempt, welcome.chunk_bytes, welcome.ring_chunks, welcome.ranks)
+        wholes = (
+            *(welcome.attempt, welcome.chunk_bytes, welcome.ring_chunks, welcome.ranks),
+            *(welcome.share, welcome.shares),
+        )
         seconds = (welcome.beat_seconds, welcome.offer_seconds_max)
         if not all(0 < number < WHOLE_MAX for number in wholes) or not all(
             0 < s < _SECONDS_MAX for s in seconds
@@ -61,6 +69,8 @@ class Welcome:
             raise ProtocolError(
                 f"WELCOME: expected numbers above 0 that are no infinity, got {welcome!r:.500}"
             )
+        if welcome.share > welcome.shares:
+            raise ProtocolError(f"WELCOME: share {welcome.share} of {welcome.shares}, expected one of them")
         return welcome
 
     @staticmethod

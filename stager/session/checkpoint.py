@@ -6,7 +6,7 @@ by itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -44,6 +44,7 @@ class Checkpoint:
         step: Its step. `ranks`: how many must send. `begun_at`: time of its first offer.
         digests: rank → layout digest it offered. `records`: rank → what it said. `done`: ranks that said DONE.
         fingerprints: rank → those of its replicas, of the ranks that sent them.
+        chunks: Those that this stager receives: all, or its share.
         part_chunks: How many chunks the flusher writes at a time.
         queue: The chunks without a slot; None before all have offered, and when it has ended.
         open_slots: chunk → slot, while it is being filled.
@@ -62,6 +63,7 @@ class Checkpoint:
     done: set[int] = field(default_factory=set)
     fingerprints: dict[int, tuple[int, ...]] = field(default_factory=dict)
     layout: Layout | None = None
+    chunks: range = range(0)
     part_chunks: int = 1
     queue: ChunkQueue | None = None
     open_slots: dict[int, int] = field(default_factory=dict)
@@ -80,12 +82,11 @@ class Checkpoint:
     @property
     def handed_over(self) -> int:
         """How many chunks have come in whole and were handed to the flusher."""
-        assert self.layout is not None
-        return self.layout.chunks - self.ungranted - len(self.open_slots)
+        return len(self.chunks) - self.ungranted - len(self.open_slots)
 
     @property
     def handed_over_fraction(self) -> float:
-        return self.handed_over / self.layout.chunks if self.layout is not None else 0.0
+        return self.handed_over / len(self.chunks) if self.chunks else 0.0
 
     @property
     def ungranted(self) -> int:
@@ -97,15 +98,15 @@ class Checkpoint:
         """The lowest chunk without a slot."""
         return None if self.queue is None else self.queue.next_chunk
 
-    def prepare(self, layout: Layout, now: float) -> None:
-        """All ranks have offered it, with this layout."""
-        self.layout, self.phase, self.progress_at = layout, Phase.PREPARED, now
+    def prepare(self, layout: Layout, chunks: range, now: float) -> None:
+        """All ranks have offered it, with this layout, of which this stager receives `chunks`."""
+        self.layout, self.chunks, self.phase, self.progress_at = layout, chunks, Phase.PREPARED, now
         # Opening the upload may take a while and need not be waited for: until the flusher says how large its parts
         # are, the whole image counts as one, which is to say that chunks are granted strictly from the lowest.
         self.part_chunks = layout.chunks
-        self.queue = ChunkQueue(layout)
-        self.frames_left = dict(enumerate(layout.frames))
-        self.frames_missing = sum(layout.frames)
+        self.queue = ChunkQueue(layout, chunks)
+        self.frames_left = dict(enumerate(_frames_in(layout, chunks)))
+        self.frames_missing = sum(self.frames_left.values())
 
     def owed_by(self, rank: int) -> bool:
         """Whether something of `rank` is still to come."""
@@ -191,6 +192,17 @@ class Checkpoint:
             return f"the ring had no free slot for {limit:g} s; is the store slow, or the ring too small?"
         silent = [rank for rank in range(self.ranks) if rank not in self.done and rank not in lost]
         return f"the stager waited {limit:g} s for {_ranks(silent)} to say that all was sent"
+
+
+def _frames_in(layout: Layout, chunks: range) -> Sequence[int]:
+    """Per rank, how many frames it sends into these chunks."""
+    if len(chunks) == layout.chunks:
+        return layout.frames
+    frames = [0] * layout.ranks
+    for chunk in chunks:
+        for rank in layout.senders(chunk):
+            frames[rank] += 1
+    return frames
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -21,14 +21,18 @@ _STALE_MIN = 64  # entries; the heap is rebuilt only when it has more than these
 
 
 class ChunkQueue:
-    """See the module. Changed only by `stager.session.checkpoint.Checkpoint`. `left`: chunks without a slot."""
+    """See the module. Changed only by `stager.session.checkpoint.Checkpoint`. `left`: chunks without a slot.
 
-    def __init__(self, layout: Layout) -> None:
+    `chunks`: Those of this stager's share; the others never wait here.
+    """
+
+    def __init__(self, layout: Layout, chunks: range) -> None:
         self._layout, self._ranks = layout, layout.ranks
-        self.left = layout.chunks
-        self._waiting = bytearray([_WAITS]) * layout.chunks
+        self.left = len(chunks)
+        before, after = bytes(chunks.start), bytes(layout.chunks - chunks.stop)
+        self._waiting = bytearray(before + bytes([_WAITS]) * len(chunks) + after)
         self._lowest = 0  # no chunk below waits
-        self._incomplete = bytearray([1]) * layout.chunks
+        self._incomplete = bytearray(before + bytes([1]) * len(chunks) + after)
         self._first = 0
         slices = [layout.slice_chunks(rank) for rank in range(layout.ranks)]
         self._ends = [own.stop for own in slices]

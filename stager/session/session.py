@@ -14,6 +14,9 @@ deadline, and its message names who waited for whom. A checkpoint that has arriv
 flusher has not begun to write it: the ring has the bytes, so a store that is down does not matter. Only an image larger
 than the ring needs `began`. The death of a flusher ends no checkpoint: credits are granted and chunks arrive while
 slots are free. The next flusher gets the list of `known` and continues.
+
+One of several stagers has a session for its share of the chunks. To it *staged* means its share, which is good only if
+the others are staged too: ranks that hear otherwise decline the step, and it ends here although it is staged.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections.abc import Callable, Iterable, KeysView
 from typing import Any
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
+from holdfast.image.layout import Layout
 from holdfast.image.replicas import OnDivergence, Replicas
 from holdfast.image.save_record import SaveRecord
 from holdfast.notices.should_save import InFlight
@@ -68,6 +72,7 @@ class Session:
         flusher_slots: Slots that still hold chunks of an earlier job; the flusher will free them.
         offer_seconds_max: How long the last rank's offer is waited for after the first.
         chunk_seconds_max: How long a granted chunk may take; also how long a checkpoint may wait for room in the ring.
+        share: The chunks of an image that this stager receives; None: all of them, as the only stager.
     """
 
     def __init__(
@@ -79,8 +84,9 @@ class Session:
         offer_seconds_max: float,
         chunk_seconds_max: float,
         on_divergence: OnDivergence = "warn",
+        share: Callable[[Layout], range] | None = None,
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self._share = ranks, share
         self._on_divergence, self._replicas = on_divergence, Replicas()
         self._offer_seconds_max, self._chunk_seconds_max = offer_seconds_max, chunk_seconds_max
         self._admission = Admission()
@@ -241,18 +247,32 @@ class Session:
         if isinstance(layout, HoldfastError):
             self._fail(checkpoint, layout)
             return
-        checkpoint.prepare(layout, self._now)
+        chunks = range(layout.chunks) if self._share is None else self._share(layout)
+        if not chunks:
+            self._fail(
+                checkpoint,
+                ProtocolError(
+                    f"step {checkpoint.step}: this stager has no share of an image of {layout.chunks} chunks, and the "
+                    "ranks offered it one; give all stagers and ranks the same list of stagers"
+                ),
+            )
+            return
+        checkpoint.prepare(layout, chunks, self._now)
         self._actions.append(BeginReceiving(checkpoint.step, layout))
 
     def _on_decline(self, event: Decline) -> None:
         checkpoint = self._entered(event.rank, event.step)
-        if checkpoint is None or not checkpoint.under_way:
+        if checkpoint is None or not (checkpoint.under_way or self._may_take_back(checkpoint)):
             return
         reason = event.reason.of_rank(event.rank)
         body: dict[str, Any] = {"reason": reason.text, "cause": reason.cause}
         if event.needed_pickle_bytes > 0:
             body["new_pickle_reserve_bytes"] = pickle_reserve_bytes(event.needed_pickle_bytes)
         self._end(checkpoint, Tell(None, Kind.DECLINED, checkpoint.step, body), reason.text)
+
+    def _may_take_back(self, checkpoint: Checkpoint) -> bool:
+        """Whether it may end although it is staged: a share is of no use where another one is missing."""
+        return self._share is not None and checkpoint.phase is Phase.STAGED
 
     # -- credits and payloads ------------------------------------------------------------------------------------
 

@@ -39,8 +39,8 @@ Attach = Callable[..., StagerClient]
 def attach() -> Iterator[Attach]:
     attached: list[StagerClient] = []
 
-    def one(directory: Path, **options: int) -> StagerClient:
-        attached.append(StagerClient(directory, **options))
+    def one(directory: Path, *, seed: int = 0, attempt: int = 0) -> StagerClient:
+        attached.append(StagerClient(directory, seed=seed, attempt=attempt))
         return attached[-1]
 
     yield one

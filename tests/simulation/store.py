@@ -292,6 +292,9 @@ class SimUpload:
         self._client.act("publish", self._name, show, writes=True)
         self.published = True
 
+    def hand_over(self) -> None:
+        self._client.act("hand_over", self._name, lambda: None)
+
     def abort(self) -> None:
         if not self.published:
             self._client.act(

@@ -172,6 +172,9 @@ class MemoryUpload:
             self._end()
         self.published = True
 
+    def hand_over(self) -> None:
+        self._store.before("hand_over", self._name)
+
     def abort(self) -> None:
         if not self.published:
             with self._store.lock:

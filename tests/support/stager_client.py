@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from holdfast.image.shares import WHOLE, ShareNumber
 from holdfast.ring.doorbell import SOCKET_NAME, VERSION, Message, connect
 from holdfast.ring.doubts import DoubtedSteps, write_doubts
 from holdfast.ring.journal import SlotState
@@ -26,15 +27,22 @@ DEADLINE_SECONDS = 120.0
 
 
 class FlusherProcess:
-    """`python -m flusher` on a run below `base`."""
+    """`python -m flusher` on a run below `base`, or at the URL `store`."""
 
     def __init__(
-        self, base: Path, *options: str, chunk: str = "64KiB", ring: str = "1MiB", fault: str = ""
+        self,
+        base: Path,
+        *options: str,
+        chunk: str = "64KiB",
+        ring: str = "1MiB",
+        fault: str = "",
+        store: str = "",
     ) -> None:
         self.store = base / "store" / "run"
+        self.url = store or str(self.store)
         self.events = base / "events.jsonl"
         command = [
-            *(sys.executable, "-m", "flusher", "--create", "--store", str(self.store)),
+            *(sys.executable, "-m", "flusher", "--create", "--store", self.url),
             *(("--ring-bytes", ring) if ring else ()),  # else it grows
             *("--chunk-bytes", chunk, "--runtime-dir", str(base / "rt")),
             *("--events", str(self.events), "--grace-seconds", "0", *options),
@@ -93,17 +101,32 @@ class FlusherProcess:
 
 
 class StagerClient:
-    """Plays the stager.
+    """Plays the stager. `share`, `lead_attempt`: what it says of itself where there are several.
 
     Attributes:
         tells: Kinds of messages that are really sent; None: all.
     """
 
-    def __init__(self, directory: Path, *, seed: int = 0, attempt: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        seed: int = 0,
+        attempt: int = 0,
+        share: ShareNumber = WHOLE,
+        lead_attempt: int = 0,
+    ) -> None:
         self.channel = connect(directory / SOCKET_NAME, wait_seconds=DEADLINE_SECONDS)
         self.heard: list[Message] = []
         self.tells: set[str] | None = None
-        self.channel.send("hello", version=VERSION, pid=os.getpid(), attempt=attempt)
+        self.channel.send(
+            "hello",
+            version=VERSION,
+            pid=os.getpid(),
+            attempt=attempt,
+            share=[share.index, share.writers],
+            lead_attempt=lead_attempt,
+        )
         try:
             self.welcome = self.wait("welcome").fields
         except AssertionError:
@@ -166,11 +189,17 @@ class StagerClient:
         self._tell("doubt")
 
     def save(
-        self, image: Image, step: int, *, flip: tuple[int, int] | None = None, shuffled: bool = True
+        self,
+        image: Image,
+        step: int,
+        *,
+        flip: tuple[int, int] | None = None,
+        shuffled: bool = True,
+        chunks: Iterable[int] | None = None,
     ) -> None:
-        """A whole checkpoint; chunks in any order as far as the ring has room for the lowest."""
+        """A whole checkpoint, or one share; chunks in any order as far as the ring has room for the lowest."""
         self.begin(image, step)
-        left = list(range(image.layout.chunks))
+        left = list(range(image.layout.chunks) if chunks is None else chunks)
         while left:
             free = sum(self.ring.state(slot) is SlotState.FREE for slot in range(self.ring.ring_chunks))
             anywhere = shuffled and free > self.ring.ring_chunks // 2

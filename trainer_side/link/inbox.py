@@ -52,18 +52,19 @@ class StagerSession:
         )
 
 
-class StagerInbox:
-    """See the module. For the link's thread."""
+class ShareInbox:
+    """What a stager that another one leads may say: no agreement among the ranks goes through it. Link's thread.
 
-    def __init__(self, rank: int, agreed_steps: AgreedSteps, schedule: Schedule) -> None:
-        self._rank, self._agreed_steps, self._schedule = rank, agreed_steps, schedule
-        # Called with each doubt of a rank, in the link's thread; set before the first save.
-        self.on_doubt: Callable[[Doubt], None] = lambda _: None
+    `last_step`: The last step that training has done; -1: none.
+    """
+
+    def __init__(self, rank: int, last_step: Callable[[], int]) -> None:
+        self._rank, self._last_step = rank, last_step
 
     @property
     def last_step(self) -> int:
         """The last step that training has done; -1: none. Any thread."""
-        return self._agreed_steps.promises.last_step
+        return self._last_step()
 
     def take(self, session: StagerSession, frame: Frame) -> None:
         """Act on one message. ProtocolError: the stager may not send this. Others: it drops this rank, and says why."""
@@ -75,6 +76,41 @@ class StagerInbox:
                 session.outbox.credited(frame)
             case Kind.DECLINED | Kind.STAGED | Kind.DURABLE | Kind.FAILED:
                 session.outbox.judged(frame)
+            case Kind.FETCHED:
+                session.requests.fetched(frame)
+            case Kind.REFUSED:
+                self._refused(session, frame)
+            case _:
+                raise ProtocolError(
+                    f"rank {self._rank}: the stager sent {frame.kind.name}, which only ranks may send, or the first of "
+                    "several stagers; install the same holdfast on all machines"
+                )
+
+    def end(self) -> None:
+        """The stager is lost: training waits for none of its messages."""
+
+    def _refused(self, session: StagerSession, frame: Frame) -> None:
+        body = wire.json_body(frame, code=str, message=str)
+        error = peer_error(body["code"], body["message"])
+        if session.requests.agreed(error):
+            return
+        if not isinstance(error, PeerLost):
+            raise error
+        # Other ranks asked, and this one was missing: its link is as good as before.
+        _log.error("rank %d did not join a save() started by other ranks: %s", self._rank, error)
+
+
+class StagerInbox(ShareInbox):
+    """See the module. For the link's thread."""
+
+    def __init__(self, rank: int, agreed_steps: AgreedSteps, schedule: Schedule) -> None:
+        super().__init__(rank, lambda: agreed_steps.promises.last_step)
+        self._agreed_steps, self._schedule = agreed_steps, schedule
+        # Called with each doubt of a rank, in the link's thread; set before the first save.
+        self.on_doubt: Callable[[Doubt], None] = lambda _: None
+
+    def take(self, session: StagerSession, frame: Frame) -> None:
+        match frame.kind:
             case Kind.SAVE_AT:
                 answer = self._agreed_steps.heard(Announcement.from_frame(frame))
                 self._reply(session, frame, Kind.AT, answer)
@@ -84,27 +120,12 @@ class StagerInbox:
                 self._reply(session, frame, Kind.HERE, answer)
             case Kind.DOUBTED:
                 self.on_doubt(Doubt.from_frame(frame))
-            case Kind.FETCHED:
-                session.requests.fetched(frame)
             case Kind.RESERVED:
                 session.requests.agreed(Agreement.from_frame(frame))
-            case Kind.REFUSED:
-                body = wire.json_body(frame, code=str, message=str)
-                error = peer_error(body["code"], body["message"])
-                if session.requests.agreed(error):
-                    return
-                if not isinstance(error, PeerLost):
-                    raise error
-                # Other ranks asked, and this one was missing: its link is as good as before.
-                _log.error("rank %d did not join a save() started by other ranks: %s", self._rank, error)
             case _:
-                raise ProtocolError(
-                    f"rank {self._rank}: the stager sent {frame.kind.name}, which only ranks may send; "
-                    "install the same holdfast on all machines"
-                )
+                super().take(session, frame)
 
     def end(self) -> None:
-        """The stager is lost: training waits for none of its messages."""
         self._agreed_steps.end()
         self._schedule.end()
 

@@ -34,8 +34,9 @@ from holdfast.wire.frames import Kind
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.background_thread import BackgroundThread, ThreadDied, thread_died
 from trainer_side.link.greeting import Greeted
-from trainer_side.link.inbox import StagerInbox, StagerSession
+from trainer_side.link.inbox import ShareInbox, StagerSession
 from trainer_side.link.job_state import JobState
+from trainer_side.link.last_transfers import LastTransfers
 from trainer_side.link.outgoing import Outgoing, SendPlan
 from trainer_side.link.poll_backoff import PollBackoff
 from trainer_side.link.rejoining import Reconnect, Rejoining
@@ -46,7 +47,6 @@ from trainer_side.transfer import SliceSource, Transfer, TransferState
 _log = logging.getLogger("holdfast.trainer.link")
 
 _LEAVE_SECONDS_MAX = 5.0
-_QUIET_SECONDS = 10.0  # until the log says what the end waits for
 _EXIT_SECONDS_MAX = 10.0
 _TASK = "sends checkpoints to the stager and hears from it"
 
@@ -54,18 +54,19 @@ _TASK = "sends checkpoints to the stager and hears from it"
 class Link:
     """See the module; a `ToStager`. Its methods belong to the training thread unless they say otherwise.
 
-    `again` says how to reach a lost stager again; None: it stays lost.
+    `again` says how to reach a lost stager again; None: it stays lost. `name` is that of the stager in the log.
     """
 
     def __init__(
         self,
         config: TrainerConfig,
         greeted: Greeted,
-        inbox: StagerInbox,
+        inbox: ShareInbox,
         events: EventLog,
         *,
         rank: int,
         again: Reconnect | None = None,
+        name: str = "the stager",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._inbox, self._events, self._clock = config, inbox, events, clock
@@ -80,6 +81,10 @@ class Link:
         )
         tiers = ", ".join(config.tiers)
         self._kept_there = f"checkpoints are kept in {tiers} alone" if tiers else ""
+        # Called in this link's thread, right after `job` says that the stager is lost, or is there again.
+        self.on_lost: Callable[[HoldfastError], None] = lambda _: None
+        self.on_back: Callable[[], None] = lambda: None
+        self._name = name
         self._plan: SendPlan | None = None
         self._newest_step = -1
         self._accepted: list[Transfer] = []  # by the training thread, for close()
@@ -119,7 +124,16 @@ class Link:
 
     def offer(self, step: int, source: SliceSource, record: SaveRecord, layout: Layout) -> Transfer:
         transfer = Transfer(step, record)
-        problem = self.job.problem
+        self.send(transfer, source, layout)
+        if not transfer.ended.is_set():
+            self._accepted = [other for other in self._accepted if not other.ended.is_set()] + [transfer]
+        return transfer
+
+    def send(
+        self, transfer: Transfer, source: SliceSource, layout: Layout, chunks: range | None = None
+    ) -> None:
+        """Offer a checkpoint, of which the stager receives `chunks`, the same of each layout; None: all."""
+        step, problem = transfer.step, self.job.problem
         refusal = None if problem is None else Reason.of_error(problem)
         if problem is not None:
             self._newest_step = max(self._newest_step, step)
@@ -132,15 +146,13 @@ class Link:
             )
         if refusal is not None:
             transfer.reach(TransferState.DECLINED, refusal)
-            transfer.released.set()
-            return transfer
+            transfer.release()
+            return
         self._newest_step = step
-        self._accepted = [other for other in self._accepted if not other.ended.is_set()] + [transfer]
         if self._plan is None or self._plan.layout is not layout:
-            self._plan = SendPlan.of(layout, self.job.rank)
+            self._plan = SendPlan.of(layout, self.job.rank, chunks)
         outgoing = Outgoing(transfer, source, self._plan)
         self._command(lambda: self._begin(outgoing))
-        return transfer
 
     def answer(self, step: int) -> Reason | None:
         verdict = self._session.outbox.verdict(step)
@@ -183,13 +195,10 @@ class Link:
         """
         if not self._closed:
             self._closed = True
-            self._wait(wait_for, seconds_max)
-
-        def leave() -> None:
-            self._leaving = True
-
+            last_transfers = LastTransfers(self.job, self._accepted, self._clock)
+            last_transfers.wait(wait_for, seconds_max)
         # Again after a close() that an exception has ended: nobody else may use the port yet.
-        self._command(leave)
+        self.leave()
         self._thread.join(2 * _LEAVE_SECONDS_MAX)
         self._not_at_exit()
         if self._thread.is_alive():
@@ -199,31 +208,17 @@ class Link:
                 2 * _LEAVE_SECONDS_MAX,
             )
 
-    def _wait(self, wait_for: TransferState, seconds_max: float) -> None:
-        deadline = self._clock() + seconds_max
-        is_said = self.job.rank != 0  # all of them wait: one says so
-        for transfer in self._accepted:
-            event = transfer.ended if wait_for is TransferState.DURABLE else transfer.settled
-            quiet_seconds = min(_QUIET_SECONDS, max(0.0, deadline - self._clock()))
-            if not is_said and not event.wait(quiet_seconds) and self.job.problem is None:
-                is_said = True
-                _log.warning(
-                    "waiting until %s for step %d, which is %s, to be %s; if it is the store, the stager says why",
-                    time.strftime("%H:%M:%S", time.localtime(time.time() + deadline - self._clock())),
-                    transfer.step,
-                    transfer.state.value,
-                    wait_for.value,
-                )
-            if not event.wait(max(0.0, deadline - self._clock())) and self.job.problem is None:
-                _log.error(
-                    "rank %d: close() waited %g s for step %d, which is %s and not yet %s; look at the log of the "
-                    "flusher",
-                    self.job.rank,
-                    seconds_max,
-                    transfer.step,
-                    transfer.state.value,
-                    wait_for.value,
-                )
+    def leave(self) -> None:
+        """Have the thread say good-bye and end; `close` waits for it."""
+
+        def leave() -> None:
+            self._leaving = True
+
+        self._command(leave)
+
+    def lose(self, error: HoldfastError) -> None:
+        """Act as if the stager were lost; one that comes again is searched as ever. Any thread."""
+        self._command(lambda: self._lose(error))
 
     def close_at_exit(self) -> None:
         """A script that ends without `close` must not leave the stager waiting for this rank."""
@@ -327,7 +322,9 @@ class Link:
     def _give_up(self, error: HoldfastError, *, comes_again: bool = False) -> None:
         if self.job.problem is not None:
             return
-        what = "the link to the stager is broken" if isinstance(error, ThreadDied) else "the stager is lost"
+        what = f"{self._name} is lost"
+        if isinstance(error, ThreadDied):
+            what = f"the link to {self._name} is broken"
         if self._kept_there and comes_again:
             means = f"nothing goes to it until it is reached again; training goes on, and {self._kept_there}"
         elif self._kept_there:
@@ -340,6 +337,7 @@ class Link:
         self._events.emit("stager_lost", {"code": error.code, "message": str(error)})
         # After log and event: another thread that sees the one finds the other.
         self.job.lose(error)
+        self.on_lost(error)
         self._inbox.end()
         self._session.outbox.lose(error)
         self._session.requests.end(error)
@@ -350,6 +348,7 @@ class Link:
             found = None if self._rejoining is None else self._rejoining.look()
         except ThreadDied as died:
             self.job.problem, self._rejoining = died, None
+            self.on_lost(died)
             return True
         if found is None:
             return False
@@ -360,9 +359,10 @@ class Link:
         attempt = self.job.attempt
         self._events.emit("stager_back", {"seconds": found.seconds, "tries": found.tries, "attempt": attempt})
         _log.warning(
-            "rank %d: the stager is reached again after %.0f s and %d tries, and this job is attempt %d from now on; "
+            "rank %d: %s is reached again after %.0f s and %d tries, and this job is attempt %d from now on; "
             "the next save goes to it",
             self.job.rank,
+            self._name,
             found.seconds,
             found.tries,
             attempt,
@@ -373,6 +373,7 @@ class Link:
         # Ranks come one after the other: a step of others that this one has passed without a stager ends at once.
         if passed > self.job.durable_step:
             self._decline_passed(passed)
+        self.on_back()
         untold, self._untold = self._untold, []
         for message in untold:
             if message.keep_until_unix > time.time():

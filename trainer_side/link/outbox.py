@@ -22,7 +22,7 @@ from holdfast.wire.frames import Frame, Kind
 from trainer_side.link.job_state import JobState
 from trainer_side.link.outgoing import Outgoing
 from trainer_side.ranks.ports import StagerPort
-from trainer_side.transfer import TransferState
+from trainer_side.transfer import Transfer, TransferState
 
 _KEPT = 256
 _STALL_SECONDS_MAX = 1.0  # of silence counted for one turn: a process that was stopped has not listened
@@ -149,8 +149,7 @@ class Outbox:
         body = wire.json_body(frame)
         reserve_bytes = body.get("new_pickle_reserve_bytes")
         if type(reserve_bytes) is int:
-            job = self._job
-            job.new_pickle_reserve_bytes = max(job.new_pickle_reserve_bytes, reserve_bytes)
+            self._job.has_outgrown(reserve_bytes)
         active = self._active.get(frame.step)
         if active is None:
             self._verdicts[frame.step] = frame
@@ -165,11 +164,11 @@ class Outbox:
             case Kind.STAGED:
                 self._job.staged_step = max(self._job.staged_step, step)
                 active.transfer.reach(TransferState.STAGED)
-                self._events.emit("staged", active.transfer.record.to_json(), step=step)
+                self._emit(active.transfer, {})
             case Kind.DURABLE:
                 self._job.durable_step = max(self._job.durable_step, step)
                 active.transfer.reach(TransferState.DURABLE)
-                self._events.emit("durable", active.transfer.record.to_json(), step=step)
+                self._emit(active.transfer, {})
                 self._forget_if_over(active)
             case Kind.DECLINED:
                 self._end(active, TransferState.DECLINED, Reason.of_body(body))
@@ -188,9 +187,13 @@ class Outbox:
                 self._return(transfer.step, chunk)
         if not active.sending:
             active.release()
-        why = {"reason": reason.text, "cause": reason.cause}
-        self._events.emit(state.value, {**transfer.record.to_json(), **why}, step=transfer.step)
+        self._emit(transfer, {"reason": reason.text, "cause": reason.cause})
         self._forget_if_over(active)
+
+    def _emit(self, transfer: Transfer, why: dict[str, str]) -> None:
+        if not transfer.is_share:
+            told = {**transfer.record.to_json(), **why}
+            self._events.emit(transfer.state.value, told, step=transfer.step)
 
     def _return(self, step: int, chunk: int) -> None:
         self._port.send(wire.encode(Kind.RETURN, attempt=self._attempt, step=step, chunk=chunk))

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from holdfast.crc import crc32
 from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
-from holdfast.image.replicas import FIELD
 from holdfast.image.slices import frames_of
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
@@ -49,9 +48,9 @@ class SendPlan:
         return wire.payload_messages(pieces) < pieces
 
     @classmethod
-    def of(cls, layout: Layout, rank: int) -> SendPlan:
-        """The plan for the frames that `rank` sends."""
-        frames = frames_of(layout, rank)
+    def of(cls, layout: Layout, rank: int, chunks: range | None = None) -> SendPlan:
+        """The plan for the frames that `rank` sends into `chunks`; None: into all."""
+        frames = [frame for frame in frames_of(layout, rank) if chunks is None or frame.chunk in chunks]
         return cls(
             layout,
             {frame.chunk: (frame.offset, frame.nbytes) for frame in frames},
@@ -183,7 +182,7 @@ class Outgoing:
     def release(self) -> None:
         """The source's memory is not read any more."""
         self._source = None
-        self.transfer.released.set()
+        self.transfer.release()
 
     def forget_sending(self) -> None:
         """The reader of the payloads is gone."""
@@ -211,7 +210,5 @@ class Outgoing:
         )
 
     def _say_done(self, port: StagerPort, attempt: int) -> None:
-        body = self.transfer.record.to_json()
-        if self.transfer.fingerprints:
-            body[FIELD] = self.transfer.fingerprints
+        body = self.transfer.last_words()
         port.send(wire.encode(Kind.DONE, attempt=attempt, step=self.transfer.step, body=wire.to_json(body)))

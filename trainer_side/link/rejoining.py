@@ -163,11 +163,10 @@ class Rejoining:
         )
         before, welcome = self._before, greeted.welcome
         assert before is not None
-        if (welcome.store_url, welcome.chunk_bytes) != (before.store_url, before.chunk_bytes):
+        if _settings(welcome) != _settings(before):
             raise ConfigError(
-                f"the stager that answers now writes {welcome.store_url} in chunks of {welcome.chunk_bytes} bytes, "
-                f"expected {before.store_url} and {before.chunk_bytes} as the one that this job has lost; start the "
-                "stager with the same settings, or start the job again"
+                f"the stager that answers now writes {_settings(welcome)}, expected {_settings(before)} as the one "
+                "that this job has lost; start the stager with the same settings, or start the job again"
             )
         if self._rank == 0 and (newest := self._again.newest_attempt()) > before.attempt:
             # No stager may be left that knows both starts, but the run does.
@@ -203,3 +202,8 @@ class Rejoining:
             return
         if isinstance(found, Reached):
             found.greeted.port.leave(_LEAVE_SECONDS_MAX)
+
+
+def _settings(said: Welcome) -> str:
+    share = f", share {said.share}/{said.shares}," if said.shares > 1 else ""
+    return f"{said.store_url}{share} in chunks of {said.chunk_bytes} bytes"

@@ -95,7 +95,7 @@ class C10dWorld:
         # Made now: where an error ends this rank is no time to connect.
         self._uncaught = self._mailbox("uncaught")
         self._peers: Peers | None = LonePeers() if self.ranks == 1 else None
-        self._port: TcpStagerPort | None = None
+        self._ports: dict[int, TcpStagerPort] = {}  # by the stager's share
         self._own: StartedStager | None = None
         at_exit(self._leave)
 
@@ -106,7 +106,7 @@ class C10dWorld:
         config = self._config
         if config.stager is None:
             raise no_stager(self)
-        if self._port is None and OWN_STAGER in (config.stager, config.on_stager_lost):
+        if not self._ports and OWN_STAGER in (config.stager, config.on_stager_lost):
             self._own = StartedStager(
                 config,
                 self.peers(),
@@ -114,35 +114,35 @@ class C10dWorld:
                 one_machine=self.one_machine,
                 announcements=_Announced(self.store("stager"), self._job.place),
             )
-            self._port = self._own.port
-        if self._port is None:
-            self._port = self._connect(config.stager, 0, config.start_seconds_max)
-        return self._port
+            self._ports[0] = self._own.port
+        return self._ports.get(0) or self._connect(0, 0, 0)
+
+    def member(self, index: int, attempt: int, generation: int = 0) -> TcpStagerPort:
+        return self._connect(index, attempt, generation)
 
     def again(self, generation: int) -> TcpStagerPort:
-        assert self._config.stager is not None
-        self._port = (
-            self._connect(self._config.stager, generation, self._config.reconnect_seconds_max)
-            if self._own is None
-            else self._own.again(generation)
-        )
-        return self._port
+        if self._own is None:
+            return self._connect(0, 0, generation)
+        port = self._ports[0] = self._own.again(generation)
+        return port
 
     def _start(self, generation: int) -> Start:
         return Start(self.launch, self.incarnation, generation)
 
-    def _connect(self, address: str, generation: int, seconds_max: float) -> TcpStagerPort:
+    def _connect(self, index: int, lead_attempt: int, generation: int) -> TcpStagerPort:
         config = self._config
         key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
-        return connected(
+        port = self._ports[index] = connected(
             config,
-            address,
+            config.stagers[index],
             key or None,
             rank=self.rank,
             ranks=self.ranks,
             start=self._start(generation),
-            seconds_max=seconds_max,
+            lead_attempt=lead_attempt,
+            seconds_max=config.reconnect_seconds_max if generation else config.start_seconds_max,
         )
+        return port
 
     def peers(self) -> Peers:
         """As `World.peers`. Collective the first time. PeerLost: a rank did not connect in `start_seconds_max`."""
@@ -172,9 +172,9 @@ class C10dWorld:
         return StoreMailbox(self.store(name), self._job.place, rank=self.rank, ranks=self.ranks)
 
     def _leave(self) -> None:
-        """At exit: say good-bye to the stager; and if this rank serves the store, let the others read it to its end."""
-        if self._port is not None:
-            self._port.leave(_LEAVE_SECONDS_MAX)
+        """At exit: say good-bye to each stager; and if this rank serves the store, let others read it to its end."""
+        for port in self._ports.values():
+            port.leave(_LEAVE_SECONDS_MAX)
         if self._job.outlives_ranks or self.ranks == 1:
             return
         key, deadline = f"{self._under}/left", time.monotonic() + _LINGER_SECONDS_MAX

@@ -50,7 +50,7 @@ class Connector:
     """See the module. Any thread. ConfigError: there are more ranks than one stager serves.
 
     `key` is that of the run; None: that of a stager of this user on this machine (holdfast/stager_key.py). With `tls`
-    the stager must speak TLS; otherwise it must not.
+    the stager must speak TLS; otherwise it must not. `lead_attempt`: as `Hello` has it.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Connector:
         ranks: int,
         start: Start,
         tls: RankTls | None,
+        lead_attempt: int = 0,
     ) -> None:
         if ranks > RANKS_MAX:
             raise ConfigError(
@@ -70,6 +71,7 @@ class Connector:
             )
         self.address, self.rank = address, rank
         self._key, self._ranks, self._start, self._tls = key, ranks, start, tls
+        self._lead_attempt = lead_attempt
 
     def open(
         self, channel: int, *, seconds_max: float, received: int = 0, resuming: bool = False
@@ -137,6 +139,7 @@ class Connector:
             nonce,
             resuming,
             self._start.generation,
+            self._lead_attempt,
         )
         data = hello.to_bytes()
         sock.sendall(data)

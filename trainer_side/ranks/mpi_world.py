@@ -178,6 +178,10 @@ class MpiWorld:
         self._port = self._own.again(generation)
         return self._port
 
+    def member(self, index: int, attempt: int, generation: int = 0) -> MpiStagerPort:  # noqa: ARG002
+        """As `World.member`: an MPI job has one stager."""
+        raise no_stager(self)
+
     def peers(self) -> MpiPeers:
         return MpiPeers(self._trainers)
 

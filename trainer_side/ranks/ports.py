@@ -118,7 +118,13 @@ class World(Protocol):
     stager_advice: str
 
     def port(self) -> StagerPort:
-        """The way to the stager. ConfigError: the job has none."""
+        """The way to the stager, the lead of several. ConfigError: the job has none."""
+        ...
+
+    def member(self, index: int, attempt: int, generation: int = 0) -> StagerPort:
+        """The way to another of several stagers, which the lead has given this attempt. `generation` above 0: again; as
+        `again`, and with several stagers at once.
+        """
         ...
 
     @property

@@ -312,6 +312,7 @@ def connected(
     ranks: int,
     start: Start,
     seconds_max: float,
+    lead_attempt: int = 0,
 ) -> TcpStagerPort:
     """The way to a stager at `address`, with the settings of `config`; raises as `TcpStagerPort.connect`."""
     return TcpStagerPort.connect(
@@ -322,6 +323,7 @@ def connected(
         launch=start.launch,
         incarnation=start.incarnation,
         generation=start.generation,
+        lead_attempt=lead_attempt,
         connections=config.connections,
         reconnect_seconds_max=config.reconnect_seconds_max,
         start_seconds_max=seconds_max,

@@ -82,6 +82,7 @@ class TcpStagerPort:
         launch: str,
         incarnation: bytes,
         generation: int = 0,
+        lead_attempt: int = 0,
         connections: int,
         reconnect_seconds_max: float,
         start_seconds_max: float,
@@ -90,8 +91,9 @@ class TcpStagerPort:
         """Find the stager and be admitted; raises as `Connector.open`. Main thread.
 
         `address` is `HOST:PORT`. `launch`, `incarnation` and `generation` say which start of the job this is, as
-        `Start` has them. `connections` is the number of those that carry payloads. `tls_ca` is the file with the
-        certificates that are trusted, for a stager with TLS; None for one without.
+        `Start` has them, and `lead_attempt` is that of `Hello`. `connections` is the number of those that carry
+        payloads. `tls_ca` is the file with the certificates that are trusted, for a stager with TLS; None for one
+        without.
         """
         connector = Connector(
             parse_address(address),
@@ -100,6 +102,7 @@ class TcpStagerPort:
             ranks=ranks,
             start=Start(launch, incarnation, generation),
             tls=None if tls_ca is None else RankTls(tls_ca),
+            lead_attempt=lead_attempt,
         )
         opened = connector.open(MESSAGES_CHANNEL, seconds_max=start_seconds_max)
         return cls(connector, opened, connections=connections, reconnect_seconds_max=reconnect_seconds_max)

@@ -71,7 +71,7 @@ def test_work_that_ends_between_two_looks_does_not_leave_the_loop_asleep(tmp_pat
 
         def stager() -> None:
             channel = connect(tmp_path / "run" / SOCKET_NAME)
-            channel.send("hello", version=VERSION, pid=1, attempt=0)
+            channel.send("hello", version=VERSION, pid=1, attempt=0, share=[0, 1], lead_attempt=0)
             deadline = time.monotonic() + SECONDS_MAX
             while "drained" not in said and time.monotonic() < deadline and not channel.closed:
                 for message in channel.poll():
@@ -159,7 +159,7 @@ def test_another_job_is_refused_while_the_stager_before_may_still_write(bench: B
 
         def other_job() -> None:
             channel = connect(bench.directory / SOCKET_NAME)
-            channel.send("hello", version=VERSION, pid=1, attempt=0)
+            channel.send("hello", version=VERSION, pid=1, attempt=0, share=[0, 1], lead_attempt=0)
             deadline = time.monotonic() + SECONDS_MAX
             while not channel.closed and time.monotonic() < deadline:
                 said.extend((m.kind, m.fields.get("message", "")) for m in channel.poll())
@@ -213,7 +213,7 @@ class HungUp:
 
     def attach(self) -> Channel:
         channel = connect(self.bench.directory / SOCKET_NAME)
-        channel.send("hello", version=VERSION, pid=os.getpid(), attempt=1)
+        channel.send("hello", version=VERSION, pid=os.getpid(), attempt=1, share=[0, 1], lead_attempt=0)
         return channel
 
     def await_end(self, channel: Channel) -> list[Message]:

@@ -15,6 +15,7 @@ from holdfast.config import RING_CHUNKS_MIN, FlusherConfig, StagerConfig, Traine
 from holdfast.errors import ConfigError
 from holdfast.image.best_rule import BestRule
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.shares import WHOLE, ShareNumber
 
 MIB = 1024 * 1024
 
@@ -377,3 +378,25 @@ def test_keep_best_needs_a_metric_and_the_metric_a_mode() -> None:
         StagerConfig(store="s", best_metric="acc")
     with pytest.raises(ConfigError, match="best_metric: expected the name of a metric"):
         StagerConfig(store="s", best_metric=" acc", best_mode="max")
+
+
+def test_a_share_is_one_of_several_stagers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert StagerConfig(store="s").share == WHOLE
+    monkeypatch.setenv("HOLDFAST_SHARE", "2/3")
+    stager = StagerConfig(store="s", listen="a:1")
+    assert stager.share == FlusherConfig(store="s").share == ShareNumber(1, 3)
+    with pytest.raises(ConfigError, match=r"listen: expected HOST:PORT where share is 2/3"):
+        StagerConfig(store="s")
+    with pytest.raises(ConfigError, match=r"share: expected a share as K/S.*such as 2/3"):
+        FlusherConfig(store="s", share="4/3")
+
+
+def test_several_stagers_are_named_in_the_order_of_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TrainerConfig().stagers == ()
+    monkeypatch.setenv("HOLDFAST_STAGER", "b:2, a:1")
+    config = TrainerConfig()
+    assert (config.stager, config.stagers) == ("b:2,a:1", ("b:2", "a:1"))
+    assert TrainerConfig(stager=["a:1", "[::1]:2"]).stagers == ("a:1", "[::1]:2")
+    for wrong in ("a:1,a:1", "a:1,", ",".join(f"a:{port}" for port in range(1, 66))):
+        with pytest.raises(ConfigError, match="stager: expected"):
+            TrainerConfig(stager=wrong)

@@ -424,7 +424,7 @@ def test_values_that_outgrow_the_room_they_were_just_given_decline_another_step(
     assert not rank.save(1)
     needed = link.needed_pickle_bytes
     assert needed > 10_000
-    link.job.new_pickle_reserve_bytes = 2 * needed  # as the stager gives
+    link.job.has_outgrown(2 * needed)  # as the stager gives
     grow(50_000)
     assert not rank.save(2), "the room that was given is too small by now"
     assert link.needed_pickle_bytes > link.job.new_pickle_reserve_bytes
@@ -454,7 +454,7 @@ def test_numbers_that_outgrow_the_room_after_the_save_give_the_step_up_and_the_n
     assert not rank.save(3)
     assert link.needed_pickle_bytes > 20_000
     assert {reason.cause for reason in link.declined.values()} == {"outgrown"}
-    link.job.new_pickle_reserve_bytes = 2 * link.needed_pickle_bytes
+    link.job.has_outgrown(2 * link.needed_pickle_bytes)
     assert rank.save(4)
     rank.checkpointer.close()
 

@@ -10,7 +10,7 @@ from holdfast.net import handshake
 from holdfast.net.handshake import Hello, OtherVersion, Status
 
 KEY, OTHER = b"k" * 32, b"o" * 32
-HELLO = Hello(1, 4, 2, "slurm-17", b"i" * 16, b"n" * 32, resuming=True)
+HELLO = Hello(1, 4, 2, "slurm-17", b"i" * 16, b"n" * 32, resuming=True, generation=3, lead_attempt=12)
 
 
 def _meet(rank_key: bytes, stager_key: bytes, received: int = 7) -> tuple[bytes | None, int | None]:
@@ -43,7 +43,13 @@ def test_a_proof_is_good_for_its_connection_alone() -> None:
     assert proof is not None
     assert handshake.check_proof(KEY, data, nonce, proof) == 7
     assert handshake.check_proof(KEY, data, os.urandom(32), proof) is None  # replayed on the next connection
-    for changes in ({"rank": 0}, {"channel": 0}, {"incarnation": b"j" * 16}, {"resuming": False}):
+    for changes in (
+        {"rank": 0},
+        {"channel": 0},
+        {"incarnation": b"j" * 16},
+        {"resuming": False},
+        {"lead_attempt": 11},
+    ):
         changed = dataclasses.replace(HELLO, **changes).to_bytes()
         assert handshake.check_proof(KEY, changed, nonce, proof) is None, changes
 
@@ -72,7 +78,13 @@ def test_another_protocol_is_seen_by_its_first_bytes(begun: bytes) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"rank": 4}, {"ranks": 1 << 21, "rank": 3}, {"channel": 17}, {"launch": "two\nlines"}],
+    [
+        {"rank": 4},
+        {"ranks": 1 << 21, "rank": 3},
+        {"channel": 17},
+        {"launch": "two\nlines"},
+        {"lead_attempt": 1 << 62},
+    ],
 )
 def test_a_hello_that_makes_no_sense_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ProtocolError):

@@ -43,7 +43,7 @@ def raw_pair() -> tuple[Channel, socket.socket]:
 def test_messages_keep_order_and_fields(pair: tuple[Channel, Channel]) -> None:
     stager, flusher = pair
     assert flusher.poll() == []
-    stager.send("hello", version=VERSION, pid=5, attempt=0)
+    stager.send("hello", version=VERSION, pid=5, attempt=0, share=[0, 1], lead_attempt=0)
     stager.send("chunk", slot=3, note="a field that this version does not know")
     hello, chunk = flusher.poll()
     assert (hello.kind, hello.fields["pid"]) == ("hello", 5)
@@ -66,7 +66,7 @@ def test_messages_sent_before_the_end_are_still_heard(pair: tuple[Channel, Chann
 
 def test_last_words_arrive_although_the_peer_had_not_read(pair: tuple[Channel, Channel]) -> None:
     stager, flusher = pair
-    stager.send("hello", version=VERSION, pid=5, attempt=0)
+    stager.send("hello", version=VERSION, pid=5, attempt=0, share=[0, 1], lead_attempt=0)
     flusher.send("refused", code="fenced", message="no")
     flusher.close()
     assert [message.kind for message in stager.poll()] == ["refused"]
@@ -99,7 +99,7 @@ def test_a_second_stager_is_refused_with_the_reason(
     listener: Listener, pair: tuple[Channel, Channel]
 ) -> None:
     second = connect(listener.path)
-    second.send("hello", version=VERSION, pid=9, attempt=0)
+    second.send("hello", version=VERSION, pid=9, attempt=0, share=[0, 1], lead_attempt=0)
     assert listener.accept(busy="process 5 is attached") is None
     (refused,) = second.poll()
     assert refused.fields["message"] == "process 5 is attached"

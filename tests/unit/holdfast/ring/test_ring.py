@@ -418,6 +418,8 @@ def test_attempt_can_be_raised_and_is_seen_by_who_attaches(ring: Ring, directory
 def test_runtime_directory_is_one_per_run(tmp_path: Path) -> None:
     plain = runtime_directory(str(tmp_path / "run"), tmp_path)
     assert plain == runtime_directory(f"file://{tmp_path}/run/", tmp_path)
+    assert plain == runtime_directory(str(tmp_path / "run"), tmp_path, share=0)
+    assert plain != runtime_directory(str(tmp_path / "run"), tmp_path, share=1)
     assert plain.parent == tmp_path
     assert runtime_directory("s3://bucket/run/") == runtime_directory("S3://bucket/run")
     assert runtime_directory("s3://bucket/run") != runtime_directory("s3://bucket/run2")

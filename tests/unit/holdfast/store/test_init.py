@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError, StoreError
-from holdfast.store import normalise_url, open_store, parts_at_once, refuse_missing_parent
+from holdfast.store import (
+    normalise_url,
+    open_store,
+    part_chunks_for,
+    parts_at_once,
+    refuse_missing_parent,
+)
 from holdfast.store.generic import GenericStore
 from holdfast.store.posix import PosixStore
 from holdfast.store.retrying import Retrying
@@ -144,3 +150,15 @@ def test_only_paths_are_looked_at() -> None:
 def test_a_file_in_the_way_is_left_to_the_stores_own_check(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refuse_missing_parent(str(tmp_path / "file" / "a" / "run"), create=False)
+
+
+def test_the_size_of_parts_is_known_without_asking_the_store(tmp_path: Path) -> None:
+    image_bytes, chunk_bytes = 3 * 4096 + 5, 4096
+    sizes = {"nbytes": image_bytes, "chunk_bytes": chunk_bytes}
+    for url in (str(tmp_path / "run"), "memory://shares/run"):
+        upload = open_store(url).begin("step-000000001.pt", **sizes, write_id="one")
+        assert (
+            upload.part_bytes == part_chunks_for(url, image_bytes, chunk_bytes) * chunk_bytes == chunk_bytes
+        )
+        upload.abort()
+    assert part_chunks_for("s3://bucket/run", 100_000 << 20, 8 << 20) == 4

@@ -110,7 +110,8 @@ def test_a_watcher_that_never_reads_is_hung_up_on_and_others_are_answered(
 @pytest.mark.parametrize("kind", ["hello", "finish"])
 def test_a_watcher_that_says_anything_else_is_hung_up_on(path: Path, kind: str) -> None:
     with contextlib.closing(connect(path)) as stranger:
-        fields = {"version": VERSION, "pid": 1, "attempt": 0} if kind == "hello" else {}
+        hello = {"version": VERSION, "pid": 1, "attempt": 0, "share": [0, 1], "lead_attempt": 0}
+        fields = hello if kind == "hello" else {}
         stranger.send(kind, **fields)
         wait_closed(stranger)
     assert ask(path, seconds_max=SECONDS_MAX) is not None

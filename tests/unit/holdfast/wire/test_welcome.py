@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -11,19 +12,26 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from holdfast.wire.welcome import Welcome
 
-_WELCOME = Welcome("file:///run", 7, 1 << 20, 64, 2, 60.0, 5.0)
+_WELCOME = Welcome("file:///run", 7, 1 << 20, 64, 2, 60.0, 5.0, share=2, shares=3)
 
 
 def test_welcome_comes_back() -> None:
     assert Welcome.from_frame(wire.decode(_WELCOME.to_frame())) == _WELCOME
 
 
-@pytest.mark.parametrize("name", ["attempt", "chunk_bytes", "ring_chunks", "ranks", "beat_seconds"])
+@pytest.mark.parametrize(
+    "name", ["attempt", "chunk_bytes", "ring_chunks", "ranks", "beat_seconds", "share", "shares"]
+)
 def test_welcome_with_nothing_in_it_is_refused(name: str) -> None:
     document = json.loads(wire.decode(_WELCOME.to_frame()).body)
     for value in (0, None, "7"):
         with pytest.raises(ProtocolError):
             Welcome.from_frame(Frame(Kind.WELCOME, body=wire.to_json({**document, name: value})))
+
+
+def test_a_share_that_is_not_one_of_them_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="share 4 of 3"):
+        Welcome.from_frame(wire.decode(dataclasses.replace(_WELCOME, share=4).to_frame()))
 
 
 def test_a_refused_start_raises_the_stagers_own_error() -> None:

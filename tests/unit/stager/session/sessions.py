@@ -52,11 +52,15 @@ def slots_of(session: Session) -> tuple[set[int], set[int], set[int]]:
 class Stager:
     """Drives a session and keeps its actions; the clock is a number."""
 
-    def __init__(self, layout: Layout, *, slots: int = 8) -> None:
+    def __init__(self, layout: Layout, *, slots: int = 8, share: range | None = None) -> None:
         self.layout = layout
         self.now = 0.0
         self.session = Session(
-            ranks=layout.ranks, free_slots=range(slots), offer_seconds_max=60, chunk_seconds_max=120
+            ranks=layout.ranks,
+            free_slots=range(slots),
+            offer_seconds_max=60,
+            chunk_seconds_max=120,
+            share=None if share is None else lambda _: share,
         )
         self.credits: dict[tuple[int, int, int], int] = {}
         self.done: list[Action] = []

@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.layout import Layout
+from holdfast.image.shares import Shares
 from stager.session.checkpoint import Checkpoint, Credit, Phase
 from stager.session.chunk_queue import CREDITS_PER_RANK_MAX, ChunkQueue
 from stager.session.session_messages import Began, GrantCredit, SlotsFreed
@@ -17,9 +18,11 @@ from tests.unit.stager.session.sessions import CHUNK, Stager, make_layout
 class _PlainQueue:
     """The same rules, each time by a look at every rank and every chunk."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, share: range) -> None:
         self.layout = layout
-        self.queues = [list(layout.slice_chunks(rank)) for rank in range(layout.ranks)]
+        self.queues = [
+            [chunk for chunk in layout.slice_chunks(rank) if chunk in share] for rank in range(layout.ranks)
+        ]
         self.open: set[int] = set()
         self.credits_out = [0] * layout.ranks
 
@@ -75,9 +78,12 @@ def _play(seed: int) -> int:
     """Choose, grant, settle at random; how many chunks were chosen."""
     dice = random.Random(seed)
     layout = _layout(dice)
-    plain, checkpoint = _PlainQueue(layout), Checkpoint(1, layout.ranks, 0.0, 0.0)
-    checkpoint.prepare(layout, 0.0)
     began_after, part_chunks = dice.randint(0, 40), dice.choice((1, 2, 3, 8, 100))
+    shares = Shares.of(layout, dice.choice((1, 1, 2, 3)), part_chunks)
+    share = shares.chunks_of(dice.randrange(shares.count))
+    plain, checkpoint = _PlainQueue(layout, share), Checkpoint(1, layout.ranks, 0.0, 0.0)
+    checkpoint.prepare(layout, share, 0.0)
+    assert checkpoint.frames_missing == sum(len(layout.senders(chunk)) for chunk in share)
     chosen = 0
     for turn in range(400):
         if turn == began_after:

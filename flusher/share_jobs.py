@@ -1,0 +1,202 @@
+"""What the flusher of one share says to those of the others, and hears from them: all of it in the store.
+
+    lead      start ──────────────────────────────► all seals? ─► (publish) ─► all records go
+    others      └─► the same upload ─► seal ────────────┘             └─► the manifest is there: durable
+
+Nothing here waits: where another flusher is not so far, `NotYet` is raised, and the engine has the job run again later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from flusher.steps import AllSealed, AwaitSeals, CrcsRead, PutCrcs, ReadCrcs, SealShare
+from holdfast.checkpoints.share_records import (
+    ShareRecords,
+    ShareSeal,
+    ShareStart,
+    checked_image,
+    voided,
+)
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreError
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.share_sums import part_crcs, pieces_in
+from holdfast.image.shares import ImageShare, ShareNumber
+from holdfast.store.base import Store, Upload
+
+if TYPE_CHECKING:
+    from holdfast.image.layout import Layout
+
+_log = logging.getLogger("holdfast.flusher")
+
+
+class NotYet(Exception):
+    """Another flusher is not so far. Says what is waited for."""
+
+
+class ShareJobs:
+    """The records of the checkpoints that are under way. From any worker thread; one job of a checkpoint at a time."""
+
+    def __init__(self, store: Store, number: ShareNumber) -> None:
+        self._store, self._number = store, number
+        self._shares: dict[CheckpointId, ImageShare | None] = {}
+        self._starts: dict[CheckpointId, ShareStart] = {}
+        self._seals: dict[CheckpointId, list[ShareSeal]] = {}
+        self._voided: set[CheckpointId] = set()
+
+    def note(self, key: CheckpointId, share: ImageShare | None) -> None:
+        """Which share of a checkpoint is written here; None: all of it."""
+        self._shares[key] = share
+
+    def joined(self, key: CheckpointId, layout: Layout, share: ImageShare) -> ShareStart:
+        """The start that the lead has written. Raises `NotYet`, and `ProtocolError`: it splits the image otherwise."""
+        records = self._records(key)
+        start = records.start()
+        if start is None:
+            self._raise_void(records)
+            raise NotYet("the first stager's flusher to begin the upload")
+        complaint = start.complaint(layout, share.shares)
+        if complaint:
+            raise ProtocolError(
+                f"{key}: the first stager's flusher on {start.host} begins an upload with {complaint}; start all "
+                "stagers of the run with the same version, store, chunk_bytes and number of shares"
+            )
+        return start
+
+    def began(
+        self,
+        key: CheckpointId,
+        layout: Layout,
+        share: ImageShare,
+        upload: Upload,
+        *,
+        file: str,
+        write_id: str,
+    ) -> None:
+        """The upload is open here. The lead says so to the others."""
+        start = self._starts[key] = ShareStart.of(key, layout, share, upload, file=file, write_id=write_id)
+        if self._number.leads:
+            self._records(key).begin(start, layout)
+
+    def put_crcs(self, job: PutCrcs) -> None:
+        self._records(job.key).put_crcs(self._starts[job.key], job.share, job.entry_crcs)
+
+    def read_crcs(self, job: ReadCrcs) -> CrcsRead:
+        records, start, shares = self._records(job.key), self._starts[job.key], job.share.shares
+        found = records.crcs(start, job.of)
+        if found is None:
+            self._raise_void(records)
+            raise NotYet(f"all chunks of share {job.of + 1} of {shares.count}")
+        expected = len(pieces_in(job.index.layout, shares.chunks_of(job.of)))
+        if len(found.entry_crcs) != expected:
+            raise ProtocolError(
+                f"{job.key}: share {job.of + 1} of {shares.count}, on {found.host}, states CRCs of "
+                f"{len(found.entry_crcs)} entries, expected {expected}"
+            )
+        return CrcsRead(job.key, job.of, found.entry_crcs)
+
+    def seal(self, job: SealShare, *, staged_at_unix: float, record: dict[str, Any]) -> None:
+        """After `Upload.hand_over`."""
+        self._records(job.key).put_seal(
+            self._starts[job.key], job.share, job.sums, staged_at_unix=staged_at_unix, record=record
+        )
+
+    def all_sealed(self, job: AwaitSeals) -> tuple[AllSealed, Upload]:
+        """The image, and the upload with all its parts. Raises `NotYet`."""
+        records, start, shares = self._records(job.key), self._starts[job.key], job.share.shares
+        seals = self._seals.setdefault(job.key, [])
+        while len(seals) < shares.count and (found := records.seal(start, len(seals))) is not None:
+            seals.append(found)
+        # After the seals: whoever has sealed voids no more.
+        self._raise_void(records)
+        if len(seals) < shares.count:
+            raise NotYet(f"share {len(seals) + 1} of {shares.count} to be sealed")
+        image = checked_image(start, seals, job.index, shares)
+        return AllSealed(image), upload_of(
+            self._store, start, job.index.layout, image.chunk_crc32s, job.share
+        )
+
+    def raise_outcome(self, key: CheckpointId) -> None:
+        """Say why nobody publishes what has no manifest yet. Raises `NotYet` while the lead may do so; returns if its
+        records are gone, so that there is a manifest, or never will be.
+        """
+        records = self._records(key)
+        self._raise_void(records)
+        if records.start() is not None:
+            raise NotYet("the first stager's flusher to publish")
+
+    def committed(self, key: CheckpointId) -> None:
+        """It is listed: nobody needs its records, nor the voids of older ones. If the store fails, they stay for the
+        next writer.
+        """
+        share = self._shares.get(key)
+        if share is None:
+            return
+        with self._left_behind(key):
+            self._records(key).clear(share.shares.count)
+        for older in sorted(one for one in self._voided if one < key):
+            with self._left_behind(older):
+                self._records(older).clear(self._number.writers)
+                self._voided.discard(older)
+
+    def is_shared(self, key: CheckpointId) -> bool:
+        """Whether other flushers may write a checkpoint that ends here."""
+        share = self._shares.get(key, _UNKNOWN)
+        return self._number.writers > 1 if share is _UNKNOWN else share is not None
+
+    def give_up(self, key: CheckpointId, error: HoldfastError) -> None:
+        """Nobody is to publish it, unless this share is sealed: then only the lead may say so."""
+        records = self._records(key)
+        if self._number.leads or not records.is_sealed(self._number.index):
+            records.put_void(self._number.index, str(error))
+
+    def clear(self, key: CheckpointId) -> None:
+        """The upload is taken back; the void stays for those who still look."""
+        self._voided.add(key)
+        self._records(key).clear(self._number.writers, keep_void=True)
+
+    def forget(self, key: CheckpointId) -> None:
+        for table in (self._shares, self._starts, self._seals):
+            table.pop(key, None)
+
+    def _records(self, key: CheckpointId) -> ShareRecords:
+        return ShareRecords(self._store, key)
+
+    def raise_void(self, key: CheckpointId) -> None:
+        """Raises `PeerLost` if the flusher of another share has given the checkpoint up."""
+        self._raise_void(self._records(key))
+
+    @staticmethod
+    def _raise_void(records: ShareRecords) -> None:
+        void = records.void()
+        if void is not None:
+            raise voided(void)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _left_behind(key: CheckpointId) -> Any:
+        try:
+            yield
+        except StoreError as error:
+            _log.warning("%s: what its writers told each other stays for the next writer: %s", key, error)
+
+
+_UNKNOWN = object()  # a checkpoint that was never begun here: it may have several shares
+
+
+def upload_of(
+    store: Store, start: ShareStart, layout: Layout, chunk_crcs: tuple[int, ...], share: ImageShare
+) -> Upload:
+    """The upload of an image whose shares are all sealed, to be published. Raises `StoreError`: parts are not there."""
+    crcs = part_crcs(layout, share.shares, chunk_crcs)
+    upload = store.resume(start.file, start.begun(crcs))
+    lost = sorted(crcs.keys() - upload.written())
+    if lost:
+        owner = share.shares.owner(lost[0] * share.shares.part_chunks)
+        raise PeerLost(
+            f"{store.url}/{start.file}: {len(lost)} parts that were sealed are not there as they were written (part "
+            f"{lost[0]}, of share {owner + 1} of {share.shares.count}); the checkpoint is given up"
+        )
+    return upload

@@ -1,0 +1,321 @@
+"""What the writers of one image tell each other in the store: they meet nowhere else.
+
+    .holdfast/shares/a000007-s000000120.layout    the image's layout, by the lead: a later writer of the run needs it
+                                       .start     file, upload, write-id, by the lead: the others write into it
+                                       .crcs-2    CRCs of the entries' bytes in share 2: for those who state them
+                                       .seal-2    share 2 is written, its last act; when all are, the lead publishes
+                                       .void      nobody publishes it, and why: by whoever cannot go on
+
+    committed ─► all go      void ─► all go but the void, which later ones of the lead remove, and the next writer
+
+A share that is sealed is never voided by its own writer, so that a void next to all seals was written before the last
+of them: whoever commits looks for it after the seals. Each object has its own CRC-32, and is input from outside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.checkpoints.identity import Identity
+from holdfast.checkpoints.publish import Finished
+from holdfast.errors import DamageError, PeerLost, ProtocolError, StoreMissing
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.index import LayoutIndex
+from holdfast.image.layout import Layout
+from holdfast.image.share_sums import ShareSums, combined
+from holdfast.image.shares import WRITERS_MAX, ImageShare, Shares
+from holdfast.sealed import seal, unseal
+from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, Store, Upload
+
+_PREFIX = ".holdfast/shares/"
+_NAME = re.compile(r"\.holdfast/shares/a(\d{6,18})-s(\d{9,18})\.[a-z0-9-]{1,20}")
+_CRC_FIELD = "share_crc32"
+_REASON_CHARACTERS_MAX = 2000
+_Text = Annotated[str, Field(min_length=1, max_length=4096)]
+_Number = Annotated[int, Field(ge=0, lt=2**62)]
+_Size = Annotated[int, Field(gt=0, lt=2**62)]
+_Index = Annotated[int, Field(ge=0, lt=WRITERS_MAX)]
+_Crcs = tuple[Annotated[int, Field(ge=0, lt=2**32)], ...]
+
+
+class _Record(BaseModel):
+    """One object of one checkpoint. `host`: where its writer runs, for messages."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+    bytes_max: ClassVar[int] = 1 << 16
+
+    attempt: Annotated[int, Field(ge=1, lt=2**62)]
+    step: _Number
+    host: Annotated[str, Field(max_length=1024)]
+
+    @property
+    def key(self) -> CheckpointId:
+        return CheckpointId(self.attempt, self.step)
+
+
+class ShareStart(_Record):
+    """The upload that all shares of an image go into, and how the image is split."""
+
+    format: Literal["holdfast-share-start/1"] = "holdfast-share-start/1"
+    file: Annotated[str, Field(pattern=r"^step-\d{9,19}(-a\d{3,19})?\.pt$")]
+    write_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
+    token: _Text
+    image_bytes: _Size
+    chunk_bytes: _Size
+    part_bytes: _Size
+    layout_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    count: Annotated[int, Field(ge=2, le=WRITERS_MAX)]
+
+    @classmethod
+    def of(
+        cls, key: CheckpointId, layout: Layout, share: ImageShare, upload: Upload, *, file: str, write_id: str
+    ) -> Self:
+        """Of an upload that has just begun. Raises `ProtocolError`: nobody else can write into it."""
+        if upload.token is None:
+            raise ProtocolError(
+                f"{file}: this store cannot resume an upload, so several stagers cannot write one file; use one "
+                "stager, or a store on S3 or in a directory"
+            )
+        return cls(
+            **_who(key),
+            file=file,
+            write_id=write_id,
+            token=upload.token,
+            image_bytes=layout.image_bytes,
+            chunk_bytes=layout.chunk_bytes,
+            part_bytes=upload.part_bytes,
+            layout_digest=layout.digest,
+            count=share.shares.count,
+        )
+
+    def complaint(self, layout: Layout, shares: Shares) -> str:
+        """How it differs from what another writer expects; empty if it does not."""
+        expected = {
+            "image_bytes": layout.image_bytes,
+            "chunk_bytes": layout.chunk_bytes,
+            "part_bytes": shares.part_chunks * layout.chunk_bytes,
+            "layout_digest": layout.digest,
+            "count": shares.count,
+        }
+        wrong = [
+            f"{name} {getattr(self, name)}, expected {value}"
+            for name, value in expected.items()
+            if getattr(self, name) != value
+        ]
+        return "; ".join(wrong)
+
+    def begun(self, crc32s: dict[int, int] | None = None) -> BegunUpload:
+        """The upload, to go on with. `crc32s`: of its parts, as far as they are known."""
+        return BegunUpload(self.image_bytes, self.part_bytes, self.write_id, self.token, crc32s or {})
+
+
+class _OfShare(_Record):
+    bytes_max: ClassVar[int] = SMALL_BYTES_MAX
+
+    write_id: _Text
+    index: _Index
+    count: Annotated[int, Field(ge=2, le=WRITERS_MAX)]
+    entry_crcs: _Crcs
+
+    def refuse_another(self, start: ShareStart, index: int) -> None:
+        """Raises `ProtocolError`: it belongs to another write, another checkpoint or another share."""
+        said = (*self.key, self.write_id, self.index, self.count)
+        expected = (*start.key, start.write_id, index, start.count)
+        if said != expected:
+            raise ProtocolError(
+                f"{start.key}: what share {index + 1} of {start.count} left in the store is of {self.key}, write "
+                f"{self.write_id[:80]}, share {self.index + 1} of {self.count}; expected write {start.write_id}: "
+                "another job writes to this run; nothing is published"
+            )
+
+
+class ShareCrcs(_OfShare):
+    """The CRCs of the entries' bytes in one share, all of which are verified."""
+
+    format: Literal["holdfast-share-crcs/1"] = "holdfast-share-crcs/1"
+
+
+class ShareSeal(_OfShare):
+    """One share is written. `record`, `staged_at_unix`: for the manifest, from the lead."""
+
+    format: Literal["holdfast-share-seal/1"] = "holdfast-share-seal/1"
+    layout_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    first_chunk: _Number
+    chunk_crcs: _Crcs
+    staged_at_unix: Annotated[float, Field(allow_inf_nan=False)]
+    record: dict[str, Any] = {}
+
+
+class ShareVoid(_Record):
+    """Nobody publishes the checkpoint. `index`: the share whose writer gave it up."""
+
+    format: Literal["holdfast-share-void/1"] = "holdfast-share-void/1"
+    index: _Index
+    reason: Annotated[str, Field(max_length=_REASON_CHARACTERS_MAX)]
+
+
+R = TypeVar("R", bound=_Record)
+
+
+class ShareRecords:
+    """The objects of one checkpoint. Any thread. Its methods raise `StoreError`, and `ProtocolError` or `DamageError`
+    for an object that is there and is none of ours.
+    """
+
+    def __init__(self, store: Store, key: CheckpointId) -> None:
+        self._store, self.key = store, key
+        self._prefix = f"{_PREFIX}a{key.attempt:06d}-s{key.step:09d}."
+
+    def begin(self, start: ShareStart, layout: Layout) -> None:
+        """The other writers may begin. May be called again."""
+        self._store.write(f"{self._prefix}layout", layout.to_bytes())
+        self._write("start", start)
+
+    def start(self) -> ShareStart | None:
+        """None: the lead has not begun, or all is over."""
+        return self._read("start", ShareStart)
+
+    def layout(self) -> Layout | None:
+        try:
+            return Layout.from_bytes(self._store.read(f"{self._prefix}layout"))
+        except StoreMissing:
+            return None
+
+    def put_crcs(self, start: ShareStart, share: ImageShare, entry_crcs: Sequence[int]) -> None:
+        """All bytes of a share are verified. May be called again."""
+        record = ShareCrcs(**_of(start, share), entry_crcs=tuple(entry_crcs))
+        self._write(f"crcs-{share.index + 1}", record)
+
+    def crcs(self, start: ShareStart, index: int) -> ShareCrcs | None:
+        """None: that share is not verified yet. Raises `ProtocolError`: they are of another write."""
+        found = self._read(f"crcs-{index + 1}", ShareCrcs)
+        if found is not None:
+            found.refuse_another(start, index)
+        return found
+
+    def put_seal(
+        self,
+        start: ShareStart,
+        share: ImageShare,
+        sums: ShareSums,
+        *,
+        staged_at_unix: float,
+        record: dict[str, Any],
+    ) -> None:
+        """A share is written, and stays. May be called again."""
+        self._write(
+            f"seal-{share.index + 1}",
+            ShareSeal(
+                **_of(start, share),
+                entry_crcs=sums.entry_crcs,
+                layout_digest=start.layout_digest,
+                first_chunk=share.chunks.start,
+                chunk_crcs=sums.chunk_crcs,
+                staged_at_unix=staged_at_unix,
+                record=record,
+            ),
+        )
+
+    def seal(self, start: ShareStart, index: int) -> ShareSeal | None:
+        """None: that share is not written yet. Raises `ProtocolError`: it is of another write."""
+        found = self._read(f"seal-{index + 1}", ShareSeal)
+        if found is not None:
+            found.refuse_another(start, index)
+        return found
+
+    def is_sealed(self, index: int) -> bool:
+        """Whether a seal of this share is there, of whatever write."""
+        try:
+            self._store.size(f"{self._prefix}seal-{index + 1}")
+        except StoreMissing:
+            return False
+        return True
+
+    def put_void(self, index: int, reason: str) -> None:
+        """Nobody may publish it any more. The first reason stays. Not by the writer of a share that it has sealed."""
+        void = ShareVoid(**_who(self.key), index=index, reason=reason[:_REASON_CHARACTERS_MAX])
+        self._store.create(f"{self._prefix}void", seal(void.model_dump_json().encode(), _CRC_FIELD))
+
+    def void(self) -> ShareVoid | None:
+        return self._read("void", ShareVoid)
+
+    def clear(self, count: int, *, keep_void: bool = False) -> None:
+        """Remove all objects, the start first: whoever finds none takes part no more. `count`: of the shares."""
+        numbered = (f"{kind}-{index + 1}" for kind in ("crcs", "seal") for index in range(count))
+        for name in ("start", "layout", *numbered, *(() if keep_void else ("void",))):
+            self._store.delete(self._prefix + name)
+
+    def _write(self, name: str, record: _Record) -> None:
+        self._store.write(self._prefix + name, seal(record.model_dump_json().encode(), _CRC_FIELD))
+
+    def _read(self, name: str, kind: type[R]) -> R | None:
+        full = self._prefix + name
+        try:
+            body = unseal(self._store.read(full, kind.bytes_max), _CRC_FIELD)
+        except StoreMissing:
+            return None
+        if body is None:
+            raise DamageError(
+                f"{self._store.url}/{full}: its CRC-32 does not hold; the checkpoint is given up"
+            )
+        try:
+            found = kind.model_validate_json(body)
+        except (ValidationError, RecursionError) as error:
+            raise ProtocolError(f"{self._store.url}/{full}: this version cannot read it: {error}") from error
+        if found.key != self.key:
+            raise ProtocolError(f"{self._store.url}/{full}: is of {found.key}, expected {self.key}")
+        return found
+
+
+def checked_image(
+    start: ShareStart, seals: Sequence[ShareSeal], index: LayoutIndex, shares: Shares
+) -> Finished:
+    """The facts about an image all of whose shares are sealed. `seals`: of each share, in order.
+
+    Raises:
+        ProtocolError: A seal is of another write, layout or share, or one is missing; nothing may be published.
+    """
+    for number, one in enumerate(seals):
+        one.refuse_another(start, number)
+        chunks = shares.chunks_of(number)
+        said = (one.layout_digest, one.first_chunk, len(one.chunk_crcs))
+        if said != (index.layout.digest, chunks.start, len(chunks)):
+            raise ProtocolError(
+                f"{start.key}: share {number + 1} of {shares.count} on {one.host} sealed {said[2]} chunks from chunk "
+                f"{said[1]} of layout {said[0][:12]}, expected {len(chunks)} from {chunks.start} of "
+                f"{index.layout.digest[:12]}; nothing is published"
+            )
+    sums = combined(index.layout, shares, [ShareSums(one.chunk_crcs, one.entry_crcs) for one in seals])
+    return Finished(start.key, index, *sums)
+
+
+def share_objects(objects: Sequence[ObjectInfo]) -> dict[CheckpointId, list[str]]:
+    """The names of records in a listing, by their checkpoints, oldest first."""
+    found: dict[CheckpointId, list[str]] = {}
+    for info in objects:
+        match = _NAME.fullmatch(info.name)
+        if match is not None:
+            found.setdefault(CheckpointId(int(match[1]), int(match[2])), []).append(info.name)
+    return dict(sorted(found.items()))
+
+
+def voided(void: ShareVoid) -> PeerLost:
+    """The error of whoever finds that its checkpoint was given up."""
+    return PeerLost(f"{void.key}: share {void.index + 1}, on {void.host}, gave it up: {void.reason}")
+
+
+def _who(key: CheckpointId) -> dict[str, Any]:
+    return {"attempt": key.attempt, "step": key.step, "host": Identity.of_this_process().host[:1024]}
+
+
+def _of(start: ShareStart, share: ImageShare) -> dict[str, Any]:
+    return {
+        **_who(start.key),
+        "write_id": start.write_id,
+        "index": share.index,
+        "count": share.shares.count,
+    }

@@ -1,0 +1,107 @@
+"""The CRC-32s of one share, and how those of all shares become the CRC-32s of the image.
+
+    share 0  │ entry 0 │ entry 1 … ┐        entry_crcs: CRC of each entry's bytes in the share, in the order of entries
+    share 1                … entry 1 │ entry 2 │        chunk_crcs: CRC of each chunk as it stands in the file
+
+An entry that a border cuts has a CRC in each share that holds bytes of it; combined in order they are the entry's own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from holdfast.crc import combine_all
+from holdfast.errors import ProtocolError
+from holdfast.image.index import LayoutIndex
+from holdfast.image.layout import Layout
+from holdfast.image.shares import Shares
+
+
+class EntryPiece(NamedTuple):
+    """The bytes of one entry that lie in one share."""
+
+    entry: int
+    offset: int
+    nbytes: int
+
+
+class ShareSums(NamedTuple):
+    """The CRC-32s of one share: see the module."""
+
+    chunk_crcs: tuple[int, ...]
+    entry_crcs: tuple[int, ...]
+
+
+class ImageSums(NamedTuple):
+    """The CRC-32s of a whole image."""
+
+    image_crc32: int
+    chunk_crc32s: tuple[int, ...]
+    entry_crc32s: tuple[int, ...]
+
+
+def pieces_in(layout: Layout, chunks: range) -> list[EntryPiece]:
+    """The bytes of entries in a run of chunks, in order."""
+    if not chunks:
+        return []
+    first, last = layout.chunk_extent(chunks[0]).offset, layout.chunk_extent(chunks[-1]).end
+    found: list[EntryPiece] = []
+    for number in range(bisect_left(layout.entries, first, key=lambda entry: entry.end), len(layout.entries)):
+        entry = layout.entries[number]
+        if entry.offset >= last:
+            break
+        begin, end = max(entry.offset, first), min(entry.end, last)
+        if begin < end:
+            found.append(EntryPiece(number, begin, end - begin))
+    return found
+
+
+def entry_crcs_of(
+    index: LayoutIndex, chunks: range, segment_crcs: Mapping[int, Sequence[int]]
+) -> tuple[int, ...]:
+    """The CRCs of `pieces_in`, from those of the segments of each chunk."""
+    runs: dict[int, list[tuple[int, int]]] = {}
+    for chunk in chunks:
+        for segment, crc in zip(index.layout.segments(chunk), segment_crcs[chunk], strict=True):
+            if segment.entry is not None and segment.nbytes:
+                runs.setdefault(segment.entry, []).append((crc, segment.nbytes))
+    return tuple(combine_all(run) for _, run in sorted(runs.items()))
+
+
+def part_crcs(layout: Layout, shares: Shares, chunk_crcs: Sequence[int]) -> dict[int, int]:
+    """CRC of each part of the image, from those of its chunks."""
+    found: dict[int, int] = {}
+    for part in range(shares.parts):
+        first = part * shares.part_chunks
+        chunks = range(first, min(first + shares.part_chunks, shares.chunks))
+        found[part] = combine_all((chunk_crcs[chunk], layout.chunk_extent(chunk).nbytes) for chunk in chunks)
+    return found
+
+
+def combined(layout: Layout, shares: Shares, sums: Sequence[ShareSums]) -> ImageSums:
+    """The CRCs of the image. `sums`: of each share, in order. Raises `ProtocolError`: a share has too many or too few,
+    or one is missing.
+    """
+    if len(sums) != shares.count:
+        raise ProtocolError(f"CRCs of {len(sums)} shares, expected {shares.count}")
+    chunk_crcs: list[int] = []
+    runs: list[list[tuple[int, int]]] = [[] for _ in layout.entries]
+    for share, own in enumerate(sums):
+        chunks = shares.chunks_of(share)
+        pieces = pieces_in(layout, chunks)
+        if (len(own.chunk_crcs), len(own.entry_crcs)) != (len(chunks), len(pieces)):
+            raise ProtocolError(
+                f"share {share + 1} of {shares.count} has CRCs of {len(own.chunk_crcs)} chunks and "
+                f"{len(own.entry_crcs)} entries, expected {len(chunks)} and {len(pieces)}"
+            )
+        chunk_crcs += own.chunk_crcs
+        for piece, crc in zip(pieces, own.entry_crcs, strict=True):
+            runs[piece.entry].append((crc, piece.nbytes))
+    sizes = (layout.chunk_extent(chunk).nbytes for chunk in range(layout.chunks))
+    return ImageSums(
+        combine_all(zip(chunk_crcs, sizes, strict=True)),
+        tuple(chunk_crcs),
+        tuple(combine_all(run) for run in runs),
+    )

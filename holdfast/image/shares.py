@@ -1,0 +1,126 @@
+"""The share of each image that one of several stagers receives, and its flusher writes.
+
+    parts   │  0  │  1  │  2  │  3  │  4  │  5  │  6  │        three writers
+    shares  │     0     │     1     │        2        │
+
+A *share* is a contiguous run of whole parts of the one upload, so that no two writers send the same part. The split
+depends only on the layout, the number of writers and the size of a part: ranks, stagers and flushers compute it, and
+none asks another.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from holdfast.errors import ProtocolError
+from holdfast.image.layout import Layout
+
+WRITERS_MAX = 64
+_TEXT = re.compile(r"([1-9]\d{0,3})/([1-9]\d{0,3})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareNumber:
+    """Which of how many writers one stager and its flusher are. `index`: from 0; writer 0 leads."""
+
+    index: int
+    writers: int
+
+    @classmethod
+    def of_text(cls, text: str) -> Self:
+        """Read `K/S`, the K-th of S, from 1, such as `2/3`. Raises `ValueError`: the text is something else."""
+        match = _TEXT.fullmatch(text)
+        if match is None or not int(match[1]) <= int(match[2]) <= WRITERS_MAX:
+            raise ValueError(
+                f"a share as K/S, the K-th of S stagers, such as 2/3, with S at most {WRITERS_MAX}"
+            )
+        return cls(int(match[1]) - 1, int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.index + 1}/{self.writers}"
+
+    @property
+    def leads(self) -> bool:
+        return self.index == 0
+
+
+WHOLE = ShareNumber(0, 1)
+"""The only stager of a run, which receives every image as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The shares of one image.
+
+    Args:
+        chunks: Chunks of the image.
+        part_chunks: Chunks of each part but the last: `holdfast.store.part_chunks_for`.
+        writers: Stagers of the run. An image of fewer parts has fewer shares.
+
+    Raises:
+        ProtocolError: A number is not positive, or there are too many writers.
+    """
+
+    chunks: int
+    part_chunks: int
+    writers: int
+
+    def __post_init__(self) -> None:
+        if self.chunks < 1 or self.part_chunks < 1 or not 1 <= self.writers <= WRITERS_MAX:
+            raise ProtocolError(
+                f"shares of {self.chunks} chunks in parts of {self.part_chunks} for {self.writers} writers; expected "
+                f"at least 1 of each, and at most {WRITERS_MAX} writers"
+            )
+
+    @classmethod
+    def of(cls, layout: Layout, writers: int, part_chunks: int) -> Self:
+        return cls(layout.chunks, part_chunks, writers)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the image."""
+        return -(-self.chunks // self.part_chunks)
+
+    @property
+    def count(self) -> int:
+        """Writers that have a share of this image: 0 to `count` - 1."""
+        return min(self.writers, self.parts)
+
+    def parts_of(self, share: int) -> range:
+        """The parts of one share; none for a writer without a share."""
+        if not 0 <= share < self.count:
+            return range(0)
+        return range(share * self.parts // self.count, (share + 1) * self.parts // self.count)
+
+    def chunks_of(self, share: int) -> range:
+        """The chunks of one share; none for a writer without a share."""
+        parts = self.parts_of(share)
+        return range(
+            min(parts.start * self.part_chunks, self.chunks), min(parts.stop * self.part_chunks, self.chunks)
+        )
+
+    def owner(self, chunk: int) -> int:
+        """The share that a chunk of the image belongs to."""
+        return ((chunk // self.part_chunks + 1) * self.count - 1) // self.parts
+
+
+@dataclass(frozen=True, slots=True)
+class ImageShare:
+    """One share of one image."""
+
+    shares: Shares
+    index: int
+
+    @property
+    def number(self) -> ShareNumber:
+        return ShareNumber(self.index, self.shares.count)
+
+    @property
+    def chunks(self) -> range:
+        return self.shares.chunks_of(self.index)
+
+    @property
+    def parts(self) -> range:
+        return self.shares.parts_of(self.index)

@@ -1,0 +1,104 @@
+"""Deliberate bugs where several flushers write one file: `tests.simulation.shares` sees each of them."""
+
+# ruff: noqa: E501 - what stands here are pieces of source
+
+from __future__ import annotations
+
+from tests.simulation.mutations import Mutation
+
+__all__ = ["SHARE_MUTATIONS"]
+
+SHARE_MUTATIONS = {
+    mutation.name: mutation
+    for mutation in (
+        Mutation(
+            "seal_of_another_write",
+            "a seal is taken whoever wrote it",
+            (
+                (
+                    "holdfast.checkpoints.share_records",
+                    "        if said != expected:\n",
+                    "        if False:\n",
+                ),
+            ),
+            2000,
+        ),
+        Mutation(
+            "part_outside_the_share",
+            "a share's parts are counted from its own first one",
+            (
+                (
+                    "flusher.jobs",
+                    "target.upload.write_part(job.part, buffers, job.crc32)",
+                    "target.upload.write_part(max(job.part - 1, 0), buffers, job.crc32)",
+                ),
+            ),
+        ),
+        Mutation(
+            "one_seal_missing",
+            "whoever holds the run publishes when all seals but one are there",
+            (
+                (
+                    "flusher.share_jobs",
+                    "        if len(seals) < shares.count:\n",
+                    "        if len(seals) < shares.count - 1:\n",
+                ),
+                (
+                    "flusher.orphaned_shares",
+                    "        if len(seals) < start.count:\n",
+                    "        if len(seals) < start.count - 1:\n",
+                ),
+                (
+                    "holdfast.image.share_sums",
+                    "    if len(sums) != shares.count:\n",
+                    "    sums = [*sums, *sums[-1:]][: shares.count]\n    if False:\n",
+                ),
+            ),
+        ),
+        Mutation(
+            "crcs_of_others_not_awaited",
+            "the parts that state entries of another share are written without its CRCs",
+            (
+                (
+                    "flusher.flight",
+                    "        return owners - {share.index}\n",
+                    "        self.chunk_left = [0] * index.layout.chunks\n        self.entry_crcs = [crc or 0 for crc in self.entry_crcs]\n        return set()\n",
+                ),
+            ),
+        ),
+        Mutation(
+            "orphans_swept",
+            "who takes the run over sweeps uploads that other flushers still write",
+            (("flusher.lifetime", " | set(orphans.values())", ""),),
+            2000,
+        ),
+        Mutation(
+            "orphans_forgotten",
+            "who takes the run over does not look for seals",
+            (("flusher.lifetime", "        service.end_orphans(orphans)\n", ""),),
+        ),
+        Mutation(
+            "seal_before_parts",
+            "a share is sealed before its last part is written",
+            (
+                (
+                    "flusher.pipeline",
+                    "        written = flight.opened and len(flight.parts_done) == len(flight.parts)\n",
+                    "        written = flight.opened and len(flight.parts_sent) == len(flight.parts)\n",
+                ),
+            ),
+        ),
+        Mutation(
+            "start_without_record",
+            "the others may join an upload that the lead has not recorded",
+            (
+                (
+                    "flusher.jobs",
+                    "        if upload.token is not None:\n            target.progress",
+                    "        if job.share is not None:\n            self._others.began(job.key, layout, job.share, upload, file=file, write_id=write_id)\n            reach(Point.SHARES_BEGUN)\n        if upload.token is not None:\n            target.progress",
+                ),
+            ),
+            2000,
+        ),
+    )
+}

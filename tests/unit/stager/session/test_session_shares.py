@@ -1,0 +1,126 @@
+"""The session of one of several stagers: it asks for the chunks of its share, and gives a staged share up again."""
+
+from __future__ import annotations
+
+from holdfast.telemetry.causes import DeclineCause
+from holdfast.wire.frames import Kind
+from stager.session.checkpoint import Phase
+from stager.session.session_messages import (
+    Abort,
+    Decline,
+    Done,
+    Durable,
+    GrantCredit,
+    KnownCheckpoint,
+    MarkFull,
+    MarkStaged,
+    Offer,
+    RankLost,
+    SlotsFreed,
+)
+from tests.unit.stager.session.sessions import Stager, is_empty, make_layout, phases_of
+
+LAYOUT = make_layout(chunks=7)
+SHARE = range(3, 5)
+LATE = DeclineCause.LATE.because("another stager has lost its share")
+
+
+def _staged(share: range | None = SHARE, *, slots: int = 8) -> Stager:
+    stager = Stager(LAYOUT, share=share, slots=slots)
+    stager.offer_all(1)
+    stager.pay_all(1)
+    for rank in range(LAYOUT.ranks):
+        stager.take(Done(rank, 1))
+    assert stager.of(MarkStaged)
+    return stager
+
+
+def test_the_chunks_of_the_share_are_granted_and_no_others() -> None:
+    stager = _staged()
+    assert {(grant.chunk, grant.rank) for grant in stager.of(GrantCredit)} == {
+        (chunk, rank) for chunk in SHARE for rank in LAYOUT.senders(chunk)
+    }
+    assert [full.chunk for full in stager.of(MarkFull)] == list(SHARE)
+    assert stager.session.known() == [KnownCheckpoint(1, LAYOUT.digest, (0, 1), 2, True)]
+
+
+def test_two_shares_have_each_frame_of_the_image_once() -> None:
+    frames = [
+        (grant.chunk, grant.rank)
+        for share in (range(4), range(4, 7))
+        for grant in _staged(share).of(GrantCredit)
+    ]
+    assert sorted(frames) == [(chunk, rank) for chunk in range(7) for rank in LAYOUT.senders(chunk)]
+
+
+def test_a_rank_without_a_frame_in_the_share_is_waited_for_all_the_same() -> None:
+    stager = Stager(LAYOUT, share=range(1))
+    (idle,) = {0, 1} - set(LAYOUT.senders(0))
+    stager.offer_all(1)
+    stager.pay_all(1)
+    stager.take(Done(1 - idle, 1))
+    assert not stager.of(MarkStaged)
+    stager.take(Done(idle, 1))
+    assert stager.of(MarkStaged)
+
+
+def test_a_share_flows_through_a_smaller_ring() -> None:
+    stager = Stager(LAYOUT, share=range(1, 7), slots=2)
+    stager.offer_all(1)
+    while stager.credits:
+        (rank, step, chunk), slot = min(stager.credits.items(), key=lambda credit: credit[0][2])
+        stager.pay(rank, step, chunk)
+        if slot in stager.session.flusher_slots:
+            stager.take(SlotsFreed((slot,)))
+    assert [full.chunk for full in stager.of(MarkFull)] == list(range(1, 7))
+
+
+def test_a_staged_share_is_given_up_when_a_rank_declines_the_step() -> None:
+    stager = _staged()
+    assert phases_of(stager.session) == {1: Phase.STAGED}
+    stager.take(Decline(0, 1, LATE))
+    (abort,) = stager.of(Abort)
+    assert "rank 0: late: another stager" in abort.reason
+    assert [(tell.rank, tell.step) for tell in stager.said(Kind.DECLINED)] == [(None, 1)]
+    assert is_empty(stager.session)
+    stager.take(Decline(1, 1, LATE))  # it was told the same by another stager
+    assert len(stager.of(Abort)) == 1
+    assert stager.said(Kind.DECLINED)[1].rank == 1
+    stager.take(SlotsFreed((0, 1)))
+    stager.offer_all(2)
+    stager.pay_all(2)
+    for rank in range(LAYOUT.ranks):
+        stager.take(Done(rank, 2))
+    assert len(stager.of(MarkStaged)) == 2
+
+
+def test_what_the_only_stager_has_staged_is_not_given_up() -> None:
+    stager = _staged(None)
+    stager.take(Decline(0, 1, LATE))
+    assert not stager.of(Abort)
+    stager.take(Durable(1))
+    assert stager.said(Kind.DURABLE)
+
+
+def test_a_durable_step_is_not_given_up() -> None:
+    stager = _staged()
+    stager.take(Durable(1))
+    stager.take(Decline(0, 1, LATE))
+    assert not stager.of(Abort)
+    assert [tell.rank for tell in stager.said(Kind.DURABLE)] == [None, 0]
+
+
+def test_a_staged_share_outlives_the_ranks() -> None:
+    stager = _staged()
+    for rank in range(LAYOUT.ranks):
+        stager.take(RankLost(rank, f"rank {rank} is dead"))
+    assert phases_of(stager.session) == {1: Phase.STAGED}
+
+
+def test_a_stager_without_a_share_of_the_image_fails_an_offer_by_name() -> None:
+    stager = Stager(LAYOUT, share=range(0))
+    for rank in range(LAYOUT.ranks):
+        stager.take(Offer(rank, 1, LAYOUT.digest))
+    (failed,) = stager.said(Kind.FAILED)
+    assert "no share of an image of 7 chunks" in str(failed.body["message"])
+    assert not stager.of(Abort)

@@ -1,0 +1,72 @@
+"""The rings of several stagers, asked as if they were one: each has the chunks of its share.
+
+what is there?   every ring ─► one list: the chunks of all; staged only where every ring with a part of it says so
+bytes            the ring that had the neighbouring chunk, then the others in turn
+a layout         the first ring that has it        a proof   the lead's ring, where proofs are
+where it lies    nobody's: each rank reads through the stagers, although one may be on its machine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from holdfast.ring.remains import Asked, HeldCheckpoint, read_held, tell_held
+
+
+class _Fetch(Protocol):
+    def __call__(
+        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+    ) -> bytes | None: ...
+
+
+class RingGroup:
+    """See the module. Any thread. `fetches` ask one stager each, the lead first."""
+
+    def __init__(self, fetches: Sequence[_Fetch]) -> None:
+        self._fetches = list(fetches)
+        self._had: dict[tuple[int, int], int] = {}  # attempt, step → the ring that had the last chunk of it
+
+    def fetch(
+        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+    ) -> bytes | None:
+        """As `ToStager.fetch`. A stager that is lost is an error for what only it may have."""
+        match asked:
+            case Asked.HELD:
+                return self._held()
+            case Asked.PLACE:
+                return None
+            case Asked.PROOF:
+                return self._fetches[0](asked, attempt=attempt, step=step)
+            case _:
+                return self._in_turn(asked, attempt, step, chunk, body)
+
+    def _held(self) -> bytes:
+        found: dict[tuple[int, int], list[HeldCheckpoint]] = {}
+        for fetch in self._fetches:
+            for held in read_held(fetch(Asked.HELD) or tell_held([])):
+                found.setdefault((held.attempt, held.step), []).append(held)
+        return tell_held(_together(parts) for _, parts in sorted(found.items(), reverse=True))
+
+    def _in_turn(self, asked: Asked, attempt: int, step: int, chunk: int, body: bytes) -> bytes | None:
+        first = self._had.get((attempt, step), 0)
+        for index in (first, *(other for other in range(len(self._fetches)) if other != first)):
+            data = self._fetches[index](asked, attempt=attempt, step=step, chunk=chunk, body=body)
+            if data is not None:
+                self._had[attempt, step] = index
+                return data
+        return None
+
+
+def _together(parts: Sequence[HeldCheckpoint]) -> HeldCheckpoint:
+    """What all rings have of one checkpoint."""
+    digests = {part.staged_digest for part in parts}
+    return HeldCheckpoint(
+        parts[0].attempt,
+        parts[0].step,
+        # One of them may have been given up although the others were staged.
+        digests.pop() if len(digests) == 1 else "",
+        {chunk: record for part in parts for chunk, record in part.chunks.items()},
+        next((part.drift for part in parts if part.drift), ""),
+        next((part.trackers for part in parts if part.trackers), {}),
+    )

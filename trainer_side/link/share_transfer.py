@@ -1,0 +1,119 @@
+"""One checkpoint of this rank on its way to several stagers, each of which receives a share of it.
+
+    stager 1/3   SENDING ─► SENT ─► STAGED ─► DURABLE ─┐
+    stager 2/3   SENDING ─► FAILED ────────────────────┼─► one transfer, as the rest of the rank sees it
+    stager 3/3   SENDING ─► SENT ─► STAGED ────────────┘
+
+    STAGED, and the memory is free     when every share is staged: until then any of them may fail
+    DURABLE                            when the lead says so: its flusher publishes the file
+    DECLINED, FAILED                   when one share is; the other stagers are told, because no checkpoint can be whole
+
+Each stager's link changes its share in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from holdfast.image.save_record import SaveRecord
+from holdfast.telemetry.causes import Reason
+from trainer_side.transfer import Transfer, TransferState
+
+_PROGRESS = (
+    TransferState.OFFERED,
+    TransferState.SENDING,
+    TransferState.SENT,
+    TransferState.STAGED,
+    TransferState.DURABLE,
+)
+
+
+class ShareTransfer(Transfer):
+    """The share of one stager. `was_sent`: the stager has been sent all of it."""
+
+    is_share: ClassVar[bool] = True
+
+    def __init__(self, whole: WholeTransfer, index: int) -> None:
+        # The lead writes the manifest, so it is told the times of this save, and its replicas' fingerprints.
+        own = SaveRecord(saved_at_unix=whole.transfer.record.saved_at_unix)
+        super().__init__(whole.transfer.step, whole.transfer.record if index == 0 else own)
+        self.index, self.was_sent, self._whole = index, False, whole
+
+    def reach(self, state: TransferState, reason: Reason | None = None) -> None:
+        super().reach(state, reason)
+        self.was_sent = self.was_sent or state in (TransferState.SENT, TransferState.STAGED)
+        self._whole.share_changed()
+
+    def release(self) -> None:
+        super().release()
+        self._whole.share_changed()
+
+    def last_words(self) -> dict[str, Any]:
+        return self._whole.transfer.last_words() if self.index == 0 else super().last_words()
+
+
+class WholeTransfer:
+    """See the module.
+
+    Args:
+        transfer: What the rest of the rank sees.
+        count: How many stagers have a share.
+        changed: Called in a link's thread with this object when a share has changed, and whether `transfer` has reached
+            another state by that.
+
+    Attributes:
+        shares: That of each stager, the lead's first.
+    """
+
+    def __init__(
+        self, transfer: Transfer, count: int, changed: Callable[[WholeTransfer, bool], None]
+    ) -> None:
+        self.transfer, self._tell = transfer, changed
+        self._lock = threading.Lock()
+        self.shares = [ShareTransfer(self, index) for index in range(count)]
+
+    @property
+    def given_up(self) -> ShareTransfer | None:
+        """The share for which the whole is declined, or has failed."""
+        ended = (TransferState.DECLINED, TransferState.FAILED)
+        return next((share for share in self.shares if share.state in ended), None)
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the lead has said so, whatever became of the other shares."""
+        return self.shares[0].state is TransferState.DURABLE
+
+    def share_changed(self) -> None:
+        """A share has reached another state, or its memory is not read any more."""
+        with self._lock:
+            transfer, before = self.transfer, self.transfer.state
+            transfer.frames = sum(share.frames for share in self.shares)
+            transfer.frames_left = sum(share.frames_left for share in self.shares)
+            self._combine()
+            if transfer.settled.is_set() and all(share.released.is_set() for share in self.shares):
+                transfer.release()
+            is_news = transfer.state is not before
+        self._tell(self, is_news)
+
+    def _combine(self) -> None:
+        transfer, given_up = self.transfer, self.given_up
+        if transfer.state.final:
+            return
+        if self.is_durable:
+            transfer.reach(TransferState.DURABLE)
+            return
+        if given_up is not None:
+            transfer.reach(given_up.state, given_up.reason)
+            return
+        progress = [_PROGRESS.index(share.state) for share in self.shares]
+        least = _PROGRESS[min(progress)]
+        if least in (TransferState.STAGED, TransferState.DURABLE):
+            reached = TransferState.STAGED
+        elif least is TransferState.SENT:
+            reached = TransferState.SENT
+        else:
+            reached = TransferState.SENDING if max(progress) else TransferState.OFFERED
+        if reached is not transfer.state:
+            transfer.reach(reached)

@@ -1,0 +1,226 @@
+"""Several stagers, each with a share of every checkpoint, as one: the links of a rank to them, the lead's first.
+
+    offer, decline ──► every stager with a share        agree, tell ──► the lead alone
+    a share is declined, fails, or its stager is lost ──► the step is given up, and the other stagers hear why
+    a stager is lost ──► no checkpoint is taken until it is reached again; training goes on
+    the lead is lost ──► the others are left, because the lead's next attempt is theirs, too
+
+A rank that loses a stager after it had sent everything to it tells the others nothing: the share may be staged there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from holdfast.errors import HoldfastError, PeerLost
+from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
+from holdfast.image.shares import Shares
+from holdfast.process import at_exit
+from holdfast.ring.remains import Asked
+from holdfast.store import part_chunks_for
+from holdfast.telemetry.causes import DeclineCause, Reason
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.state_messages import Agreement, Proposal
+from trainer_side.background_thread import ThreadDied
+from trainer_side.link.job_state import JobState
+from trainer_side.link.last_transfers import LastTransfers
+from trainer_side.link.link import Link
+from trainer_side.link.ring_group import RingGroup
+from trainer_side.link.share_transfer import WholeTransfer
+from trainer_side.link.stager_message import StagerMessage
+from trainer_side.transfer import SliceSource, Transfer, TransferState
+
+_log = logging.getLogger("holdfast.trainer.link")
+
+_EXIT_SECONDS_MAX = 10.0
+
+
+class GroupState(JobState):
+    """The job as this rank knows it, with several stagers: there is none while one of them is lost."""
+
+    def __init__(self, links: Sequence[Link], clock: Callable[[], float]) -> None:
+        lead = links[0].job
+        super().__init__(
+            lead.rank,
+            lead.ranks,
+            store_url=lead.store_url,
+            chunk_bytes=lead.chunk_bytes,
+            attempt=lead.attempt,
+            clock=clock,
+        )
+        self._links = links
+
+    @property
+    def new_pickle_reserve_bytes(self) -> int:
+        return max(link.job.new_pickle_reserve_bytes for link in self._links)
+
+    def has_lost(self, error: HoldfastError) -> bool:
+        return super().has_lost(error) or any(link.job.has_lost(error) for link in self._links)
+
+
+class StagerGroup:
+    """See the module; a `ToStager`. Its methods belong to the training thread unless they say otherwise.
+
+    `links` and `names` are those of all stagers, in the order of their shares.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        names: Sequence[str],
+        events: EventLog,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._links, self._names, self._events, self._clock = list(links), names, events, clock
+        self._lead, *self._members = links
+        self.job = GroupState(links, clock)
+        self._rings = RingGroup([link.fetch for link in links])
+        self._lock = threading.Lock()  # of `job`, which the threads of all links change
+        self._newest_step = -1
+        self._accepted: list[Transfer] = []
+        self._shares: tuple[Layout, Shares] | None = None
+        self._closed = False
+        self._not_at_exit: Callable[[], None] = lambda: None
+        for index, link in enumerate(links):
+            link.on_lost, link.on_back = partial(self._lost, index), self._back
+            if (problem := link.job.problem) is not None:  # before that
+                self._lost(index, problem)
+
+    # -- as a `ToStager` -------------------------------------------------------------------------------------------
+
+    def agree(self, proposal: Proposal, *, seconds_max: float | None = None) -> Agreement:
+        return self._lead.agree(proposal, seconds_max=seconds_max)
+
+    def offer(self, step: int, source: SliceSource, record: SaveRecord, layout: Layout) -> Transfer:
+        problem = self.job.problem
+        reason = None if problem is None else Reason.of_error(problem)
+        if problem is None and step <= self._newest_step:
+            # By the same rule on each rank, so that all leave it out.
+            reason = DeclineCause.NOT_NEW.because(
+                f"step {step} is not above step {self._newest_step}, which was saved or declined before"
+            )
+        elif reason is not None:
+            self.decline(step, reason)
+        if reason is not None:
+            return Transfer.none(step, record, reason)
+        self._newest_step = step
+        shares = self._shares_of(layout)
+        transfer = Transfer(step, record)
+        whole = WholeTransfer(transfer, shares.count, self._changed)
+        for share, link in zip(whole.shares, self._links, strict=False):
+            link.send(share, source, layout, shares.chunks_of(share.index))
+        whole.share_changed()
+        self._accepted = [other for other in self._accepted if not other.ended.is_set()] + [transfer]
+        return transfer
+
+    def answer(self, step: int) -> Reason | None:
+        answers = (link.answer(step) for link in self._links)
+        return next((answer for answer in answers if answer is not None), None)
+
+    def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
+        self._newest_step = max(self._newest_step, step)
+        for link in self._links:
+            link.decline(step, reason, needed_pickle_bytes=needed_pickle_bytes)
+
+    def tell(self, message: StagerMessage) -> None:
+        self._lead.tell(message)
+
+    def fetch(
+        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+    ) -> bytes | None:
+        return self._rings.fetch(asked, attempt=attempt, step=step, chunk=chunk, body=body)
+
+    def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
+        """Wait until what was offered is durable (or staged), say good-bye to all. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            LastTransfers(self.job, self._accepted, self._clock).wait(wait_for, seconds_max)
+        for link in self._links:  # first: none of them waits for another one's good-bye
+            link.leave()
+        for link in self._links:
+            link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
+        self._not_at_exit()
+
+    def close_at_exit(self) -> None:
+        """A script that ends without `close` must not leave the stagers waiting for this rank."""
+        close = partial(self.close, wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)
+        self._not_at_exit = at_exit(close)
+
+    def _shares_of(self, layout: Layout) -> Shares:
+        if self._shares is None or self._shares[0] is not layout:
+            part_chunks = part_chunks_for(self.job.store_url, layout.image_bytes, layout.chunk_bytes)
+            self._shares = layout, Shares.of(layout, len(self._links), part_chunks)
+        return self._shares[1]
+
+    # -- in the links' threads -------------------------------------------------------------------------------------
+
+    def _changed(self, whole: WholeTransfer, is_news: bool) -> None:
+        transfer, step = whole.transfer, whole.transfer.step
+        with self._lock:
+            if whole.is_durable:
+                self.job.durable_step = max(self.job.durable_step, step)
+            elif is_news and transfer.state is TransferState.STAGED:
+                self.job.staged_step = max(self.job.staged_step, step)
+        if not is_news:
+            return
+        if transfer.state in (TransferState.STAGED, TransferState.DURABLE):
+            self._events.emit(transfer.state.value, transfer.record.to_json(), step=step)
+        elif transfer.state.final:
+            self._give_up(whole)
+
+    def _give_up(self, whole: WholeTransfer) -> None:
+        transfer, cause = whole.transfer, whole.given_up
+        reason = transfer.reason or DeclineCause.UNKNOWN.because("a stager gave no reason")
+        told = {**transfer.record.to_json(), "reason": reason.text, "cause": reason.cause}
+        self._events.emit(transfer.state.value, told, step=transfer.step)
+        if cause is None or self._closed:
+            return
+        name = self._names[cause.index]
+        if cause.was_sent and self._links[cause.index].job.problem is not None:
+            _log.warning(
+                "rank %d: step %d was sent to %s, which is lost: whether it becomes durable, the others find out",
+                self.job.rank,
+                transfer.step,
+                name,
+            )
+            return
+        for share in whole.shares:
+            if not share.state.final:
+                told_others = Reason(reason.cause, f"{reason.text} ({name})")
+                self._links[share.index].decline(transfer.step, told_others)
+
+    def _lost(self, index: int, error: HoldfastError) -> None:
+        with self._lock:
+            if self.job.problem is None:
+                # The lead's own error comes out of `agree`, too, and is known by its identity.
+                is_own = index == 0 or isinstance(error, ThreadDied)
+                self.job.lose(error if is_own else type(error)(f"{self._names[index]}: {error}"))
+            elif isinstance(error, ThreadDied):
+                self.job.problem = error
+        if index == 0:
+            for member in self._members:
+                member.lose(PeerLost(f"{self._names[0]} is lost, and with it the attempt of the others"))
+
+    def _back(self) -> None:
+        attempt = self._lead.job.attempt
+        for member in self._members:
+            if member.job.problem is None and member.job.attempt != attempt:
+                over = f"attempt {member.job.attempt} is over: {self._names[0]} has begun attempt {attempt}"
+                member.lose(PeerLost(over))
+        with self._lock:
+            jobs = [link.job for link in self._links]
+            if self.job.problem is None or any(job.problem or job.attempt != attempt for job in jobs):
+                return
+            if attempt != self.job.attempt:
+                self.job.join_again(attempt)
+            else:
+                self.job.staged_step = (
+                    self.job.durable_step
+                )  # the rest may be gone with the stager that was lost
+            self.job.recover()
