@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 __all__ = [
+    "AT_ONCE_SHARE_CELLS",
     "FROZEN_SHARE_CELLS",
     "SHARE_CELLS",
     "SHARE_STAGES",
@@ -92,23 +93,33 @@ SHARE_VICTIMS = (
 
 
 class ShareCell(NamedTuple):
-    """One run. `then`: stagers of the next job."""
+    """One run.
+
+    Attributes:
+        then: Stagers of the next job.
+        at_once: Whether the next job's flushers take rings of another number of stagers as they are.
+        frozen: Whether the victims' machines stand still, and wake up when the next job is over.
+    """
 
     stage: ShareStage
     victims: ShareVictims
     then: int = 2
     store: str = "directory"
+    at_once: bool = False
     frozen: bool = False
 
     @property
     def name(self) -> str:
         """In test ids and results."""
-        return f"{self.row} x {self.victims.name}{' (frozen)' if self.frozen else ''}"
+        return f"{self.row} x {self.victims.name}"
 
     @property
     def row(self) -> str:
         """Its row in the table."""
-        return f"{self.stage.name}, then {self.then}{', S3' if self.store == 'S3' else ''}"
+        how = (("S3", self.store == "S3"), ("at once", self.at_once), ("frozen", self.frozen))
+        return ", ".join(
+            (self.stage.name, f"then {self.then}", *(word for word, is_so in how if is_so))
+        )
 
     @property
     def regular(self) -> bool:
@@ -135,6 +146,12 @@ SHARE_CELLS = tuple(
     for number, stage in enumerate(SHARE_STAGES)
     for column, victims in enumerate(SHARE_VICTIMS)
     for then in (1, 2)
+)
+AT_ONCE_SHARE_CELLS = tuple(
+    ShareCell(stage, victims, then=1, at_once=True)
+    for stage in SHARE_STAGES
+    for victims in SHARE_VICTIMS
+    if 0 in victims.flushers
 )
 _FROZEN = tuple(victims for victims in SHARE_VICTIMS if victims.nodes)
 FROZEN_SHARE_CELLS = tuple(

@@ -297,9 +297,13 @@ class ShareMachines:
         return [str(upload["Key"]) for upload in found]
 
     def said_of_loss(self) -> list[str]:
-        """The lines of logs in which the step is given up."""
+        """What logs and event logs say of the step that is given up."""
         key = str(CheckpointId(1, STEP))
-        return [line for line in self.logs().splitlines() if key in line]
+        said = [line for line in self.logs().splitlines() if key in line]
+        for machine in self.machines:
+            if machine.flushers:
+                said += [str(event["message"]) for event in machine.flusher.happened("flush_failed")]
+        return said
 
 
 @contextlib.contextmanager
@@ -406,7 +410,8 @@ def _next_job(scene: ShareMachines, cell: ShareCell) -> list[Machine]:
         share, before = ShareNumber(index, cell.then), scene.machines[index]
         machine = scene.machine(share) if before.is_lost else before
         if machine.share != share:
-            _end_share(machine)
+            if not cell.at_once:
+                _end_share(machine)
             machine.share = share
         stager = machine.join(lead_attempt)
         lead_attempt = lead_attempt or stager.attempt
