@@ -12,6 +12,10 @@
     the store fails: keep checkpoints in the ring, retry with growing pauses, report once          retry_queue
     the flusher dies: the next one takes over ring, journal and records                            recovery
 
+    several flushers write one file, each a run of parts (holdfast/image/shares.py):
+        [3] seal the share: it is written                                                          share_jobs
+        [4] the flusher that leads, which alone has the claim, publishes when all seals are there
+
 Not guaranteed: that a checkpoint whose ranks died before it was staged is kept. It is discarded.
 
 command                      `holdfast flusher`
@@ -20,6 +24,7 @@ service, stager_handler, listener    the event loop; the connection to one stage
 engine, flusher_context      pipeline, threads and ring together; the objects that its parts share
 pipeline, steps, flight      the pure core; its events and actions; one checkpoint in flight
 jobs, workers                the work on bytes and store; the threads that do it
+share_jobs, orphaned_shares  what several flushers of one image tell each other; those whose lead is gone
 progress, recovery           the record of written parts; the takeover of a ring
 retry_queue                  retries while the store fails
 verify_and_prune, read_pace, retention    read-back and removal; its speed beside writes; the rule of removal

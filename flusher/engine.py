@@ -56,7 +56,7 @@ from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
 from holdfast.image.save_record import StepRecord
-from holdfast.image.shares import Share, Shares
+from holdfast.image.shares import ImageShare, Shares
 from holdfast.ring.doubts import read_doubts
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.proofs import read_proofs
@@ -132,32 +132,32 @@ class Engine:
                 layout.digest: LayoutIndex(layout)
             }  # the one before is no longer used for new steps
             self._growing = self._want_room(layout.chunks) or self._growing
-        share = self._share_of(layout)
-        if share is not None and not share.chunks:
-            no_share = f"this flusher is {self._share}, and the image has only {share.shares.count} shares"
-            self.listener.failed(key, ProtocolError(f"{key}: {no_share}"))
-            return
         if self._pipeline.knows(key):
             self._tell(Begin(key, self._indexes[layout.digest]))
             if key in self._opened:
                 self.listener.began(key, self._opened[key])
             return
-        resume = self._found(key, layout)
+        resume, writers = self._found(key, layout) or (None, self._share.writers)
+        share = self._share_of(layout, writers)
+        if share is not None and not share.chunks:
+            no_share = f"this flusher is {self._share}, and the image has only {share.shares.count} shares"
+            self.listener.failed(key, ProtocolError(f"{key}: {no_share}"))
+            return
         self._events.emit(
             "flush_began", {"attempt": key.attempt, "image_bytes": layout.image_bytes}, step=key.step
         )
         self._tell(Begin(key, self._indexes[layout.digest], resume, share))
 
-    def _share_of(self, layout: Layout) -> Share | None:
+    def _share_of(self, layout: Layout, writers: int) -> ImageShare | None:
         """What is written here of an image; None: all of it, and nobody else writes any."""
-        if self._share.writers == 1:
+        if writers == 1:
             return None
         part_chunks = part_chunks_for(self._store_url, layout.image_bytes, layout.chunk_bytes)
-        shares = Shares.of(layout, self._share.writers, part_chunks)
-        return None if shares.count == 1 and self._share.leads else Share(shares, self._share.index)
+        shares = Shares.of(layout, writers, part_chunks)
+        return None if shares.count == 1 and self._share.leads else ImageShare(shares, self._share.index)
 
-    def _found(self, key: CheckpointId, layout: Layout) -> Resume | None:
-        """A dead flusher's record of this checkpoint."""
+    def _found(self, key: CheckpointId, layout: Layout) -> tuple[Resume, int] | None:
+        """A dead flusher's record of this checkpoint, and how many flushers write it."""
         try:
             progress = self._jobs.find_progress(key)
         except ProtocolError as error:
@@ -167,7 +167,7 @@ class Engine:
             return None
         told = {"attempt": key.attempt, "file": progress.head.file, "parts_done": len(progress.parts)}
         self._events.emit("flush_taken_over", told, step=key.step)
-        return progress.resume(layout.chunk_bytes)
+        return progress.resume(layout.chunk_bytes), progress.head.writers
 
     def end_orphans(self, keys: Iterable[CheckpointId]) -> None:
         """Publish these checkpoints, whose lead is gone, as soon as all their shares are sealed, or give them up."""

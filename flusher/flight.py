@@ -14,7 +14,7 @@ from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.share_sums import EntryPiece, pieces_in
-from holdfast.image.shares import Share
+from holdfast.image.shares import ImageShare
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Flight:
     key: CheckpointId
     index: LayoutIndex
     resume: Resume | None = None
-    share: Share | None = None  # of several flushers; None: it is written by this one alone
+    share: ImageShare | None = None  # of several flushers; None: it is written by this one alone
     chunks: range = field(init=False)  # that are written here
     entry_crcs: list[int | None] = field(init=False)
     entry_left: list[int] = field(init=False)  # segments of the entry that are not verified yet
@@ -79,7 +79,7 @@ class Flight:
                 self.note_crcs(chunk, crcs)
                 self.finish_chunk(chunk)
 
-    def _shares_needed(self, share: Share) -> set[int]:
+    def _shares_needed(self, share: ImageShare) -> set[int]:
         """The shares with bytes of entries whose CRC stands in this one."""
         index = self.index
         entries = {entry for chunk in share.chunks for entry in index.needs[chunk]}
@@ -88,7 +88,7 @@ class Flight:
 
     def late_parts(self) -> int:
         """How many parts wait for the CRC of an entry that begins in another share, while their chunks are here."""
-        if self.share is None:
+        if self.share is None or not self.part_chunks:
             return 0
         elsewhere = {
             entry

@@ -63,7 +63,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import patch_chunk, verify_chunk
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest, manifest_name
-from holdfast.image.shares import WHOLE, Share, ShareNumber
+from holdfast.image.shares import WHOLE, ImageShare, ShareNumber
 from holdfast.ring.ring import Ring
 from holdfast.store.base import BegunUpload, Store, Upload
 
@@ -269,6 +269,7 @@ class Jobs:
                     token=upload.token,
                     part_bytes=upload.part_bytes,
                     layout_digest=layout.digest,
+                    writers=1 if job.share is None else job.share.shares.writers,
                 ),
             )
         if job.share is not None:
@@ -277,7 +278,7 @@ class Jobs:
         resumable = upload.token is not None
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes, resumable)
 
-    def _join(self, job: Open, share: Share) -> Event:
+    def _join(self, job: Open, share: ImageShare) -> Event:
         """Open the upload that the flusher which leads has begun."""
         layout = job.index.layout
         start = self._others.joined(job.key, layout, share)
@@ -289,6 +290,7 @@ class Jobs:
             token=start.token,
             part_bytes=start.part_bytes,
             layout_digest=start.layout_digest,
+            writers=share.shares.writers,
         )
         progress = Progress.begin(progress_path(self._ring.directory, job.key), head)
         self._targets[job.key] = _Target(upload, start.file, start.write_id, progress)

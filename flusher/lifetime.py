@@ -128,8 +128,8 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
             listener=listener,
             want_room=room.want,
             adopted=found is not None,
-            orphans=orphans,
         )
+        service.end_orphans(orphans)
         events.emit("flusher_ready", {"attempt": lease.attempt, "directory": str(directory)})
         ready({"directory": str(directory), "attempt": lease.attempt})
         for number in ENDING_SIGNALS:

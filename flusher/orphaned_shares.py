@@ -31,7 +31,7 @@ from holdfast.image.best_rule import BestRule
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.manifest import Manifest, manifest_name
-from holdfast.image.shares import Share, Shares
+from holdfast.image.shares import ImageShare, Shares
 from holdfast.store.base import ObjectInfo, Store
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class OrphanedShares:
             seals = self._sealed(records, start)
             index = LayoutIndex(layout)
             image = checked_image(start, seals, index, shares)
-            upload = upload_of(self._store, start, layout, image.chunk_crc32s, Share(shares, 0))
+            upload = upload_of(self._store, start, layout, image.chunk_crc32s, ImageShare(shares, 0))
             if not upload.published:
                 upload.publish()
                 reach(Point.FILE_PUBLISHED)
@@ -142,11 +142,11 @@ def find_orphans(
         if key.attempt >= attempt or key in kept:
             continue
         start = _start(store, key)
-        is_void = any(name.endswith("/void") for name in names)
+        is_void = any(name.endswith(".void") for name in names)
         if start is not None and not is_void and manifest_name(start.file) not in there:
             found[key] = start.write_id
             continue
-        for name in sorted(names, key=lambda name: not name.endswith("/start")):
+        for name in sorted(names, key=lambda name: not name.endswith(".start")):
             store.delete(name)
     return found
 

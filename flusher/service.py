@@ -17,7 +17,7 @@ import platform
 import selectors
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 from flusher.engine import Engine
@@ -50,7 +50,6 @@ class FlusherService:
 
     Args:
         ring: The ring. `adopted`: it is one that a dead flusher left, and a stager may still have it mapped.
-        orphans: Checkpoints of stagers that are gone, to be published once all their shares are sealed.
 
     Attributes:
         leaves_ring: It was told to end, and the ring is still needed: by checkpoints in it, or by a stager.
@@ -66,12 +65,10 @@ class FlusherService:
         listener: Listener,
         want_room: Callable[[int], bool] = lambda _: False,
         adopted: bool = False,
-        orphans: Sequence[CheckpointId] = (),
     ) -> None:
         self._config, self._ring, self._maintenance, self._listener = config, ring, maintenance, listener
         self._store, self._lease = context.store, context.lease
         self._inbox, self._events = context.inbox, context.events
-        self._orphans = orphans
         self._engine = Engine(
             ring,
             context,
@@ -96,6 +93,10 @@ class FlusherService:
         self._ends_at: float | None = time.monotonic() + wait_seconds
         self._selector = selectors.DefaultSelector()
 
+    def end_orphans(self, keys: Iterable[CheckpointId]) -> None:
+        """Publish checkpoints of stagers that are gone, once all their shares are sealed. Before `run`."""
+        self._engine.end_orphans(keys)
+
     def run(self) -> None:
         """Serve until all is done. Raises `FencedError`: another writer has taken the run over, and is responsible for
         the staged checkpoints now.
@@ -110,7 +111,6 @@ class FlusherService:
             if self._adopted:
                 for key in take_up(self._engine, self._ring):
                     self._events.emit("recovered", {"attempt": key.attempt}, step=key.step)
-            self._engine.end_orphans(self._orphans)
             while self._turn():
                 self._selector.select(self._wait_seconds())
             self._leave_ring()

@@ -23,7 +23,7 @@ from holdfast.checkpoints.share_records import (
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.share_sums import part_crcs, pieces_in
-from holdfast.image.shares import Share, ShareNumber
+from holdfast.image.shares import ImageShare, ShareNumber
 from holdfast.store.base import Store, Upload
 
 if TYPE_CHECKING:
@@ -41,16 +41,16 @@ class ShareJobs:
 
     def __init__(self, store: Store, number: ShareNumber) -> None:
         self._store, self._number = store, number
-        self._shares: dict[CheckpointId, Share | None] = {}
+        self._shares: dict[CheckpointId, ImageShare | None] = {}
         self._starts: dict[CheckpointId, ShareStart] = {}
         self._seals: dict[CheckpointId, list[ShareSeal]] = {}
         self._voided: set[CheckpointId] = set()
 
-    def note(self, key: CheckpointId, share: Share | None) -> None:
+    def note(self, key: CheckpointId, share: ImageShare | None) -> None:
         """Which share of a checkpoint is written here; None: all of it."""
         self._shares[key] = share
 
-    def joined(self, key: CheckpointId, layout: Layout, share: Share) -> ShareStart:
+    def joined(self, key: CheckpointId, layout: Layout, share: ImageShare) -> ShareStart:
         """The start that the lead has written. Raises `NotYet`, and `ProtocolError`: it splits the image otherwise."""
         records = self._records(key)
         start = records.start()
@@ -66,7 +66,14 @@ class ShareJobs:
         return start
 
     def began(
-        self, key: CheckpointId, layout: Layout, share: Share, upload: Upload, *, file: str, write_id: str
+        self,
+        key: CheckpointId,
+        layout: Layout,
+        share: ImageShare,
+        upload: Upload,
+        *,
+        file: str,
+        write_id: str,
     ) -> None:
         """The upload is open here. The lead says so to the others."""
         start = self._starts[key] = ShareStart.of(key, layout, share, upload, file=file, write_id=write_id)
@@ -136,7 +143,8 @@ class ShareJobs:
 
     def is_shared(self, key: CheckpointId) -> bool:
         """Whether other flushers may write a checkpoint that ends here."""
-        return self._number.writers > 1 and self._shares.get(key, _UNKNOWN) is not None
+        share = self._shares.get(key, _UNKNOWN)
+        return self._number.writers > 1 if share is _UNKNOWN else share is not None
 
     def give_up(self, key: CheckpointId, error: HoldfastError) -> None:
         """Nobody is to publish it, unless this share is sealed: then only the lead may say so."""
@@ -175,7 +183,7 @@ _UNKNOWN = object()  # a checkpoint that was never begun here: it may have sever
 
 
 def upload_of(
-    store: Store, start: ShareStart, layout: Layout, chunk_crcs: tuple[int, ...], share: Share
+    store: Store, start: ShareStart, layout: Layout, chunk_crcs: tuple[int, ...], share: ImageShare
 ) -> Upload:
     """The upload of an image whose shares are all sealed, to be published. Raises `StoreError`: parts are not there."""
     crcs = part_crcs(layout, share.shares, chunk_crcs)

@@ -12,7 +12,7 @@ from holdfast.image.chunks import Source
 from holdfast.image.index import LayoutIndex
 from holdfast.image.manifest import Manifest
 from holdfast.image.share_sums import ShareSums
-from holdfast.image.shares import Share
+from holdfast.image.shares import ImageShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Begin:
     key: CheckpointId
     index: LayoutIndex
     resume: Resume | None = None
-    share: Share | None = None
+    share: ImageShare | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Open:
     key: CheckpointId
     index: LayoutIndex
     resume: Resume | None = None
-    share: Share | None = None
+    share: ImageShare | None = None
 
     slots: tuple[int, ...] = ()
 
@@ -242,7 +242,7 @@ class PutCrcs:
     """Tell the flushers of later shares the CRCs of this one's entries. Answer: `CrcsPut`."""
 
     key: CheckpointId
-    share: Share
+    share: ImageShare
     entry_crcs: tuple[int, ...]
     slots: tuple[int, ...] = ()
 
@@ -253,7 +253,7 @@ class ReadCrcs:
 
     key: CheckpointId
     index: LayoutIndex
-    share: Share
+    share: ImageShare
     of: int
     slots: tuple[int, ...] = ()
 
@@ -263,7 +263,7 @@ class SealShare:
     """Say in the store that this share is written. Answer: `Sealed`."""
 
     key: CheckpointId
-    share: Share
+    share: ImageShare
     sums: ShareSums
     slots: tuple[int, ...] = ()
 
@@ -274,7 +274,7 @@ class AwaitSeals:
 
     key: CheckpointId
     index: LayoutIndex
-    share: Share
+    share: ImageShare
     slots: tuple[int, ...] = ()
 
 

@@ -177,8 +177,9 @@ class FlusherHandler:
             self._actions.take(Failed(known.step, lost.code, str(lost)))
 
     def mend(self) -> None:
-        """Attach another flusher when there is one: with our ring at once, with a new ring when no credit is out. Raises
-        `PeerLost`: it has a new ring, and other stagers have the attempt of the one before.
+        """Attach another flusher when there is one: with our ring at once, with a new ring when no credit is out.
+
+        PeerLost: it has a new ring, and other stagers have the attempt of the one before.
         """
         if self._next is None:
             found = self._line.find()
@@ -194,8 +195,8 @@ class FlusherHandler:
             if self._line.leads_others:
                 found.close()
                 raise PeerLost(
-                    f"the flusher (process {self._line.flusher.pid}) ended, and its ring could not be kept; the next one "
-                    "has another attempt than the other stagers of this job, so the ranks must come again"
+                    f"the flusher (process {self._line.flusher.pid}) ended, and its ring could not be kept; the next "
+                    "one has another attempt than the other stagers of this job, so the ranks must come again"
                 )
             self._next = found
             self._actions.do(

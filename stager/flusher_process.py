@@ -118,7 +118,11 @@ def attach(
     directory = _directory(config)
     socket_path = directory / ipc.SOCKET_NAME
     attempt = 0 if held is None else held.attempt
-    hello = {"attempt": attempt, "share": [config.share.index, config.share.writers], "lead_attempt": lead_attempt}
+    hello = {
+        "attempt": attempt,
+        "share": [config.share.index, config.share.writers],
+        "lead_attempt": lead_attempt,
+    }
     greeted = _greet(socket_path, hello, deadline)
     if greeted is None:
         _start(config, deadline, ahead)

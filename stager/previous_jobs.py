@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from holdfast.errors import ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.layout import Layout
 from holdfast.ring.remains import held_in
 from holdfast.ring.ring import Ring
 
@@ -23,10 +24,20 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class PreviousJobs:
-    """See the module. `seconds_max`: how long the trainers are kept waiting, from the first look on."""
+    """See the module.
 
-    def __init__(self, seconds_max: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds_max, self._clock = seconds_max, clock
+    `seconds_max`: how long the trainers are kept waiting, from the first look on. `share`: the chunks of an image that
+    this stager's ring is to have, as one of several; None: all.
+    """
+
+    def __init__(
+        self,
+        seconds_max: float,
+        *,
+        share: Callable[[Layout], range] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._seconds_max, self._share, self._clock = seconds_max, share, clock
         self._first_look_at: float | None = None
         self._settled = False
 
@@ -36,7 +47,7 @@ class PreviousJobs:
             return True
         now = self._clock()
         staged = _staged_before(ring, attempt)
-        whole = _whole_in(ring) if staged else set()
+        whole = self._whole_in(ring) if staged else set()
         left = [key.step for key in staged if key not in whole]
         if left and self._first_look_at is None:
             self._first_look_at = now
@@ -64,18 +75,19 @@ class PreviousJobs:
         self._settled = True
         return True
 
-
-def _whole_in(ring: Ring) -> set[CheckpointId]:
-    """Staged checkpoints with every chunk in the ring."""
-    found = set()
-    for held in held_in(ring):
-        try:
-            layout = ring.layout(held.staged_digest) if held.staged_digest else None
-        except ProtocolError:
-            continue  # the flusher's to report
-        if layout is not None and len(held.fitting(layout)) == layout.chunks:
-            found.add(CheckpointId(held.attempt, held.step))
-    return found
+    def _whole_in(self, ring: Ring) -> set[CheckpointId]:
+        """Staged checkpoints with every chunk in the ring."""
+        found = set()
+        for held in held_in(ring):
+            try:
+                layout = ring.layout(held.staged_digest) if held.staged_digest else None
+            except ProtocolError:
+                continue  # the flusher's to report
+            if layout is not None:
+                own = range(layout.chunks) if self._share is None else self._share(layout)
+                if held.fitting(layout).issuperset(own):
+                    found.add(CheckpointId(held.attempt, held.step))
+        return found
 
 
 def _staged_before(ring: Ring, attempt: int) -> list[CheckpointId]:

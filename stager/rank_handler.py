@@ -62,6 +62,7 @@ class RankHandler:
         actions: Actions,
         doubts: DoubtHandler,
         proofs: ProofHandler,
+        previous_jobs: PreviousJobs,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,7 +74,7 @@ class RankHandler:
         self._interval = IntervalHandler(trainers, events, attempt=lambda: line.flusher.attempt, clock=clock)
         self._doubts, self._proofs = doubts, proofs
         self._fetches = Fetches(port, line)
-        self._previous_jobs = PreviousJobs(config.start_seconds_max / 2, clock=clock)  # the ranks wait, too
+        self._previous_jobs = previous_jobs
         self._unwelcomed: set[int] = set()
 
     @property

@@ -41,6 +41,7 @@ from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher, FlusherAhead, attach, reap
 from stager.notices import Notices
 from stager.payloads import Payloads
+from stager.previous_jobs import PreviousJobs
 from stager.proof_handler import ProofHandler
 from stager.rank_handler import RankHandler
 from stager.segments import SegmentList
@@ -82,6 +83,7 @@ class StagerService:
         self._trainers = Trainers(port, rank_seconds_max=config.rank_seconds_max, clock=clock)
         self._payloads = Payloads(port, flusher.ring)
         free_slots, flusher_slots = slot_owners(flusher.ring)
+        share = _share(config, flusher.store_url)
         self._session = Session(
             ranks=port.ranks,
             free_slots=free_slots,
@@ -89,7 +91,7 @@ class StagerService:
             offer_seconds_max=config.offer_seconds_max,
             chunk_seconds_max=config.chunk_seconds_max,
             on_divergence=config.on_divergence,
-            share=_share(config, flusher.store_url),
+            share=share,
         )
         notices = Notices(
             config,
@@ -109,7 +111,12 @@ class StagerService:
             doubts.again()
             proofs.again()
 
-        self._rank_handler = RankHandler(config, port, self._actions, doubts, proofs, clock=clock)
+        previous_jobs = PreviousJobs(
+            config.start_seconds_max / 2, share=share, clock=clock
+        )  # the ranks wait, too
+        self._rank_handler = RankHandler(
+            config, port, self._actions, doubts, proofs, previous_jobs, clock=clock
+        )
         self._flusher_handler = FlusherHandler(
             self._line, self._session, self._payloads, self._actions, again
         )
@@ -194,14 +201,17 @@ class StagerService:
     def _finish(self) -> None:
         """The trainers are gone: wait until the flusher has made all staged checkpoints durable.
 
-        Unless some were lost and the ring is kept: the next attempt is waiting for us to end, and begins from the ring.
+        Unless some were lost, or another stager leads, and the ring is kept: the next attempt is waiting for us to end,
+        and begins from the ring.
         """
         told: Flusher | None = None
         deadline = self._clock() + _DRAIN_SECONDS_MAX
         said = ""
         while told is None or not self._flusher_handler.drained:
             is_settled = not (self._line.cut or self._session.may_stage)
-            if self.lost_ranks and is_settled and is_kept(self._line.flusher.ring.directory):
+            # What the lead has not published may never end, and ranks may wait to come again with another attempt.
+            goes_on = bool(self.lost_ranks) or not self._config.share.leads
+            if goes_on and is_settled and is_kept(self._line.flusher.ring.directory):
                 return
             # A checkpoint that still streams through a smaller ring may become staged: finish would end it.
             if told is not self._line.flusher and not self._line.cut and not self._session.may_stage:
@@ -282,7 +292,8 @@ def serve(
     """Receive until the ranks have left, or the stager is stopping, and all that is staged is in the store.
 
     `problem`: why it cannot; without a `config`, where the settings are wrong. `attached`: the flusher, if this stager
-    has attached to it already; `ahead`: one that waits to begin; `lead_attempt`: see `attach`. Returns the ranks that were lost, or are left alone.
+    has attached to it already; `ahead`: one that waits to begin; `lead_attempt`: see `attach`. Returns the ranks that
+    were lost, or are left alone.
 
     Raises:
         StartRefused: There is no flusher, or there are no settings, and the ranks were told.

@@ -60,18 +60,18 @@ def test_a_map_names_all_rooms_and_files(room: str) -> None:
 # Lines that a room may have, the files of its folders included: what it has, rounded up to the next 50. A room that
 # grows pays for it here, on purpose; one that has shrunk by more than GIVEN_BACK_AT lines writes its new budget.
 BUDGETS = {
-    "flusher": 4550,
+    "flusher": 5550,
     "holdfast": 2350,
-    "holdfast/checkpoints": 3350,
+    "holdfast/checkpoints": 3650,
     "holdfast/command": 700,
-    "holdfast/image": 2500,
+    "holdfast/image": 2750,
     "holdfast/integrations": 150,
     "holdfast/net": 900,
     "holdfast/notices": 850,
     "holdfast/notify": 650,
     "holdfast/policy": 400,
     "holdfast/ring": 2000,
-    "holdfast/store": 3850,
+    "holdfast/store": 3900,
     "holdfast/telemetry": 2400,
     "holdfast/wire": 1950,
     "operator_side": 200,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5750,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 85_200
+PRODUCT_LINES_MAX = 86_750
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

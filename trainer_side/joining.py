@@ -100,8 +100,8 @@ def meet_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events
     lead = _meet_lead(config, world, inbox, events)
     links = [lead]
     try:
-        for index in range(1, len(config.stagers)):
-            links.append(_meet_member(config, world, index, lead, inbox, events))
+        others = range(1, len(config.stagers))
+        links.extend(_meet_member(config, world, index, lead, inbox, events) for index in others)
     except BaseException:
         for link in links:
             link.close(seconds_max=0.0)
@@ -123,8 +123,8 @@ def _meet_member(
         greeted.port.leave(_LEAVE_SECONDS_MAX)
         raise ConfigError(
             f"{name}: expected attempt {expected[0]} of {expected[1]} in chunks of {expected[2]} bytes, as the first "
-            f"stager has it, got attempt {said[0]} of {said[1]} in chunks of {said[2]} bytes; start all stagers with the "
-            "same store and chunk_bytes"
+            f"stager has it, got attempt {said[0]} of {said[1]} in chunks of {said[2]} bytes; start all stagers with "
+            "the same store and chunk_bytes"
         )
     again = None
     if config.on_stager_lost == "train":

@@ -7,6 +7,7 @@ best_finder                  the best checkpoint of a run by a metric
 branches                     what `holdfast rewind` has left behind, and which checkpoints training goes on from
 publish, intents             names and manifests of checkpoints; a record of each object before it is made or removed
 lease, identity              one writer per run; the process that holds the lease, so that others see whether it lives
+share_records                what several flushers that write one file tell each other
 image_writing, assembly      writes a file part by part; makes the file from slices that the ranks have written
 slice_sets                   slices that ranks wrote to the store, and which of them are a whole checkpoint
 

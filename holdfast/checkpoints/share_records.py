@@ -1,11 +1,10 @@
 """What the writers of one image tell each other in the store: they meet nowhere else.
 
-    .holdfast/shares/a000007-s000000120/
-        layout    the image's layout, by the lead                      so that a later writer of the run can commit
-        start     file, upload, write-id, by the lead                  the others write into that upload
-        crcs-2    CRCs of the entries' bytes in share 2                whoever states them in the zip waits for these
-        seal-2    share 2 is written, its last act                     all of them: the lead publishes
-        void      nobody publishes it any more, and why                by whoever cannot go on and has not sealed
+    .holdfast/shares/a000007-s000000120.layout    the image's layout, by the lead: a later writer of the run needs it
+                                       .start     file, upload, write-id, by the lead: the others write into it
+                                       .crcs-2    CRCs of the entries' bytes in share 2: for those who state them
+                                       .seal-2    share 2 is written, its last act; when all are, the lead publishes
+                                       .void      nobody publishes it, and why: by whoever cannot go on
 
     committed ─► all go      void ─► all go but the void, which later ones of the lead remove, and the next writer
 
@@ -28,12 +27,12 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.share_sums import ShareSums, combined
-from holdfast.image.shares import WRITERS_MAX, Share, Shares
+from holdfast.image.shares import WRITERS_MAX, ImageShare, Shares
 from holdfast.sealed import seal, unseal
 from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, Store, Upload
 
 _PREFIX = ".holdfast/shares/"
-_NAME = re.compile(r"\.holdfast/shares/a(\d{6,18})-s(\d{9,18})/[a-z0-9-]{1,20}")
+_NAME = re.compile(r"\.holdfast/shares/a(\d{6,18})-s(\d{9,18})\.[a-z0-9-]{1,20}")
 _CRC_FIELD = "share_crc32"
 _REASON_CHARACTERS_MAX = 2000
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -73,7 +72,7 @@ class ShareStart(_Record):
 
     @classmethod
     def of(
-        cls, key: CheckpointId, layout: Layout, share: Share, upload: Upload, *, file: str, write_id: str
+        cls, key: CheckpointId, layout: Layout, share: ImageShare, upload: Upload, *, file: str, write_id: str
     ) -> Self:
         """Of an upload that has just begun. Raises `ProtocolError`: nobody else can write into it."""
         if upload.token is None:
@@ -169,7 +168,7 @@ class ShareRecords:
 
     def __init__(self, store: Store, key: CheckpointId) -> None:
         self._store, self.key = store, key
-        self._prefix = f"{_PREFIX}a{key.attempt:06d}-s{key.step:09d}/"
+        self._prefix = f"{_PREFIX}a{key.attempt:06d}-s{key.step:09d}."
 
     def begin(self, start: ShareStart, layout: Layout) -> None:
         """The other writers may begin. May be called again."""
@@ -186,7 +185,7 @@ class ShareRecords:
         except StoreMissing:
             return None
 
-    def put_crcs(self, start: ShareStart, share: Share, entry_crcs: Sequence[int]) -> None:
+    def put_crcs(self, start: ShareStart, share: ImageShare, entry_crcs: Sequence[int]) -> None:
         """All bytes of a share are verified. May be called again."""
         record = ShareCrcs(**_of(start, share), entry_crcs=tuple(entry_crcs))
         self._write(f"crcs-{share.index + 1}", record)
@@ -201,7 +200,7 @@ class ShareRecords:
     def put_seal(
         self,
         start: ShareStart,
-        share: Share,
+        share: ImageShare,
         sums: ShareSums,
         *,
         staged_at_unix: float,
@@ -313,7 +312,7 @@ def _who(key: CheckpointId) -> dict[str, Any]:
     return {"attempt": key.attempt, "step": key.step, "host": Identity.of_this_process().host[:1024]}
 
 
-def _of(start: ShareStart, share: Share) -> dict[str, Any]:
+def _of(start: ShareStart, share: ImageShare) -> dict[str, Any]:
     return {
         **_who(start.key),
         "write_id": start.write_id,

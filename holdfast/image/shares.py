@@ -107,7 +107,7 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ImageShare:
     """One share of one image."""
 
     shares: Shares

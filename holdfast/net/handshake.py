@@ -163,9 +163,7 @@ def read_hello(data: bytes) -> Hello:
     generation, lead_attempt = start
     if lead_attempt >= WHOLE_MAX:
         raise ProtocolError(f"attempt {lead_attempt}: expected below 2^62")
-    return Hello(
-        rank, ranks, channel, launch, incarnation, nonce, bool(resuming), generation, lead_attempt
-    )
+    return Hello(rank, ranks, channel, launch, incarnation, nonce, bool(resuming), generation, lead_attempt)
 
 
 def _prove(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:

@@ -376,6 +376,36 @@ def test_an_upload_may_pass_through_many_processes(backend: Backend) -> None:
     assert backend.leftovers() == []
 
 
+def test_several_processes_write_one_upload_at_a_time_and_one_publishes(backend: Backend) -> None:
+    image = _image(4 * _part_bytes(backend.store) + 99)
+    begun = _begin(backend.store, "step-000000001.pt", len(image))
+    others = [_resume(backend, begun, len(image)) for _ in range(2)]
+    for upload, parts in zip([begun, *others], ([1, 0], [2, 3], [4]), strict=True):
+        _send_all(upload, image, order=parts)
+    for upload in [*others, begun]:
+        upload.hand_over()
+        upload.hand_over()
+        with pytest.raises(StoreError, match="the upload is over"):
+            _send(upload, image, 0)
+    size = begun.part_bytes
+    crc32s = {index: crc32(image[index * size : (index + 1) * size]) for index in range(5)}
+    last = _resume(backend, begun, len(image), crc32s=crc32s)
+    assert last.written() == {0, 1, 2, 3, 4}
+    last.publish()
+    assert backend.store.read("step-000000001.pt") == image
+    assert backend.leftovers() == []
+
+
+def test_an_upload_that_was_handed_over_can_be_taken_back(backend: Backend) -> None:
+    image = _image(_part_bytes(backend.store) + 1)
+    begun = _begin(backend.store, "step-000000001.pt", len(image))
+    _send_all(begun, image)
+    begun.hand_over()
+    begun.abort()
+    assert backend.store.list() == []
+    assert backend.leftovers() == []
+
+
 def test_a_part_written_again_after_the_resume_replaces_the_first(backend: Backend) -> None:
     part = _part_bytes(backend.store)
     wrong, right = _image(part + 5, seed=1), _image(part + 5, seed=2)

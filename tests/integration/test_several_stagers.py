@@ -1,36 +1,50 @@
-"""One file from several stagers that stand alone, on a directory and on S3: whole, equal to a single stager's, killed."""
+"""One file from several stagers that stand alone, on a directory and on S3: whole, the same bytes, and after kills."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from holdfast.errors import PeerLost
 from holdfast.net.key import new_key
 from tests.integration.jobs import train
-from tests.support.cluster import Cluster, check_loadable
+from tests.support.cluster import Cluster, check_continued, check_loadable, wait_until
+from tests.support.events import read_events
 from tests.support.job import Job, environment
-from tests.support.main_job import EVERY, STEPS
+from tests.support.main_job import EVERY, PAUSE_AT, RUN, SAVED, STEPS
+from tests.support.s3_place import S3Place, plain_client
 from tests.support.standing_stager import StandingProcess, standing_stager
 from tests.support.torchrun import by_torchrun
 
 RANKS = 2
-NEWEST = STEPS // EVERY * EVERY - 1
+MANY = 100_000
+RING = "the stager's ring"
 STEPS_SAVED = range(EVERY - 1, STEPS, EVERY)
 
 
 class Several:
     """Stagers with a share each, and jobs that name them all."""
 
-    def __init__(self, directory: Path, store: str, stagers: list[StandingProcess], key: str) -> None:
-        self.directory, self.store, self.stagers = directory, store, stagers
+    def __init__(
+        self,
+        directory: Path,
+        store: str,
+        begin: Callable[[int, str], StandingProcess],
+        shares: int,
+        more: dict[str, str],
+    ) -> None:
+        self.directory, self.store, self._begin, self.shares = directory, store, begin, shares
+        self.stagers = [begin(index, "127.0.0.1:0") for index in range(shares)]
         self.env = {
-            "HOLDFAST_STAGER": ",".join(stager.address for stager in stagers),
-            "HOLDFAST_KEY": key,
+            "HOLDFAST_STAGER": ",".join(stager.address for stager in self.stagers),
             "HOLDFAST_EVENTS": str(directory / "events"),
+            "HOLDFAST_RECONNECT_SECONDS_MAX": "2",
             "TRAIN_WIDTH": "1000",
+            **more,
         }
         self.cluster = Cluster(directory, store, self.env, script=train.__file__)
 
@@ -41,32 +55,85 @@ class Several:
     def stop(self) -> None:
         """Until all that is staged is in the store."""
         for stager in self.stagers:
-            assert stager.stop() == 0, stager.output()
+            assert stager.stop() in {0, PeerLost.exit_code}, stager.output()
+
+    def again(self, index: int) -> None:
+        """Start the stager with this share again, at the same address."""
+        self.stagers[index] = self._begin(index, self.stagers[index].address)
 
     def logs(self) -> str:
         return "\n".join(stager.output() for stager in self.stagers)
 
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """What the ranks have noted of this kind."""
+        return [line for line in read_events(self.directory / "events") if line["event"] == kind]
+
+    def wait_for_pause(self, job: Job, store: Path) -> None:
+        """Until all ranks stand still, and step SAVED is in the store."""
+
+        def ready() -> bool:
+            assert job.process.poll() is None, job.output()
+            paused = all((self.cluster.out(1) / f"paused-{rank}").exists() for rank in range(RANKS))
+            return paused and any(store.glob(f"step-{SAVED:09d}*.json"))
+
+        wait_until(
+            ready, 240, lambda: f"no pause with step {SAVED} in the store:\n{job.output()}{self.logs()}"
+        )
+
 
 @contextlib.contextmanager
-def several(directory: Path, store: str, shares: int) -> Iterator[Several]:
-    """So many stagers of one run on this machine; nothing of them outlives the block."""
+def several(
+    directory: Path, store: str, shares: int, settings: Sequence[str] = (), **more: str
+) -> Iterator[Several]:
+    """So many stagers of one run on this machine; nothing of them outlives the block. `more` is for the jobs."""
     directory.mkdir(exist_ok=True)
     key = new_key()
     env = environment(directory / "stager-runtime", HOLDFAST_KEY=key)
     with contextlib.ExitStack() as held:
-        stagers = [
-            held.enter_context(
-                standing_stager(
-                    store, env, directory / f"stager-{number}.log", "--share", f"{number}/{shares}"
-                )
+
+        def begin(index: int, listen: str) -> StandingProcess:
+            number = len(list(directory.glob("stager-*.log")))
+            log, share = directory / f"stager-{number}.log", f"{index + 1}/{shares}"
+            return held.enter_context(
+                standing_stager(store, env, log, "--share", share, *settings, listen=listen)
             )
-            for number in range(1, shares + 1)
-        ]
-        yield Several(directory, store, stagers, key)
+
+        yield Several(directory, store, begin, shares, {"HOLDFAST_KEY": key, **more})
 
 
 def _files(store: Path) -> list[Path]:
     return sorted(store.glob("step-*.pt"))
+
+
+def _names(place: S3Place) -> list[str]:
+    client = plain_client()
+    try:
+        listed = client.list_objects_v2(Bucket=place.bucket).get("Contents", [])
+        return [item["Key"] for item in listed]
+    finally:
+        client.close()
+
+
+def _fetched(place: S3Place, directory: Path) -> list[Path]:
+    """The checkpoints of the bucket, as files."""
+    directory.mkdir()
+    client, found = plain_client(), []
+    try:
+        for name in _names(place):
+            if name.endswith(".pt"):
+                found.append(directory / name.rpartition("/")[2])
+                client.download_file(place.bucket, name, str(found[-1]))
+    finally:
+        client.close()
+    return found
+
+
+def _has(events: list[dict[str, Any]], step: int) -> bool:
+    return any(event["step"] == step and event.get("role") == "trainer" for event in events)
+
+
+def _left_of_shares(store: Path) -> list[Path]:
+    return [path for path in (store / ".holdfast").rglob("*") if path.is_file() and "share" in str(path)]
 
 
 def test_two_stagers_write_the_file_that_one_writes(tmp_path: Path) -> None:
@@ -74,7 +141,7 @@ def test_two_stagers_write_the_file_that_one_writes(tmp_path: Path) -> None:
     for shares, store in stores.items():
         store.mkdir()
         with several(tmp_path / f"of-{shares}", str(store), shares) as scene:
-            with scene.start(str(STEPS), str(EVERY)) as job:
+            with scene.start(*RUN) as job:
                 job.succeed(240)
             scene.stop()
     check_loadable(_files(stores[2]))
@@ -83,4 +150,83 @@ def test_two_stagers_write_the_file_that_one_writes(tmp_path: Path) -> None:
     assert len(names[2]) == len(STEPS_SAVED)
     for name in names[1]:
         assert (stores[1] / name).read_bytes() == (stores[2] / name).read_bytes(), name
-    assert not list((stores[2] / ".holdfast").glob("share*/*"))
+    assert not _left_of_shares(stores[2])
+
+
+def test_two_stagers_write_one_object_to_s3(tmp_path: Path, swift_s3: S3Place) -> None:
+    # A part of an upload to S3 has 5 MiB or more, so an image of less has one share.
+    settings = ("--ring-bytes", "16MiB")
+    with several(tmp_path / "scene", swift_s3.url(), 2, settings, TRAIN_WIDTH="40000") as scene:
+        with scene.start(*RUN) as job:
+            job.succeed(240)
+        scene.stop()
+    files = _fetched(swift_s3, tmp_path / "fetched")
+    assert len(files) == len(STEPS_SAVED)
+    check_loadable(files)
+    assert not [name for name in _names(swift_s3) if "share" in name]
+
+
+def test_a_job_resumes_from_the_rings_of_two_stagers(tmp_path: Path, reference: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    with several(tmp_path / "scene", str(store), 2, TRAIN_WIDTH="64") as scene:
+        with scene.start(*RUN, str(PAUSE_AT)) as job:
+            scene.wait_for_pause(job, store)
+            job.kill()
+        with scene.start(*RUN) as job:
+            job.succeed(240)
+        check_continued(reference, scene.cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+        restores = scene.events("restore")
+        assert [event["step"] for event in restores] == [SAVED] * RANKS
+        assert all(set(event["sources"]) == {RING} for event in restores), restores
+        scene.stop()
+    check_loadable(_files(store))
+
+
+@pytest.mark.parametrize("killed", [0, 1], ids=["lead", "member"])
+def test_training_goes_on_without_a_stager_and_saves_again_once_it_is_back(
+    tmp_path: Path, killed: int
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    with several(tmp_path / "scene", str(store), 2) as scene:
+        arguments = (str(MANY), str(EVERY))
+        with scene.start(*arguments, TRAIN_STEP_SECONDS="0.05", HOLDFAST_ON_NOT_DURABLE="warn") as job:
+            wait_until(lambda: bool(_files(store)), 240, job.output)
+            scene.stagers[killed].kill()
+            wait_until(lambda: bool(scene.events("stager_lost")), 120, job.output)
+            scene.again(killed)
+            wait_until(lambda: len(scene.events("stager_back")) >= RANKS, 120, job.output)
+            newest = max(int(path.name[5:14]) for path in _files(store))
+            wait_until(
+                lambda: max(int(path.name[5:14]) for path in _files(store)) > newest + EVERY, 240, job.output
+            )
+            job.kill()
+        scene.stop()
+    check_loadable(_files(store))
+
+
+def test_what_all_shares_have_staged_becomes_durable_without_the_ranks(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    with several(tmp_path / "scene", str(store), 2) as scene:
+        with scene.start(*RUN, str(PAUSE_AT)) as job:
+            wait_until(lambda: _has(scene.events("staged"), SAVED), 240, job.output)
+            job.kill()
+        wait_until(lambda: any(f"step-{SAVED:09d}" in path.name for path in _files(store)), 120, scene.logs)
+        scene.stop()
+    check_loadable(_files(store))
+
+
+def test_stagers_that_are_named_in_another_order_are_refused_by_name(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    with several(tmp_path / "scene", str(store), 2) as scene:
+        first, second = (stager.address for stager in scene.stagers)
+        for named, words in (
+            (f"{second},{first}", "name the stagers in HOLDFAST_STAGER in the order of their shares"),
+            (first, "expected the stager with share 1/1, got share 1/2"),
+        ):
+            with scene.start(*RUN, HOLDFAST_STAGER=named) as job:
+                assert job.wait(240) != 0
+                assert words in job.output()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -53,6 +54,14 @@ class Machines:
         directory = self.flushers[index].directory
         return StagerClient(directory, seed=index, attempt=attempt, share=number, lead_attempt=lead_attempt)
 
+    def replace(self, index: int) -> None:
+        """The flusher of a share has died, and its stager starts the next one."""
+        self.flushers[index].wait_killed()
+        attempt = self.stagers[index].attempt
+        self.stagers[index].close()
+        self.flushers[index] = self.flusher(index)
+        self.stagers[index] = self.stager(index, attempt)
+
     def save(self, step: int, *indexes: int) -> None:
         for index in indexes or range(WRITERS):
             self.stagers[index].save(self.image, step, chunks=self.shares.chunks_of(index))
@@ -73,9 +82,9 @@ class Machines:
         return [info.name for info in open_store(self.flushers[0].url).list() if "/writer-" not in info.name]
 
 
-@pytest.fixture(params=["directory", pytest.param("swift", marks=pytest.mark.s3)])
+@pytest.fixture
 def machines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machines]:
-    on_s3 = request.param != "directory"
+    on_s3 = getattr(request, "param", "directory") != "directory"
     url = cast(S3Place, request.getfixturevalue("swift_s3")).url() if on_s3 else ""
     torch.manual_seed(1)
     path = tmp_path / "original.pt"
@@ -88,6 +97,9 @@ def machines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine
             stager.close()
 
 
+@pytest.mark.parametrize(
+    "machines", ["directory", pytest.param("swift", marks=pytest.mark.s3)], indirect=True
+)
 def test_three_flushers_write_the_file_that_one_would_have_written(machines: Machines) -> None:
     assert machines.shares.count == WRITERS
     machines.begin()
@@ -105,3 +117,82 @@ def test_three_flushers_write_the_file_that_one_would_have_written(machines: Mac
     path.write_bytes(store.read("step-000000006.pt"))
     code = "import sys, torch; assert len(torch.load(sys.argv[1], weights_only=True)) == 4"
     subprocess.run([sys.executable, "-c", code, str(path)], check=True, cwd="/")
+
+
+@pytest.mark.parametrize(
+    ("index", "point"),
+    [
+        (1, "part_recorded"),
+        (2, "crcs_put"),
+        (1, "share_sealed"),
+        (0, "shares_begun"),
+        (0, "all_sealed"),
+        (0, "file_published"),
+    ],
+)
+def test_a_flusher_that_dies_is_replaced_and_the_step_is_durable(
+    machines: Machines, index: int, point: str
+) -> None:
+    # Share 3 has no later one that would wait for its CRCs: it puts none.
+    index = 0 if point == "crcs_put" else index
+    machines.begin(faults={index: f"flusher@{point}=kill"})
+    for one in range(WRITERS):
+        if one != index:
+            machines.save(5, one)
+    stager = machines.stagers[index]
+    stager.begin(machines.image, 5)
+    stager.send(machines.image, 5, machines.shares.chunks_of(index))
+    stager.staged(machines.image, 5)
+    machines.replace(index)
+    machines.wait("durable", 5)
+    assert machines.finish() == [0] * WRITERS
+    assert machines.names() == ["step-000000005.json", "step-000000005.pt"]
+    assert (machines.flushers[0].store / "step-000000005.pt").read_bytes() == machines.image.final
+
+
+def test_the_next_flusher_that_leads_publishes_what_all_had_sealed(
+    machines: Machines, tmp_path: Path
+) -> None:
+    """The machine of the first stager is gone, with its ring; the others have heard nothing of the end."""
+    machines.begin(faults={0: "flusher@all_sealed=kill"})
+    machines.save(5)
+    machines.flushers[0].wait_killed()
+    machines.stagers[0].close()
+    shutil.rmtree(machines.flushers[0].directory)
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    machines.flushers[0] = machines.flusher(0)
+    for stager in machines.stagers[1:]:
+        assert stager.wait("durable", step=5).fields["file"] == "step-000000005.pt"
+    machines.stagers[0] = machines.stager(0)
+    assert machines.stagers[0].attempt == 2
+    assert machines.finish() == [0] * WRITERS
+    assert machines.names() == ["step-000000005.json", "step-000000005.pt"]
+    assert (machines.flushers[0].store / "step-000000005.pt").read_bytes() == machines.image.final
+    assert machines.flushers[0].manifest(5)["record"]["stager"].keys() == {"staged_at_unix"}
+
+
+def test_a_share_that_is_aborted_fails_the_step_everywhere_by_name(machines: Machines) -> None:
+    machines.begin()
+    machines.save(5, 0, 2)
+    machines.stagers[1].begin(machines.image, 5)
+    machines.stagers[1].abort(5, "rank 4 is gone")
+    said = machines.wait("failed", 5)
+    assert "rank 4 is gone" in str(said[1]["message"])
+    for one in (said[0], said[2]):
+        assert "share 2, on" in str(one["message"])
+        assert "rank 4 is gone" in str(one["message"])
+    machines.save(6)
+    machines.wait("durable", 6)
+    assert machines.finish() == [0] * WRITERS
+    assert machines.names() == ["step-000000006.json", "step-000000006.pt"]
+
+
+def test_a_stager_with_another_share_is_refused_by_name(machines: Machines) -> None:
+    machines.flushers.append(machines.flusher(1))
+    directory = machines.flushers[0].directory
+    for said, message in (
+        ({"share": ShareNumber(2, 3), "lead_attempt": 1}, "writes share 2/3"),
+        ({"share": ShareNumber(1, 3)}, "names attempt 0 of the stager that leads"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            StagerClient(directory, **said)

@@ -365,8 +365,8 @@ MUTATIONS = {
             "published_before_all_parts",
             "a file is published when all its parts are sent, written or not",
             "flusher.pipeline",
-            "len(flight.parts_done) == flight.parts\n",
-            "len(flight.parts_sent) == flight.parts\n",
+            "len(flight.parts_done) == len(flight.parts)\n",
+            "len(flight.parts_sent) == len(flight.parts)\n",
         ),
         Mutation(
             "manifest_before_file",

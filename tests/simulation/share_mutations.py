@@ -75,7 +75,7 @@ SHARE_MUTATIONS = {
         Mutation(
             "orphans_forgotten",
             "who takes the run over does not look for seals",
-            (("flusher.service", "            self._engine.end_orphans(self._orphans)\n", ""),),
+            (("flusher.lifetime", "        service.end_orphans(orphans)\n", ""),),
         ),
         Mutation(
             "seal_before_parts",

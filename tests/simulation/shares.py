@@ -135,6 +135,7 @@ class SharesWorld:
         self.job_writers: dict[int, int] = {}
         self.stagers: list[Process] = []
         self.over = self.calm = False
+        self.usurpers: list[Process] = []
         self.acts: dict[int, int] = {}
         self.points: dict[tuple[int, str], int] = {}
         self.staged: dict[tuple[int, int], set[int]] = {}
@@ -187,7 +188,7 @@ class SharesWorld:
         for _ in range(4):
             for share in range(plan.writers):
                 self._start_flusher(share) if self._has_ring(share) else None
-            for process in list(self.flushers.values()):
+            for process in [*self.flushers.values(), *self.usurpers]:
                 sim.wait(process.is_over, 5000.0, "flusher ends")
                 if process.alive:
                     raise Broken(f"{process.name} does not end: {sim.who_waits()}")
@@ -377,7 +378,22 @@ class SharesWorld:
                     f"! {process.name} stands still before {what} {name} for {fault.seconds} s"
                 )
                 process.stopped_until = self.scheduler.now + fault.seconds
+                if share == 0 and fault.seconds >= 100.0 and self.scheduler.chance.random() < 0.7:
+                    self.scheduler.later(fault.seconds / 10, self._usurp)
                 self.scheduler.step("frozen")
+
+    def _usurp(self) -> None:
+        """The lead stands still, and another host takes its run over."""
+        if self.calm:
+            return
+        self._excuse_unsealed(0)
+        self.scheduler.note("! another host takes the run over")
+        config = _config(self.directory / f"usurper-{len(self.processes)}", 0, 1, self.plan.writers)
+        made = self._start(
+            "flusher", f"usurper #{len(self.processes)}", functools.partial(self._flusher, config), 0
+        )
+        made.notes["host"] = "usurper"
+        self.usurpers.append(made)
 
     # -- what the store tells ------------------------------------------------------------------------------------
 
@@ -453,7 +469,7 @@ class Stager:
         self.attempt = 0
         self.begun: dict[int, str] = {}  # step → receiving, staged, aborted
         self.ended: dict[int, str] = {}
-        self.drained = False
+        self.finishes = self.drained = False
 
     def run(self) -> None:
         from holdfast.errors import HoldfastError
@@ -463,6 +479,7 @@ class Stager:
             for step in range(self.world.plan.steps):
                 self._save(step)
             self._await(lambda: self.begun.keys() <= self.ended.keys())
+            self.finishes = True
             self.channel.send("finish")
             self._await(lambda: self.drained or self.channel.closed)
         except HoldfastError as error:
@@ -543,6 +560,8 @@ class Stager:
                 self._tell("staged", step)
             elif state == "aborted":
                 self._tell("abort", step, reason="a rank is gone")
+        if self.finishes:
+            self.channel.send("finish")
 
     def _tell(self, kind: str, step: int, **fields: Any) -> None:
         self.channel.send(kind, attempt=self.attempt, step=step, **fields)
@@ -617,7 +636,7 @@ class Stager:
 
 
 def _folder(key: tuple[int, int]) -> str:
-    return f".holdfast/shares/a{key[0]:06d}-s{key[1]:09d}/"
+    return f".holdfast/shares/a{key[0]:06d}-s{key[1]:09d}."
 
 
 def _shares(world: SharesWorld, chunks: int, writers: int) -> Any:
@@ -696,8 +715,8 @@ def run_seed(seed: int, *, trace: bool = False) -> tuple[str, int, list[str]]:
 
         failure = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     for process in world.processes:
-        for name, error in process.notes.get("raised", ()):
-            failure = failure or f"{process.name}/{name}: {type(error).__name__}: {error}"
+        for name, raised in process.notes.get("raised", ()):
+            failure = failure or f"{process.name}/{name}: {type(raised).__name__}: {raised}"
     if seed % 20 == 0:
         gc.collect()
     return failure, world.scheduler.events, world.scheduler.trace

@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.mutations import MUTATIONS
+from tests.simulation.share_mutations import SHARE_MUTATIONS
 from tests.simulation.tcp_mutations import TCP_MUTATIONS
 from tests.simulation.tier_mutations import TIER_MUTATIONS
 
+ALL = {**MUTATIONS, **TCP_MUTATIONS, **TIER_MUTATIONS, **SHARE_MUTATIONS}
 SECONDS_MAX = 1200
 TIER_SEEDS_MAX = 3000
 # One for each promise: staged is whole, and of one instant, listed is whole, no slot is shared, one writer, power cuts,
 # shards in their places, a reader that looks again, a ring that grows; over TCP nothing is lost with a connection, and
-# nobody comes back late. tests/soak has all.
+# nobody comes back late; several flushers write each its own share. tests/soak has all.
 ALWAYS = {
     "torn_is_staged",
     "newest_makes_room",
@@ -33,6 +35,9 @@ ALWAYS = {
     "committed_before_flushed",
     "under_way_lost",
     "late_admitted",
+    "seal_of_another_write",
+    "part_outside_the_share",
+    "one_seal_missing",
 }
 
 
@@ -49,6 +54,9 @@ def look_for(name: str) -> None:
         program, seeds_max = "tests.simulation --json", mutation.seeds_max
         if name in TCP_MUTATIONS:
             program += " --tcp"
+    elif name in SHARE_MUTATIONS:
+        mutation = SHARE_MUTATIONS[name]
+        program, seeds_max = "tests.simulation.shares --json", mutation.seeds_max
     else:
         program, mutation, seeds_max = "tests.simulation.tiers", TIER_MUTATIONS[name], TIER_SEEDS_MAX
     done = subprocess.run(
@@ -75,7 +83,7 @@ def look_for(name: str) -> None:
 def test_mutations_fit_the_source() -> None:
     wrong = [
         f"{mutation.name}: {module}: {old!r}"
-        for mutation in [*MUTATIONS.values(), *TCP_MUTATIONS.values(), *TIER_MUTATIONS.values()]
+        for mutation in ALL.values()
         for module, old, _ in mutation.edits
         if _source(module).count(old) != 1
     ]
@@ -93,5 +101,5 @@ def test_mutations_are_many_enough_and_have_unique_names() -> None:
     assert len(MUTATIONS) >= 10
     assert len(TCP_MUTATIONS) >= 10
     assert len(TIER_MUTATIONS) >= 6
-    names = [*MUTATIONS, *TCP_MUTATIONS, *TIER_MUTATIONS]
+    names = [*MUTATIONS, *TCP_MUTATIONS, *TIER_MUTATIONS, *SHARE_MUTATIONS]
     assert len(set(names)) == len(names)

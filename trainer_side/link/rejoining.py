@@ -165,8 +165,8 @@ class Rejoining:
         assert before is not None
         if _settings(welcome) != _settings(before):
             raise ConfigError(
-                f"the stager that answers now writes {_settings(welcome)}, expected {_settings(before)} as the one that "
-                "this job has lost; start the stager with the same settings, or start the job again"
+                f"the stager that answers now writes {_settings(welcome)}, expected {_settings(before)} as the one "
+                "that this job has lost; start the stager with the same settings, or start the job again"
             )
         if self._rank == 0 and (newest := self._again.newest_attempt()) > before.attempt:
             # No stager may be left that knows both starts, but the run does.

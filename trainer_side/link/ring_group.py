@@ -1,9 +1,9 @@
 """The rings of several stagers, asked as if they were one: each has the chunks of its share.
 
-    what is there?   every ring ─► one list: the chunks of all; staged only where every ring with a part of it says so
-    bytes            the ring that had the neighbouring chunk, then the others in turn
-    a layout         the first ring that has it        a proof   the lead's ring, where proofs are
-    where it lies    nobody's: each rank reads through the stagers, although one may be on its machine
+what is there?   every ring ─► one list: the chunks of all; staged only where every ring with a part of it says so
+bytes            the ring that had the neighbouring chunk, then the others in turn
+a layout         the first ring that has it        a proof   the lead's ring, where proofs are
+where it lies    nobody's: each rank reads through the stagers, although one may be on its machine
 """
 
 from __future__ import annotations

@@ -220,5 +220,7 @@ class StagerGroup:
             if attempt != self.job.attempt:
                 self.job.join_again(attempt)
             else:
-                self.job.staged_step = self.job.durable_step  # the rest may be gone with the stager that was lost
+                self.job.staged_step = (
+                    self.job.durable_step
+                )  # the rest may be gone with the stager that was lost
             self.job.recover()

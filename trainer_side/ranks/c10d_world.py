@@ -150,7 +150,7 @@ class C10dWorld:
         return StoreMailbox(self.store(name), self._job.place, rank=self.rank, ranks=self.ranks)
 
     def _leave(self) -> None:
-        """At exit: say good-bye to the stagers; and if this rank serves the store, let the others read it to its end."""
+        """At exit: say good-bye to each stager; and if this rank serves the store, let others read it to its end."""
         for port in self._ports.values():
             port.leave(_LEAVE_SECONDS_MAX)
         if self._job.outlives_ranks or self.ranks == 1:

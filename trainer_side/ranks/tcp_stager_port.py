@@ -91,8 +91,9 @@ class TcpStagerPort:
         """Find the stager and be admitted; raises as `Connector.open`. Main thread.
 
         `address` is `HOST:PORT`. `launch`, `incarnation` and `generation` say which start of the job this is, as
-        `Start` has them, and `lead_attempt` is that of `Hello`. `connections` is the number of those that carry payloads. `tls_ca` is the file with the
-        certificates that are trusted, for a stager with TLS; None for one without.
+        `Start` has them, and `lead_attempt` is that of `Hello`. `connections` is the number of those that carry
+        payloads. `tls_ca` is the file with the certificates that are trusted, for a stager with TLS; None for one
+        without.
         """
         connector = Connector(
             parse_address(address),

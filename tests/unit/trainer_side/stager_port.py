@@ -18,7 +18,7 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from holdfast.wire.welcome import Welcome
 from trainer_side.link.greeting import Greeted
-from trainer_side.link.inbox import StagerInbox
+from trainer_side.link.inbox import ShareInbox, StagerInbox
 from trainer_side.link.link import Link
 from trainer_side.link.rejoining import Reconnect
 from trainer_side.notice.agreed_steps import AgreedSteps
@@ -123,16 +123,18 @@ def make(
     *,
     rank: int = 0,
     auto: bool = False,
+    member: bool = False,
     again: Reconnect | None = None,
     clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> Link:
     welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
     config = TrainerConfig(**settings)
-    inbox = StagerInbox(
-        rank,
-        AgreedSteps(wait_seconds_max=config.stager_seconds_max),
-        Schedule(auto=auto, wait_seconds_max=config.stager_seconds_max),
+    agreed = AgreedSteps(wait_seconds_max=config.stager_seconds_max)
+    inbox = (
+        ShareInbox(rank, lambda: -1)
+        if member
+        else StagerInbox(rank, agreed, Schedule(auto=auto, wait_seconds_max=config.stager_seconds_max))
     )
     events = EventLog(config.events, role="trainer", rank=rank)
     return Link(config, Greeted(port, welcome), inbox, events, rank=rank, again=again, clock=clock)

@@ -1,0 +1,183 @@
+"""Engines that write shares of one image into a store in memory: how long one waits for another, and what stays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flusher import engine as engine_module
+from flusher import retry_queue
+from flusher.engine import Engine
+from flusher.flusher_context import FlusherContext
+from flusher.listener import DurableStep, FlushListener
+from flusher.retention import Keep
+from flusher.verify_and_prune import Maintenance, MaintenanceRules, NoMaintenance
+from flusher.workers import Inbox
+from flusher.writer_lease import MemberLease, WriterLease
+from holdfast.errors import HoldfastError
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.shares import ShareNumber, Shares
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
+from holdfast.store.concurrency import ConcurrencyLimit
+from holdfast.store.guarded import guarded
+from holdfast.telemetry.events import EventLog
+from tests.support.images import made_up
+from tests.support.memory_store import MemoryStore
+
+CHUNK_BYTES = 4096
+DEADLINE_SECONDS = 60.0
+IMAGE = made_up(3, entries=30, chunk_bytes=CHUNK_BYTES, ranks=2, entry_bytes_max=9000)
+SHARES = Shares.of(IMAGE.layout, 2, 1)
+KEY = CheckpointId(1, 5)
+FOLDER = ".holdfast/shares/a000001-s000000005."
+
+
+class Heard(FlushListener):
+    """Remembers how it ended."""
+
+    def __init__(self) -> None:
+        self.durables: list[DurableStep] = []
+        self.failures: list[HoldfastError] = []
+
+    def durable(self, key: CheckpointId, durable: DurableStep) -> None:
+        self.durables.append(durable)
+
+    def failed(self, key: CheckpointId, error: HoldfastError) -> None:
+        self.failures.append(error)
+
+
+class Writer:
+    """The flusher of one share without its process."""
+
+    def __init__(self, directory: Path, store: MemoryStore, index: int) -> None:
+        directory.mkdir()
+        self.number = ShareNumber(index, 2)
+        self.ring = Ring.create(directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=32, attempt=1)
+        self.lease = MemberLease() if index else WriterLease(store, 5.0)
+        self.inbox, self.events = Inbox(), EventLog(directory / "events.jsonl", role="flusher")
+        guard = store if index else guarded(store, self.lease.check_once)
+        context = FlusherContext(guard, self.lease, self.inbox, self.events, share=self.number)
+        kind = NoMaintenance if index else Maintenance
+        self.maintenance = kind(context, MaintenanceRules(verify=False, keep=Keep(0)))
+        self.heard = Heard()
+        self.engine = Engine(
+            self.ring, context, self.maintenance, writers=ConcurrencyLimit(2), listener=self.heard
+        )
+
+    def save(self) -> None:
+        digest = self.ring.put_layout(IMAGE.layout)
+        self.engine.begin(KEY, IMAGE.layout)
+        for chunk in SHARES.chunks_of(self.number.index):
+            slot = next(n for n in range(32) if self.ring.state(n) is SlotState.FREE)
+            self.ring.mark_filling(slot, *KEY, chunk)
+            data = IMAGE.chunk_bytes(chunk)
+            self.ring.slot_memory(slot)[: len(data)] = data
+            self.ring.mark_full(slot, IMAGE.sources(chunk), len(data))
+            self.engine.chunk(self.ring.record(slot))
+        self.ring.write_checkpoint(*KEY, "staged", digest, {})
+        self.engine.staged(KEY)
+
+    def close(self) -> None:
+        self.engine.stop()
+        self.maintenance.stop()
+        self.lease.end()
+        self.inbox.close()
+        self.events.close()
+        self.ring.close()
+
+
+def drain(*writers: Writer) -> None:
+    until = time.monotonic() + DEADLINE_SECONDS
+    while not all(writer.engine.idle for writer in writers):
+        assert time.monotonic() < until
+        for writer in writers:
+            writer.inbox.wait(0.01)
+            writer.engine.turn()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_FIRST", 0.001)
+    return MemoryStore()
+
+
+@pytest.fixture
+def writers(tmp_path: Path, store: MemoryStore) -> Iterator[list[Writer]]:
+    made = [Writer(tmp_path / str(index), store, index) for index in range(2)]
+    yield made
+    for writer in made:
+        writer.close()
+
+
+def test_two_engines_make_one_file(store: MemoryStore, writers: list[Writer]) -> None:
+    for writer in reversed(writers):
+        writer.save()
+    drain(*writers)
+    assert store.objects["step-000000005.pt"] == IMAGE.final
+    assert [len(writer.heard.durables) for writer in writers] == [1, 1]
+    assert [name for name in store.objects if name.startswith(FOLDER)] == []
+    assert store.open_uploads == []
+
+
+def test_the_lead_gives_up_a_share_that_is_not_sealed_in_time(
+    store: MemoryStore, writers: list[Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead, member = writers
+    monkeypatch.setattr(engine_module, "_OTHERS_SECONDS_MAX", 0.0)
+    lead.save()
+    drain(lead)
+    assert "for share 2 of 2 to be sealed" in str(lead.heard.failures[-1])
+    assert [name for name in store.objects if name.startswith(FOLDER)] == [f"{FOLDER}void"]
+    assert store.open_uploads == []
+    member.save()
+    drain(member)
+    assert "share 1, on" in str(member.heard.failures[-1])
+    assert member.heard.durables == []
+
+
+def test_a_share_waits_for_its_lead_not_for_ever(
+    store: MemoryStore, writers: list[Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = writers[1]
+    monkeypatch.setattr(engine_module, "_LEAD_SECONDS_MAX", 0.0)
+    member.save()
+    drain(member)
+    assert "for the first stager's flusher to begin the upload" in str(member.heard.failures[-1])
+    assert f"{FOLDER}void" in store.objects
+    assert all(member.ring.state(slot) is SlotState.FREE for slot in range(32))
+
+
+def test_a_void_is_gone_once_a_later_step_is_published(
+    store: MemoryStore, writers: list[Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead, _ = writers
+    monkeypatch.setattr(engine_module, "_OTHERS_SECONDS_MAX", 0.0)
+    older = CheckpointId(1, 4)
+    lead.engine.begin(older, IMAGE.layout)
+    lead.engine.abort(older, HoldfastError("a rank is gone"))
+    drain(lead)
+    assert [name for name in store.objects if "s000000004" in name] == [
+        ".holdfast/shares/a000001-s000000004.void"
+    ]
+    monkeypatch.undo()
+    for writer in writers:
+        writer.save()
+    drain(*writers)
+    assert [name for name in store.objects if "/shares/" in name] == []
+
+
+def test_an_image_of_one_part_is_written_by_the_lead_alone(store: MemoryStore, writers: list[Writer]) -> None:
+    small = made_up(1, entries=1, chunk_bytes=1 << 20, ranks=1, entry_bytes_max=9)
+    lead, member = writers
+    before: list[str] = []
+    store.before = lambda act, name: before.append(name)
+    lead.engine.begin(KEY, small.layout)
+    lead.engine.abort(KEY, HoldfastError("a rank is gone"))
+    drain(lead)
+    assert [name for name in before if "/shares/" in name] == []
+    member.engine.begin(KEY, small.layout)
+    assert "the image has only 1 shares" in str(member.heard.failures[-1])

@@ -1,0 +1,248 @@
+"""Several stagers as one: what each is offered, and how their words about a step become one word."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.image.save_record import SaveRecord
+from holdfast.image.shares import Shares
+from holdfast.notices.notice import Notice, NoticeKind
+from holdfast.telemetry.causes import DeclineCause
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.frames import Kind
+from holdfast.wire.welcome import Welcome
+from tests.unit.trainer_side.stager_port import CHUNK, LAYOUT, SECONDS_MAX, FakePort, Source, make, until
+from trainer_side.link.rejoining import Reconnect
+from trainer_side.link.stager_group import StagerGroup
+from trainer_side.link.stager_message import StagerMessage
+from trainer_side.transfer import Transfer, TransferState
+
+STAGERS = 2
+SHARES = Shares.of(LAYOUT, STAGERS, 1)
+FRAMES = [[chunk for chunk, _ in LAYOUT.sends(0) if SHARES.owner(chunk) == index] for index in range(STAGERS)]
+
+
+class Scene:
+    """A rank's group of two stagers that the test plays."""
+
+    def __init__(self, tmp_path: Path, *, again: bool = False) -> None:
+        self.ports = [FakePort() for _ in range(STAGERS)]
+        self.back: list[list[FakePort]] = [[], []]
+        self.attempt = 1
+        self.events = tmp_path / "events"
+        links = [
+            make(
+                port,
+                member=index > 0,
+                again=Reconnect(lambda _, index=index: self._come_again(index), lambda: 0) if again else None,  # type: ignore[misc]
+            )
+            for index, port in enumerate(self.ports)
+        ]
+        self.group = StagerGroup(
+            links, ["stager 1/2", "stager 2/2"], EventLog(self.events, role="trainer", rank=0)
+        )
+
+    def _come_again(self, index: int) -> FakePort:
+        port = FakePort()
+        welcome = Welcome("file:///run", self.attempt, CHUNK, 8, 2, 60.0, 5.0)
+        port.inbox.append(welcome.to_frame())
+        self.back[index].append(port)
+        return port
+
+    def offer(self, step: int = 1, source: Source | None = None) -> Transfer:
+        record = SaveRecord(saved_at_unix=time.time())
+        return self.group.offer(step, source or Source(0), record, LAYOUT)
+
+    def send(self, index: int, step: int = 1) -> None:
+        """Have the rank send its whole share to a stager."""
+        port = self.ports[index]
+        for chunk in FRAMES[index]:
+            port.say(Kind.CREDIT, step=step, chunk=chunk, arg=chunk)
+        until(lambda: any(frame.step == step for frame in port.of(Kind.DONE)))
+
+    def emitted(self) -> list[tuple[str, int]]:
+        lines = map(json.loads, self.events.read_text().splitlines() if self.events.exists() else [])
+        return [(line["event"], line["step"]) for line in lines]
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path)
+    yield scene
+    scene.group.close(seconds_max=0.0)
+
+
+def test_each_stager_gets_the_frames_of_its_share_and_the_layout(scene: Scene) -> None:
+    assert all(FRAMES), "a share has no frame of this rank: the test would show nothing"
+    scene.offer()
+    for index, port in enumerate(scene.ports):
+        scene.send(index)
+        assert [frame.chunk for frame in port.of(Kind.SENT)] == FRAMES[index]
+        assert len(port.of(Kind.LAYOUT)) == len(port.of(Kind.OFFER)) == 1
+
+
+def test_a_credit_for_another_stagers_chunk_goes_back(scene: Scene) -> None:
+    scene.offer()
+    scene.ports[0].say(Kind.CREDIT, step=1, chunk=FRAMES[1][0], arg=5)
+    until(lambda: scene.ports[0].of(Kind.RETURN))
+
+
+def test_a_step_is_staged_and_its_memory_free_when_every_share_is_staged(scene: Scene) -> None:
+    transfer = scene.offer()
+    assert (transfer.frames, transfer.frames_left) == (sum(map(len, FRAMES)),) * 2
+    for index in range(STAGERS):
+        scene.send(index)
+    until(lambda: transfer.state is TransferState.SENT)
+    assert transfer.frames_left == 0
+    scene.ports[0].say(Kind.STAGED, step=1)
+    scene.ports[0].say(Kind.BEAT)
+    until(lambda: scene.ports[0].of(Kind.BEAT))
+    assert transfer.state is TransferState.SENT
+    assert not transfer.released.is_set()
+    assert scene.group.job.staged_step == -1
+    scene.ports[1].say(Kind.STAGED, step=1)
+    assert transfer.settled.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    assert transfer.state is TransferState.STAGED
+    assert scene.group.job.staged_step == 1
+    scene.ports[1].say(Kind.DURABLE, step=1)
+    scene.ports[1].say(Kind.BEAT)
+    until(lambda: scene.ports[1].of(Kind.BEAT))
+    assert transfer.state is TransferState.STAGED, "the lead publishes"
+    scene.ports[0].say(Kind.DURABLE, step=1)
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert (transfer.state, scene.group.job.durable_step) == (TransferState.DURABLE, 1)
+    until(lambda: scene.emitted() == [("staged", 1), ("durable", 1)])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_share_that_fails_ends_the_step_at_the_other_stagers(scene: Scene, failing: int) -> None:
+    transfer = scene.offer()
+    other = scene.ports[1 - failing]
+    scene.send(1 - failing)
+    other.say(Kind.STAGED, step=1)
+    scene.ports[failing].say(Kind.FAILED, step=1, body={"code": "store", "message": "the store is full"})
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    assert (transfer.state, transfer.reason and transfer.reason.cause) == (TransferState.FAILED, "store")
+    until(lambda: other.of(Kind.DECLINE))
+    (decline,) = other.of(Kind.DECLINE)
+    assert (decline.step, decline.body.decode()) == (1, f"the store is full (stager {failing + 1}/2)")
+    until(lambda: scene.emitted() == [("failed", 1)])
+    assert not scene.ports[failing].of(Kind.DECLINE)
+
+
+def test_a_rank_that_loses_a_stager_before_its_share_was_sent_tells_the_others(scene: Scene) -> None:
+    transfer = scene.offer()
+    scene.ports[1].dead = True
+    assert transfer.ended.wait(SECONDS_MAX)
+    until(lambda: scene.ports[0].of(Kind.DECLINE))
+    assert "its process is dead (stager 2/2)" in scene.ports[0].of(Kind.DECLINE)[0].body.decode()
+
+
+def test_a_rank_that_loses_a_stager_after_its_share_was_sent_tells_nothing(scene: Scene) -> None:
+    transfer = scene.offer()
+    for index in range(STAGERS):
+        scene.send(index)
+    until(lambda: transfer.state is TransferState.SENT)
+    scene.ports[1].dead = True
+    assert transfer.ended.wait(SECONDS_MAX)
+    scene.ports[0].say(Kind.DURABLE, step=1)  # it was staged there after all
+    until(lambda: scene.group.job.durable_step == 1)
+    assert not scene.ports[0].of(Kind.DECLINE)
+
+
+def test_nothing_is_offered_while_a_stager_is_lost_and_the_others_hear_why(scene: Scene) -> None:
+    scene.ports[1].dead = True
+    until(lambda: scene.group.job.problem)
+    assert not scene.group.job.lives
+    assert "stager 2/2: the stager: its process is dead" in str(scene.group.job.problem)
+    transfer = scene.offer()
+    assert (transfer.state, transfer.released.is_set()) == (TransferState.DECLINED, True)
+    until(lambda: scene.ports[0].of(Kind.DECLINE))
+    assert not scene.ports[0].of(Kind.OFFER)
+
+
+def test_a_step_that_is_not_new_is_declined_here(scene: Scene) -> None:
+    scene.offer(5)
+    transfer = scene.offer(5)
+    assert "not above step 5" in str(transfer.reason)
+    until(lambda: all(port.of(Kind.OFFER) for port in scene.ports))
+    assert [len(port.of(Kind.OFFER)) for port in scene.ports] == [1, 1]
+
+
+def test_an_answer_of_any_stager_counts(scene: Scene) -> None:
+    assert scene.group.answer(3) is None
+    scene.ports[1].say(Kind.DECLINED, step=3, body={"reason": "rank 1: busy", "cause": "busy"})
+    until(lambda: scene.group.answer(3))
+    assert str(scene.group.answer(3)) == "rank 1: busy"
+
+
+def test_agreements_and_news_go_through_the_lead_alone(scene: Scene) -> None:
+    for message in (
+        StagerMessage.fits(1),
+        StagerMessage.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws")),
+    ):
+        scene.group.tell(message)
+    until(lambda: scene.ports[0].of(Kind.NOTICE))
+    scene.group.decline(2, DeclineCause.OUTGROWN.because("of the test"), needed_pickle_bytes=9)
+    until(lambda: all(port.of(Kind.DECLINE) for port in scene.ports))
+    assert not scene.ports[1].of(Kind.FITS) + scene.ports[1].of(Kind.NOTICE)
+    assert all(port.of(Kind.DECLINE)[0].arg == 9 for port in scene.ports)
+
+
+def test_a_member_may_not_name_a_step_that_all_save(scene: Scene) -> None:
+    scene.ports[1].say(Kind.SAVE_AT, step=9, arg=1)
+    until(lambda: scene.group.job.problem)
+    assert "which only ranks may send, or the first of several stagers" in str(scene.group.job.problem)
+
+
+def test_a_member_that_is_back_is_saved_to_again(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, again=True)
+    scene.ports[1].dead = True
+    until(lambda: scene.back[1] and scene.group.job.problem is None)
+    scene.ports[1] = scene.back[1][0]
+    assert scene.group.job.times_lost.losses == 1
+    assert not scene.back[0], "the lead was not lost"
+    transfer = scene.offer(2)
+    for index in range(STAGERS):
+        scene.send(index, 2)
+        scene.ports[index].say(Kind.STAGED, step=2)
+    assert transfer.settled.wait(SECONDS_MAX)
+    assert transfer.state is TransferState.STAGED
+    scene.group.close(seconds_max=0.0)
+
+
+def test_all_stagers_are_met_again_when_the_lead_was_lost(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, again=True)
+    scene.attempt = 2
+    scene.ports[0].dead = True
+    until(lambda: all(scene.back) and scene.group.job.problem is None)
+    assert scene.ports[1].left
+    assert scene.group.job.attempts == (1, 2)
+    scene.group.close(seconds_max=0.0)
+    assert all(ports[-1].left for ports in scene.back)
+
+
+def test_close_waits_until_the_lead_says_durable_and_leaves_all(scene: Scene) -> None:
+    transfer = scene.offer()
+    for index in range(STAGERS):
+        scene.send(index)
+        scene.ports[index].say(Kind.STAGED, step=1)
+    scene.ports[0].say(Kind.DURABLE, step=1)
+    scene.group.close(seconds_max=SECONDS_MAX)
+    assert transfer.state is TransferState.DURABLE
+    assert all(port.left for port in scene.ports)
+    scene.group.close(seconds_max=SECONDS_MAX)
+
+
+def test_a_closed_group_tells_no_stager_of_the_others(scene: Scene) -> None:
+    transfer = scene.offer()
+    scene.group.close(seconds_max=0.0)
+    assert (transfer.state, transfer.released.is_set()) == (TransferState.FAILED, True)
+    assert not any(port.of(Kind.DECLINE) for port in scene.ports)
