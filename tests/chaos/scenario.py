@@ -78,7 +78,7 @@ class Scenario:
         self._settings = (*place.settings, *(("--ring-bytes", ring) if ring else ()))
         self._place, self._directory, self._reference, self._ulfm = place, directory, reference, ulfm
         self._keep_last, self._tcp = keep_last, tcp
-        self._stager: StandingProcess | None = None
+        self._stagers: list[StandingProcess] = []
         self._machines = [directory / "machine-1"]
         self._lost_machines: set[Path] = set()
         self._jobs = 0
@@ -260,15 +260,20 @@ class Scenario:
             stager = ["--store", self._place.url, *settings]
             return Job(RANKS, trainer, stager, env=env, log=log, ulfm=self._ulfm)
         alone = (*settings, "--once", "--reconnect-seconds-max", "1")
-        self._stager = StandingProcess(self._place.url, env, log.with_suffix(".stager.log"), alone)
-        env |= {"HOLDFAST_STAGER": self._stager.address}
+        self._stagers = self._standing(env, log, alone)
+        env |= {"HOLDFAST_STAGER": ",".join(stager.address for stager in self._stagers)}
         return Job(RANKS, trainer, None, env=env, log=log, rewrite=by_torchrun(RANKS))
+
+    def _standing(
+        self, env: Mapping[str, str], log: Path, settings: tuple[str, ...]
+    ) -> list[StandingProcess]:
+        return [StandingProcess(self._place.url, env, log.with_suffix(".stager.log"), settings)]
 
     def _wait_for_stager(self) -> None:
         """A standing one ends after its job by itself."""
-        if self._stager is not None:
-            self._stager.process.wait(_END_SECONDS_MAX)
-            self._stager = None
+        for stager in self._stagers:
+            stager.process.wait(_END_SECONDS_MAX)
+        self._stagers = []
 
     def _out(self, number: int) -> Path:
         return self._directory / f"out-{number}"
@@ -347,8 +352,8 @@ class Scenario:
             directory = runtime_directory(self._place.url, self._machines[-1])
             return int((directory / "flusher.pid").read_text())
         assert victim == "stager", victim
-        if self._stager is not None:
-            return self._stager.process.pid
+        if self._stagers:
+            return self._stagers[0].process.pid
         children = psutil.Process(job.process.pid).children(recursive=True)
         (pid,) = [child.pid for child in children if "stager" in child.cmdline()]
         return pid

@@ -101,7 +101,8 @@ class FlusherProcess:
 
 
 class StagerClient:
-    """Plays the stager. `share`, `lead_attempt`: what it says of itself where there are several.
+    """Plays the stager. `share`, `lead_attempt`: what it says of itself where there are several. `wait_seconds`: how long
+    it waits for a socket.
 
     Attributes:
         tells: Kinds of messages that are really sent; None: all.
@@ -115,8 +116,9 @@ class StagerClient:
         attempt: int = 0,
         share: ShareNumber = WHOLE,
         lead_attempt: int = 0,
+        wait_seconds: float = DEADLINE_SECONDS,
     ) -> None:
-        self.channel = connect(directory / SOCKET_NAME, wait_seconds=DEADLINE_SECONDS)
+        self.channel = connect(directory / SOCKET_NAME, wait_seconds=wait_seconds)
         self.heard: list[Message] = []
         self.tells: set[str] | None = None
         self.channel.send(

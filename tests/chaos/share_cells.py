@@ -1,0 +1,159 @@
+"""Several stagers, one file: every stage of a checkpoint's life in two shares, and every set of victims.
+
+    stage     how much of step 6 each stager has, and the point at which each flusher stands still
+    victims   who gets SIGKILL there; of a node the ring is lost, too
+    cell      a stage, its victims, on a directory or on S3, and how many stagers the next job has
+              frozen: the victims do not die, their machine stands still and wakes after the next job
+
+Stagers are played by hand (tests/chaos/share_machines.py); flushers and store are real.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+__all__ = [
+    "AT_ONCE_SHARE_CELLS",
+    "FROZEN_SHARE_CELLS",
+    "SHARE_CELLS",
+    "SHARE_STAGES",
+    "SHARE_VICTIMS",
+    "Sent",
+    "ShareCell",
+    "ShareStage",
+    "ShareVictims",
+]
+
+
+class Sent(IntEnum):
+    """How much of its share a stager has."""
+
+    BEGUN = 0
+    HALF = 1
+    STAGED = 2
+
+
+class ShareStage(NamedTuple):
+    """One row. Each pair: of the first stager, which leads, and of the other one.
+
+    Attributes:
+        sent: What the stagers have.
+        stands: Where each flusher stands still, in the second checkpoint; empty: it does not.
+        sealed: Whether the share is sealed.
+    """
+
+    name: str
+    sent: tuple[Sent, Sent]
+    stands: tuple[str, str]
+    sealed: tuple[bool, bool] = (False, False)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether every share is."""
+        return min(self.sent) is Sent.STAGED
+
+
+class ShareVictims(NamedTuple):
+    """One column: the shares, from 0, whose stager or flusher is killed. `nodes`: the ring is lost with both."""
+
+    name: str
+    stagers: tuple[int, ...] = ()
+    flushers: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+
+
+_ALL_STAGED = (Sent.STAGED, Sent.STAGED)
+SHARE_STAGES = (
+    ShareStage("upload begun", (Sent.BEGUN, Sent.BEGUN), ("shares_begun", "")),
+    ShareStage("a part written", (Sent.HALF, Sent.HALF), ("part_written", "part_written")),
+    ShareStage("the first share staged", (Sent.STAGED, Sent.HALF), ("crcs_put", "part_written")),
+    ShareStage("the second share staged", (Sent.HALF, Sent.STAGED), ("part_written", "part_written")),
+    ShareStage("all staged, parts left", _ALL_STAGED, ("part_written", "part_written")),
+    ShareStage("CRCs put", _ALL_STAGED, ("crcs_put", "part_begun")),
+    ShareStage("sealed by the first", _ALL_STAGED, ("share_sealed", "part_begun"), (True, False)),
+    ShareStage("sealed by the second", _ALL_STAGED, ("crcs_put", "share_sealed"), (False, True)),
+    ShareStage("all sealed", _ALL_STAGED, ("all_sealed", ""), (True, True)),
+    ShareStage("file published, no manifest", _ALL_STAGED, ("file_published", ""), (True, True)),
+    ShareStage("manifest written, records left", _ALL_STAGED, ("manifest_written", ""), (True, True)),
+)
+
+SHARE_VICTIMS = (
+    ShareVictims("first stager", stagers=(0,)),
+    ShareVictims("second stager", stagers=(1,)),
+    ShareVictims("first flusher", flushers=(0,)),
+    ShareVictims("second flusher", flushers=(1,)),
+    ShareVictims("both flushers", flushers=(0, 1)),
+    ShareVictims("first node", nodes=(0,)),
+    ShareVictims("second node", nodes=(1,)),
+    ShareVictims("both stagers", stagers=(0, 1)),
+    ShareVictims("everything", stagers=(0, 1), flushers=(0, 1)),
+    ShareVictims("everything, both rings", nodes=(0, 1)),
+)
+
+
+class ShareCell(NamedTuple):
+    """One run.
+
+    Attributes:
+        then: Stagers of the next job.
+        at_once: Whether the next job's flushers take rings of another number of stagers as they are.
+        frozen: Whether the victims' machines stand still, and wake up when the next job is over.
+    """
+
+    stage: ShareStage
+    victims: ShareVictims
+    then: int = 2
+    store: str = "directory"
+    at_once: bool = False
+    frozen: bool = False
+
+    @property
+    def name(self) -> str:
+        """In test ids and results."""
+        return f"{self.row} x {self.victims.name}"
+
+    @property
+    def row(self) -> str:
+        """Its row in the table."""
+        how = (("S3", self.store == "S3"), ("at once", self.at_once), ("frozen", self.frozen))
+        return ", ".join(
+            (self.stage.name, f"then {self.then}", *(word for word, is_so in how if is_so))
+        )
+
+    @property
+    def regular(self) -> bool:
+        """Whether `make check` runs it."""
+        return self.name in _REGULAR
+
+    @property
+    def unsealed(self) -> tuple[int, ...]:
+        """The shares that are lost with their node: there is no seal of them."""
+        return tuple(share for share in self.victims.nodes if not self.stage.sealed[share])
+
+    @property
+    def survives(self) -> bool:
+        """Whether the step is published; if not, it is listed nowhere."""
+        died = self.victims.nodes if self.stage.is_staged else self.victims.nodes + self.victims.stagers
+        if not self.stage.is_staged:
+            return not died
+        return not self.unsealed
+
+
+_REGULAR: frozenset[str] = frozenset()
+SHARE_CELLS = tuple(
+    ShareCell(stage, victims, then)
+    for number, stage in enumerate(SHARE_STAGES)
+    for column, victims in enumerate(SHARE_VICTIMS)
+    for then in (1, 2)
+)
+AT_ONCE_SHARE_CELLS = tuple(
+    ShareCell(stage, victims, then=1, at_once=True)
+    for stage in SHARE_STAGES
+    for victims in SHARE_VICTIMS
+    if 0 in victims.flushers
+)
+_FROZEN = tuple(victims for victims in SHARE_VICTIMS if victims.nodes)
+FROZEN_SHARE_CELLS = tuple(
+    ShareCell(stage, victims, frozen=True) for stage in SHARE_STAGES for victims in _FROZEN
+)
