@@ -441,16 +441,22 @@ TARGETS = (
 )
 
 
-def grid(documents: Mapping[str, Document | None], *, only: str = "") -> Grid:
-    """All targets, or those of one experiment, each with its verdict."""
+def grid(documents: Mapping[str, Document | None], *, only: str = "", where: str = "") -> Grid:
+    """All targets that these documents say something about, or those of one experiment, each with its verdict.
+
+    Args:
+        documents: Of one machine: a limit may be computed from two of them.
+        where: That machine, for the title.
+    """
     rows = []
     for target in TARGETS:
-        if only not in ("", target.experiment):
-            continue
         document = documents.get(target.experiment)
-        verdict = target.judge(document) if document else None
+        if only not in ("", target.experiment) or document is None:
+            continue
+        verdict = target.judge(document)
         got = verdict.got if verdict else "not measured"
         met = ("yes" if verdict.met else "no") if verdict else ""
         rows.append((target.what, target.wanted, got, met, target.limit(documents)))
     names = ("figure", "wanted", "measured", "met", "the machine's own limit")
-    return Grid("Targets, results, limiting factor", names, tuple(rows))
+    title = "Targets, results, limiting factor"
+    return Grid(f"{title}: {where}" if where else title, names, tuple(rows))

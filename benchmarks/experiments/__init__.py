@@ -114,6 +114,7 @@ def document(name: str, options: Options, shape: Shape, **content: Any) -> dict[
         "command": command_of(name, options),
         "quick": options.quick,
         "machine": machine.describe(options.folder or Path("/tmp")),
+        "measured": machine.measured(),
         "shape": {
             "model": shape.model,
             "ranks": shape.ranks,
