@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import drawing, machine, results, targets
+from benchmarks.behind import behind
 from benchmarks.experiments import EXPERIMENTS, experiment
 
 __all__ = ["PAGES", "adopt", "fill", "filled"]
@@ -105,7 +106,7 @@ def _block(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
     grids = experiment(name).grids(document)
     chosen = [grids[int(number)] for number in place] if place else grids
     tables = "\n\n".join(grid.markdown() for grid in chosen)
-    return f"{tables}\n\n{_source(document)}"
+    return "\n\n".join(filter(None, (tables, behind(document), _source(document))))
 
 
 def _targets(documents: Mapping[str, dict[str, Any] | None]) -> str:
@@ -157,5 +158,5 @@ def _pictures(what: str, documents: Mapping[str, dict[str, Any] | None], tabled:
         if documents.get(measured_by) is not None:
             lines.append(f"![{title}](figures/{name}.svg)")
     found = [documents.get(name) for name in _experiments("drawn", what) if name not in tabled]
-    below = [_source(of) for of in found if of is not None]
+    below = [text for of in found if of is not None for text in (behind(of), _source(of)) if text]
     return "\n\n".join(["\n".join(lines), *below])

@@ -71,3 +71,15 @@ def test_targets_of_two_machines_stand_in_two_tables_and_share_no_limit() -> Non
     apart = document.filled(block("targets"), {"table": table, "makespan": other})
     assert (here.count("**Targets"), apart.count("**Targets")) == (1, 2)
     assert ("are between two" in here, "are between two" in apart) == (True, False)
+
+
+def test_where_holdfast_is_behind_the_first_sentence_below_the_table_says_so() -> None:
+    restore = results.read("restore")
+    assert restore is not None
+    rows = [{"holdfast": {"seconds": ours}, "torch.load": {"seconds": 2.0}} for ours in (1.0, 3.0)]
+    ahead, behind = ({**restore, "rounds": [of]} for of in rows)
+    assert "behind" not in document.filled(block("restore 0"), {"restore": ahead})
+    below = document.filled(block("restore 0"), {"restore": behind}).rpartition("|\n\n")[2]
+    assert below.startswith(
+        "**Here holdfast is behind:** restore: 3.000 s against torch.load 2.000 s.\n\n`python"
+    )
