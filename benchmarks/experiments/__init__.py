@@ -31,6 +31,7 @@ EXPERIMENTS = {
     "jitter": "Iterations of plain Python with and without checkpoints: p50 to the slowest",
     "rings": "PGT by size of the stager's ring, smaller than the image included",
     "slices": "PGT and CST by number of ranks",
+    "shards": "PGT by number of ranks, each with a link of its own, and where the stager's link is the limit; as root",
     "flights": "Slowdown by number of checkpoints in flight and by interval",
     "scaling": "What grows with 2 to 32 ranks and with 10 to 10,000 tensors",
     "growth": "What holdfast computes for 512 ranks, a terabyte, ten thousand tensors: parts alone, transport played",
