@@ -103,6 +103,27 @@ def _tiered(document: Document) -> Iterator[str]:
             yield from _less(what, medians_[False], {"the coarse gate": medians_[True]}, " %", 1)
 
 
+def _goodput(document: Document) -> Iterator[str]:
+    for every in dict.fromkeys(of["every"] for of in document["goodput"] if of["strategy"] != "ideal"):
+        here = [of for of in document["goodput"] if of["every"] == every and of["strategy"] != "ideal"]
+        shares = {
+            of["strategy"]: 100 * of["share"]["median"] for of in here if "notice" not in of["strategy"]
+        }
+        yield from _more(f"goodput, every {every}", shares.pop(_OURS), shares)
+    for mtbf in dict.fromkeys(of["mtbf_hours"] for of in document["effective"]):
+        here = [of for of in document["effective"] if of["mtbf_hours"] == mtbf]
+        shares = {of["strategy"]: 100 * of["effective"] for of in here}
+        yield from _more(f"effective time, MTBF {60 * mtbf:.0f} min", shares.pop(_OURS), shares)
+
+
+def _more(what: str, ours: float, others: Mapping[str, float]) -> Iterator[str]:
+    """Those that have more than holdfast of what one wants much of."""
+    ahead = {name: value for name, value in others.items() if round(value, 1) > round(ours, 1)}
+    if ahead:
+        named = ", ".join(f"{name} {value:.1f} %" for name, value in ahead.items())
+        yield f"{what}: {ours:.1f} % against {named}"
+
+
 _FINDERS: Mapping[str, Callable[[Document], Iterator[str]]] = {
     "table": _table,
     "makespan": _makespan,
@@ -110,4 +131,5 @@ _FINDERS: Mapping[str, Callable[[Document], Iterator[str]]] = {
     "restore": _restore,
     "flights": _flights,
     "tiered": _tiered,
+    "goodput": _goodput,
 }

@@ -43,6 +43,7 @@ EXPERIMENTS = {
     "launchers": "torchrun beside a stager that stands alone, against mpirun: stall; relaunch after a kill, also bare",
     "tiers": "Local tiers: bytes written per byte, speed beside the bare device, layouts",
     "tiered": "Training that saves into a local tier: slowdown, gate, recovery from each tier",
+    "goodput": "A model: goodput on a spot trace, total time by MTBF, effective training time; by `holdfast simulate`",
     "reality": "`holdfast simulate` against a run whose ranks are killed at the times of a trace",
     "switching": "A job taken off by SIGTERM and put on again: suspend and resume, against torch.save and torch.load",
     "interference": "An interval that adapts to another job on the disk, against one that does not",
