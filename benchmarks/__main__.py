@@ -126,7 +126,7 @@ def figures() -> None:
     from benchmarks import document, drawing
     from benchmarks.gpu import page
 
-    for path in (*document.adopt(), *drawing.draw_all(), document.fill(), page.fill()):
+    for path in (*document.adopt(), *drawing.draw_all(), *document.fill(), page.fill()):
         click.echo(f"written: {path}")
 
 

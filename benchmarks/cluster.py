@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -24,6 +25,7 @@ import psutil
 
 from benchmarks import jobs, machine, memory
 from benchmarks.hub import Hub
+from benchmarks.shaped_job import Links, ShapedJob
 from benchmarks.spread import round_figures
 from benchmarks.workload import is_toy
 from holdfast.errors import StoreMissing
@@ -57,6 +59,7 @@ class Shape:
         store: Path or URL of the run; empty: a folder beside what the other peers write.
         folder: Where all peers write; None is the place for temporary files.
         launcher: `mpirun`, with the stager in the job; or `torchrun`, beside one that stands alone.
+        links: Of ranks and stager, each in a network namespace, without a launcher; None: all are on this machine.
     """
 
     model: str = "gpt2"
@@ -67,6 +70,7 @@ class Shape:
     folder: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     launcher: str = "mpirun"
+    links: Links | None = None
 
     def fitted(self) -> Shape:
         """The same, with chunks and ring that fit a toy if it is one."""
@@ -94,7 +98,7 @@ class Cluster:
         self._opened = cast(Retrying, open_store(self.store))
         self.manifests: list[Manifest] = []
         self.ended_by_itself: dict[str, bool] = {}
-        self._job, self._step = job, 0
+        self.job, self._step = job, 0
         self._prepared: set[str] = set()
         self._compared: set[str] = set()
 
@@ -253,7 +257,7 @@ class Cluster:
 
     def cpu_seconds(self) -> float:
         """User and system seconds so far, of ranks, their helpers, the stager and the flusher."""
-        pids = {self.flusher_pid, *self._job.pids()}  # the stager has started it, so it is there twice
+        pids = {self.flusher_pid, *self.job.pids()}  # the stager has started it, so it is there twice
         total = 0.0
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -269,7 +273,7 @@ class Cluster:
     def pids(self) -> dict[str, int]:
         """Of stager, flusher and rank 0."""
         return {
-            "stager": self._job.find("stager"),
+            "stager": self.job.find("stager"),
             "flusher": self.flusher_pid,
             "trainer": int(self.ask(do="memory")[0]["pid"]),
         }
@@ -323,7 +327,7 @@ class Cluster:
         self.ask(do="close")
         self.hub.close()
         self._opened.close()
-        self.ended_by_itself["ranks"] = self._job.end() == 0
+        self.ended_by_itself["ranks"] = self.job.end() == 0
         self.ended_by_itself["flusher"] = jobs.end_process(flusher)
 
 
@@ -347,7 +351,9 @@ def running(shape: Shape, progress: Progress) -> Iterator[Cluster]:
         rank += ["--folder", str(folders.scratch / "peers"), "--store", store]
         stager = [str(Path(sys.executable).with_name("holdfast")), "stager", "--store", store]
         try:
-            kind = jobs.TorchrunJob if shape.launcher == "torchrun" else jobs.Job
+            kind: Callable[..., jobs.Job] = jobs.TorchrunJob if shape.launcher == "torchrun" else jobs.Job
+            if shape.links is not None:
+                kind = partial(ShapedJob, links=shape.links)
             with kind(
                 "ranks", shape.ranks, rank, stager, environment=environment, folder=folders.scratch
             ) as job:

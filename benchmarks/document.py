@@ -1,27 +1,31 @@
-"""Tables and pictures of docs/performance.md, between markers, from the committed JSON: no figure is typed by hand.
+"""Tables and pictures of docs/performance.md, between markers, from the committed JSON.
 
-<!-- measured: makespan -->      tables of one experiment, and the command
+No figure is typed by hand.
+
+<!-- measured: makespan -->      tables of one experiment, and where they are from: command, date, commit, machine
 <!-- measured: makespan 0 -->    one of its tables
-<!-- measured: targets -->       the figures to reach
-<!-- measured: machine -->       where all this was measured
-<!-- drawn: makespan intervals -->    pictures, those whose experiment was measured
+<!-- measured: targets -->       the figures to reach, a table for each machine
+<!-- drawn: makespan resnet -->  pictures, those whose experiment was measured
 … <!-- end -->
+
+What stands under one heading was measured on one machine: a page that mixes two is refused.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import drawing, results, targets
+from benchmarks import drawing, machine, results, targets
+from benchmarks.behind import behind
 from benchmarks.experiments import EXPERIMENTS, experiment
 
-__all__ = ["PAGE", "adopt", "fill", "filled"]
+__all__ = ["PAGES", "adopt", "fill", "filled"]
 
-PAGE = results.COMMITTED.parents[1] / "performance.md"
+PAGES = tuple(results.COMMITTED.parents[1] / name for name in ("performance.md",))
 _MARKED = re.compile(
     r"(<!-- (?P<kind>measured|drawn): (?P<what>[a-z0-9 ]+) -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -39,64 +43,111 @@ def adopt(source: Path = results.RESULTS, into: Path = results.COMMITTED) -> lis
 
 
 def filled(text: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
-    """The page with everything between markers made anew.
+    """The page with everything between markers made from `documents`.
 
     Raises:
-        ValueError: A marker names no experiment, or no picture.
+        ValueError: A marker names no experiment, or no picture; or what stands under one heading is from two machines.
     """
+    _require_one_machine_each(text, documents)
+
+    tabled = {match["what"].split()[0] for match in _MARKED.finditer(text) if match["kind"] == "measured"}
 
     def fill_in(match: re.Match[str]) -> str:
-        made = (_pictures if match["kind"] == "drawn" else _block)(match["what"], documents)
+        what = match["what"]
+        made = _pictures(what, documents, tabled) if match["kind"] == "drawn" else _block(what, documents)
         return f"{match[1]}{made}\n{match[4]}" if made else f"{match[1]}{match[4]}"
 
     return _MARKED.sub(fill_in, text)
 
 
-def fill(page: Path = PAGE) -> Path:
-    """Fill the page in place."""
+def fill(pages: Sequence[Path] = PAGES) -> Sequence[Path]:
+    """Fill the pages in place."""
     documents = {name: results.read(name) for name in EXPERIMENTS}
-    page.write_text(filled(page.read_text(encoding="utf-8"), documents), encoding="utf-8")
-    return page
+    for page in pages:
+        page.write_text(filled(page.read_text(encoding="utf-8"), documents), encoding="utf-8")
+    return pages
+
+
+def _require_one_machine_each(text: str, documents: Mapping[str, dict[str, Any] | None]) -> None:
+    for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
+        machines: dict[str, list[str]] = {}
+        for match in _MARKED.finditer(section):
+            for name in _experiments(match["kind"], match["what"]):
+                document = documents.get(name)
+                if document is not None:
+                    machines.setdefault(machine.named(document["machine"]), []).append(name)
+        if len(machines) > 1:
+            found = "; ".join(f"{where}: {', '.join(names)}" for where, names in machines.items())
+            heading = section.partition("\n")[0]
+            raise ValueError(
+                f"{heading!r}: expected figures of one machine, got {found}. Measure them on one machine, or give each "
+                "a heading"
+            )
+
+
+def _experiments(kind: str, what: str) -> list[str]:
+    """Whose figures a marker asks for; the targets have a table for each machine."""
+    if kind == "drawn":
+        return list(
+            dict.fromkeys(drawing.PICTURES[name][0] for name in what.split() if name in drawing.PICTURES)
+        )
+    return [name for name in what.split()[:1] if name in EXPERIMENTS]
 
 
 def _block(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
     name, *place = what.split()
     if name == "targets":
-        return targets.grid(documents).markdown()
-    if name == "machine":
-        return _machine(documents)
+        return _targets(documents)
     if name not in EXPERIMENTS:
-        raise ValueError(
-            f"the page asks for {what!r}; there are {', '.join(EXPERIMENTS)}, targets and machine"
-        )
+        raise ValueError(f"the page asks for {what!r}; there are {', '.join(EXPERIMENTS)} and targets")
     document = documents.get(name)
     if document is None:
         return f"Not measured: `python -m benchmarks {name}`."
     grids = experiment(name).grids(document)
     chosen = [grids[int(number)] for number in place] if place else grids
     tables = "\n\n".join(grid.markdown() for grid in chosen)
-    return f"{tables}\n\n`{document['command']}`{_elsewhere(document, documents)}{_stolen(document)}"
+    return "\n\n".join(filter(None, (tables, behind(document), _source(document))))
 
 
-def _elsewhere(document: dict[str, Any], documents: Mapping[str, dict[str, Any] | None]) -> str:
-    """What is to be known of a table that was not measured on the machine that the page names."""
-    here = _named(documents)
-    processor = document["machine"]["processor"]
-    return f" on {processor}" if here is not None and here["machine"]["processor"] != processor else ""
+def _targets(documents: Mapping[str, dict[str, Any] | None]) -> str:
+    """A table for each machine, that of the newest figures first."""
+    there = {name: document for name, document in documents.items() if document is not None}
+    by_machine: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, document in sorted(there.items(), key=lambda of: _dated(of[1])["date"], reverse=True):
+        by_machine.setdefault(machine.named(document["machine"]), {})[name] = document
+    blocks = []
+    for where, chosen in by_machine.items():
+        grid = targets.grid(chosen, where=where)
+        if grid.rows:
+            judged = {target.experiment for target in targets.TARGETS}
+            sources = "; ".join(f"`{name}` {_when(of)}" for name, of in chosen.items() if name in judged)
+            blocks.append(f"{grid.markdown()}\n\n{sources}")
+    missing = sorted({target.experiment for target in targets.TARGETS} - set(there))
+    if missing:
+        blocks.append(f"Not measured: {', '.join(missing)}.")
+    return "\n\n".join(blocks)
 
 
-def _stolen(document: dict[str, Any]) -> str:
-    """How much of the cores was not ours while this was measured."""
+def _source(document: dict[str, Any]) -> str:
+    """Where a table or a picture is from."""
     share = document.get("stolen_share")  # what was measured before it was counted has none
-    return "" if share is None else f", {100 * share:.1f} % of the cores' time stolen by the host"
+    stolen = "" if share is None else f"; {100 * share:.1f} % of the cores' time stolen by the host"
+    return f"`{document['command']}`, {_when(document)}; {machine.named(document['machine'])}{stolen}"
 
 
-def _named(documents: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | None:
-    """The one whose machine the page names."""
-    return next((of for of in documents.values() if of is not None), None)
+def _dated(document: dict[str, Any]) -> dict[str, str]:
+    """Date and commit; `recorded` are those of the commit that holds figures from before a JSON named its own."""
+    return dict(document.get("measured") or document["recorded"])
 
 
-def _pictures(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
+def _when(document: dict[str, Any]) -> str:
+    of = _dated(document)
+    way = f"measured {of['date']} at" if "measured" in document else f"recorded {of['date']} in"
+    return f"{way} {of['commit']}"
+
+
+def _pictures(what: str, documents: Mapping[str, dict[str, Any] | None], tabled: set[str]) -> str:
+    """Pictures; those whose experiment has a table on the page leave to it what is said below."""
     lines = []
     for name in what.split():
         if name not in drawing.PICTURES:
@@ -106,17 +157,6 @@ def _pictures(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
         measured_by, title, _ = drawing.PICTURES[name]
         if documents.get(measured_by) is not None:
             lines.append(f"![{title}](figures/{name}.svg)")
-    return "\n".join(lines)
-
-
-def _machine(documents: Mapping[str, dict[str, Any] | None]) -> str:
-    document = _named(documents)
-    if document is None:
-        return "Nothing was measured yet."
-    machine = document["machine"]
-    versions = machine["versions"]
-    return (
-        f"{machine['cores']} cores ({machine['processor']}), {machine['memory_bytes'] / (1 << 30):.0f} GiB of memory, "
-        f"a local virtual disk ({machine['file_system']}), no GPU; Linux {machine['kernel']}, Python "
-        f"{machine['python']}, torch {versions['torch']}, Open MPI {versions['openmpi']}."
-    )
+    found = [documents.get(name) for name in _experiments("drawn", what) if name not in tabled]
+    below = [text for of in found if of is not None for text in (behind(of), _source(of)) if text]
+    return "\n\n".join(["\n".join(lines), *below])

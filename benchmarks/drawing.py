@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.experiments.makespan import overheads
+from benchmarks.experiments.makespan import common, overheads
 from benchmarks.experiments.table import medians
 from benchmarks.peers import PEERS
 from benchmarks.spread import Spread, percentile, spread
@@ -105,14 +105,14 @@ def _phases(axes: Axes, document: Document) -> None:
 
 def _makespan(axes: Axes, document: Document) -> None:
     runs = document["runs"]
-    longest = max(run["every"] for run in runs)
+    every = common(runs)
     names, values = [], []
     for peer in dict.fromkeys(run["peer"] for run in runs):
-        value = overheads(runs, peer, longest) if peer != "none" else None
+        value = overheads(runs, peer, every) if peer != "none" else None
         if value is not None:
             names.append(peer)
             values.append(Spread(value.median + 1, value.least + 1, value.greatest + 1))
-    _bars(axes, names, values, unit=f"makespan, a checkpoint every {longest} iterations; no checkpoint = 1")
+    _bars(axes, names, values, unit=f"makespan, a checkpoint every {every} iterations; no checkpoint = 1")
     axes.axvline(1.0, color="black", lw=0.8)
 
 
@@ -196,6 +196,19 @@ def _cells(axes: Axes, document: Document, place: Callable[[Document], float], x
 
 def _slices(axes: Axes, document: Document) -> None:
     _cells(axes, document, lambda of: float(of["ranks"]), "ranks, each sends one slice (two cores)")
+
+
+def _shards(axes: Axes, document: Document) -> None:
+    bits = document["rank_bits"]
+    series: dict[str, tuple[list[float], list[Spread]]] = {}
+    for of in sorted(document["cells"], key=lambda of: (of["image_bytes"], of["wide_as"], of["ranks"])):
+        link = f"stager's link: {of['wide_as'] * bits / 1e6:.0f} Mb/s"
+        places, values = series.setdefault(f"{of['image_bytes'] / 1e6:.0f} MB, {link}", ([], []))
+        places.append(float(of["ranks"]))
+        values.append(spread([figures["staged_seconds"] for figures in of["rounds"]]))
+    _lines(axes, series, x=f"ranks, each with a link of {bits / 1e6:.0f} Mb/s", y="until staged, seconds")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
 
 
 def _rings(axes: Axes, document: Document) -> None:
@@ -373,6 +386,7 @@ PICTURES: dict[str, tuple[str, str, Callable[[Axes, Document], None]]] = {
     "cst": ("table", "Stall of the training (ACUTE fig. 9)", _cst),
     "phases": ("table", "Where the time goes (ACUTE fig. 10)", _phases),
     "slices": ("slices", "By number of slices (ACUTE fig. 11)", _slices),
+    "shards": ("shards", "Parallel shards, a link for each rank (ACUTE fig. 11)", _shards),
     "rings": ("rings", "By size of the stager's ring (ACUTE fig. 12)", _rings),
     "throughput": ("workloads", "Throughput by checkpoint interval, ResNet-50 (PCcheck fig. 8)", _throughput),
     "sizes": ("sizes", "One checkpoint by its size (PCcheck fig. 11)", _sizes),

@@ -37,6 +37,7 @@ __all__ = [
     "folders",
     "rank_environment",
     "run",
+    "started",
     "torchrun_line",
 ]
 
@@ -137,7 +138,7 @@ class Job:
 
     def _launch(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
-        self._process = _started(command, environment, log)
+        self._process = started(command, environment, log)
 
     def find(self, word: str) -> int:
         """Process id of the rank of this job that has `word` among its arguments."""
@@ -189,13 +190,25 @@ class Job:
 class StandingStager:
     """A stager that stands alone. A context manager: at its end it is asked to stop, and killed if it does not.
 
+    Args:
+        listen: The address that it listens at.
+        inside: What its command begins with, such as `ip netns exec NAME`.
+
     Raises:
         RuntimeError: It does not come to listen.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        *,
+        listen: str = "127.0.0.1",
+        inside: Sequence[str] = (),
+    ) -> None:
         log, key = folder / "stager.log", {"HOLDFAST_KEY": new_key()}
-        self.process = _started([*command, "--listen", "127.0.0.1:0"], {**environment, **key}, log)
+        self.process = started([*inside, *command, "--listen", f"{listen}:0"], {**environment, **key}, log)
         deadline = time.monotonic() + _LISTEN_SECONDS_MAX
         while not (found := re.search(r"listens at (\S+);", log.read_text(errors="replace"))):
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -261,7 +274,8 @@ def torchrun_line(ranks: int, trainer: Sequence[str], *, restarts: int = 0) -> l
     return [*line, "--max-restarts", str(restarts), *trainer]
 
 
-def _started(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+def started(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """A process that leads a session of its own; what it says goes to `log`."""
     with log.open("wb") as output:
         return subprocess.Popen(
             list(command),

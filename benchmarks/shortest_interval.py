@@ -1,15 +1,15 @@
 """The shortest interval at which a peer's checkpoints cost a training no more than a given share of its time.
 
 An interval that was not measured is not computed from one that was: `torch.save` costs the same at any interval, and an
-asynchronous peer costs nothing once the interval is longer than its write.
+asynchronous peer costs nothing once the interval is longer than its write. `next_interval` says which to measure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ShortestInterval", "shortest_interval"]
+__all__ = ["ShortestInterval", "next_interval", "shortest_interval"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ShortestInterval:
     def text(self) -> str:
         """The answer for a table."""
         if self.within is None:
-            return f"more than {self.beyond}"
+            return f"not reached at {self.beyond}"
         return f"at most {self.within}"
 
 
@@ -39,3 +39,20 @@ def shortest_interval(overheads: Mapping[int, float], overhead_max: float) -> Sh
             return ShortestInterval(every, within)
         within = every
     return ShortestInterval(0, within)
+
+
+def next_interval(
+    overheads: Mapping[int, float], overhead_max: float, candidates: Sequence[int]
+) -> int | None:
+    """The candidate whose measurement halves what is left between `beyond` and `within`.
+
+    Returns:
+        None once no candidate lies between the two.
+    """
+    found = shortest_interval(overheads, overhead_max)
+    left = [
+        every
+        for every in sorted(candidates)
+        if every > found.beyond and (found.within is None or every < found.within)
+    ]
+    return left[(len(left) - 1) // 2] if left else None

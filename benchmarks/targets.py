@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.experiments import launchers, restore, s3, sharded, transport
+from benchmarks.experiments.goodput import EFFECTIVE
 from benchmarks.experiments.makespan import overheads, shortest
 from benchmarks.experiments.table import medians, ratio
 from benchmarks.grid import Grid
@@ -230,6 +231,26 @@ def _restored_memory(document: Document) -> Verdict:
     return Verdict(text, all(value <= 256 for value in most.values()))
 
 
+def _effective(document: Document) -> Verdict:
+    """Of a model: `goodput` says so."""
+    ours = {of["mtbf_hours"]: of["effective"] for of in document["effective"] if of["strategy"] == OURS}
+    text = "; ".join(f"{100 * share:.1f} % at {60 * mtbf:.0f} min" for mtbf, share in ours.items())
+    wanted = zip(ours.values(), EFFECTIVE.values(), strict=True)
+    return Verdict(text, all(share >= least for share, least in wanted))
+
+
+def _loss_beside(peer: str) -> Callable[[Document], Verdict]:
+    def judge(document: Document) -> Verdict:
+        ours, theirs = (
+            [1 - of["effective"] for of in document["effective"] if of["strategy"] == name]
+            for name in (OURS, peer)
+        )
+        value = ratios(ours, theirs)
+        return Verdict(f"{value.least:.2f} to {value.greatest:.2f}", value.greatest <= 0.5)
+
+    return judge
+
+
 _DONE, _STALL, _STAGED = "done_seconds", "stall_seconds", "staged_seconds"
 _SAVE = "torch.save+fsync"
 _OVER = "raw_over"
@@ -435,22 +456,46 @@ TARGETS = (
         "launchers",
         _added("restore_seconds", 1.5),
     ),
+    Target(
+        "effective training time, a model: MTBF 10 min, 3 h, 8 h",
+        "at least 94, 97, 99 %",
+        "goodput",
+        _effective,
+    ),
+    Target(
+        "time lost, a model, as a part of torch.save's at its best interval",
+        "at most half",
+        "goodput",
+        _loss_beside(_SAVE),
+    ),
+    Target(
+        "time lost, a model, as a part of DCP async_save's at its best interval",
+        "at most half",
+        "goodput",
+        _loss_beside("dcp-thread"),
+    ),
     Target("CPU seconds of a checkpoint, all processes", "at most 0.8", "table", _cpu_seconds),
     Target("memory of a rank, N = 1", "slice + 64 MiB", "table", _memory),
     Target("memory over 200 checkpoints", "flat", "steady", _flat),
 )
 
 
-def grid(documents: Mapping[str, Document | None], *, only: str = "") -> Grid:
-    """All targets, or those of one experiment, each with its verdict."""
+def grid(documents: Mapping[str, Document | None], *, only: str = "", where: str = "") -> Grid:
+    """All targets that these documents say something about, or those of one experiment, each with its verdict.
+
+    Args:
+        documents: Of one machine: a limit may be computed from two of them.
+        where: That machine, for the title.
+    """
     rows = []
     for target in TARGETS:
-        if only not in ("", target.experiment):
-            continue
         document = documents.get(target.experiment)
-        verdict = target.judge(document) if document else None
+        if only not in ("", target.experiment) or document is None:
+            continue
+        verdict = target.judge(document)
         got = verdict.got if verdict else "not measured"
         met = ("yes" if verdict.met else "no") if verdict else ""
         rows.append((target.what, target.wanted, got, met, target.limit(documents)))
     names = ("figure", "wanted", "measured", "met", "the machine's own limit")
-    return Grid("Targets, results, limiting factor", names, tuple(rows))
+    title = "Targets, results, limiting factor"
+    return Grid(f"{title}: {where}" if where else title, names, tuple(rows))

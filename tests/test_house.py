@@ -82,7 +82,7 @@ BUDGETS = {
     "operator_side/live": 400,
     "operator_side/page": 250,
     "operator_side/report": 1300,
-    "operator_side/simulate": 1750,
+    "operator_side/simulate": 1800,
     "operator_side/status": 950,
     "operator_side/supervise": 3100,
     "stager": 4700,

@@ -31,6 +31,7 @@ EXPERIMENTS = {
     "jitter": "Iterations of plain Python with and without checkpoints: p50 to the slowest",
     "rings": "PGT by size of the stager's ring, smaller than the image included",
     "slices": "PGT and CST by number of ranks",
+    "shards": "PGT by number of ranks, each with a link of its own, and where the stager's link is the limit; as root",
     "flights": "Slowdown by number of checkpoints in flight and by interval",
     "scaling": "What grows with 2 to 32 ranks and with 10 to 10,000 tensors",
     "growth": "What holdfast computes for 512 ranks, a terabyte, ten thousand tensors: parts alone, transport played",
@@ -42,6 +43,7 @@ EXPERIMENTS = {
     "launchers": "torchrun beside a stager that stands alone, against mpirun: stall; relaunch after a kill, also bare",
     "tiers": "Local tiers: bytes written per byte, speed beside the bare device, layouts",
     "tiered": "Training that saves into a local tier: slowdown, gate, recovery from each tier",
+    "goodput": "A model: goodput on a spot trace, total time by MTBF, effective training time; by `holdfast simulate`",
     "reality": "`holdfast simulate` against a run whose ranks are killed at the times of a trace",
     "switching": "A job taken off by SIGTERM and put on again: suspend and resume, against torch.save and torch.load",
     "interference": "An interval that adapts to another job on the disk, against one that does not",
@@ -114,6 +116,7 @@ def document(name: str, options: Options, shape: Shape, **content: Any) -> dict[
         "command": command_of(name, options),
         "quick": options.quick,
         "machine": machine.describe(options.folder or Path("/tmp")),
+        "measured": machine.measured(),
         "shape": {
             "model": shape.model,
             "ranks": shape.ranks,

@@ -52,6 +52,7 @@ def measure(options: Options) -> dict[str, Any]:
         "command": command_of("growth", options),
         "quick": options.quick,
         "machine": machine.describe(options.folder or Path("/tmp")),
+        "measured": machine.measured(),
         "shape": {"model": "played", "ranks": most, "image_chunks": _IMAGE_CHUNKS, "tensors": _TENSORS},
         "frames": frames,
         "prepare": prepared,

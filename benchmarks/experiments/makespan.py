@@ -2,56 +2,195 @@
 PCcheck fig. 8).
 
 From the same runs: overhead by interval, and the smallest interval at which it stays under 5 % (LightCheck, table I).
+Each peer is measured at every 10 iterations; from there its interval is searched by bisection, while there is time.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.cluster import Cluster, turn
+from benchmarks.cold import forget
 from benchmarks.experiments import Options, available, document
 from benchmarks.grid import Grid
-from benchmarks.shortest_interval import ShortestInterval, shortest_interval
+from benchmarks.shortest_interval import ShortestInterval, next_interval, shortest_interval
 from benchmarks.spread import Spread, ratios, spread
+from holdfast.image.manifest import manifest_name
 
-__all__ = ["cell", "grids", "measure", "overheads", "rounds_in", "rounds_of_runs", "shortest"]
+__all__ = [
+    "Part",
+    "Series",
+    "cell",
+    "common",
+    "cpu_seconds",
+    "grids",
+    "measure",
+    "overheads",
+    "rounds_in",
+    "rounds_of_runs",
+    "shortest",
+]
 
-_ROUNDS = 5
+_ROUNDS = 3
 _ITERATION_SECONDS = 0.2
 _OVERHEAD_MAX = 0.05
-# Checkpoints in a run, by interval: the more often, the more are needed until the pipeline is full. A ring that holds
-# two checkpoints hides for half a dozen of them that the disk does not keep up. Every 10 it is ten seconds, or the
-# noise of a shared machine is more than the percent that is to be seen.
-_SAVES = {2: 16, 3: 10, 5: 6, 10: 5}
-# In two parts, as all their buffers together do not fit in memory; the second one's are slow, and seen at one interval.
+_PLAIN_ITERATIONS = 15  # of the training that saves nothing, beside each interval
+_LOOKED_SECONDS = 0.01  # longer than a look takes whether the last checkpoint is durable
+
+
+@dataclass(frozen=True)
+class Part:
+    """Peers whose buffers fit in memory together.
+
+    Attributes:
+        saves: By peer: the number of checkpoints in a run, by interval. A ring of two images swallows half a dozen
+            checkpoints before a disk that does not keep up holds the training; 16 show it.
+        rounds_end, search_end: Seconds since the experiment's begin after which no further round begins, and no further
+            interval is measured.
+    """
+
+    saves: Mapping[str, Mapping[int, int]]
+    rounds_end: float
+    search_end: float
+
+
 _PARTS = (
-    (("holdfast", "torch.save+fsync", "dcp-thread", "checkfreq", "pccheck-like"), _SAVES),
-    (("mlc-base", "torchsnapshot"), {10: 1}),
+    Part(
+        {
+            "holdfast": {2: 16, 3: 10, 5: 6, 10: 4},
+            "torch.save+fsync": {10: 2},
+            "dcp-thread": {10: 3},
+            "checkfreq": {10: 3},
+            "pccheck-like": {10: 4},
+        },
+        rounds_end=300.0,
+        search_end=470.0,
+    ),
+    Part({"mlc-base": {10: 2}, "torchsnapshot": {10: 2}}, rounds_end=540.0, search_end=560.0),
 )
+# Checkpoints in a run of the search, by interval.
+_SEARCHED = {2: 8, 3: 8, 5: 6, 15: 3, 20: 3, 40: 2, 80: 2}
+# A save in the training thread costs the same at any interval: the longest says most.
+_SYNCHRONOUS = {"torch.save+fsync": {80: 1}}
 
 
 def measure(options: Options) -> dict[str, Any]:
+    begun = time.monotonic()
     shape = options.shape("gpt2")
     seconds = _ITERATION_SECONDS / options.count(1, 20)
     runs: list[dict[str, Any]] = []
-    with options.running(shape) as cluster:
+    saves: list[dict[str, Any]] = []
+    with options.running(shape, fresh=True) as cluster:
+        cluster.ask(do="memory")  # answered when the ranks have built model and optimizer
+        start_seconds = time.monotonic() - begun
         cluster.prepare("holdfast")
-        for part, saves in _PARTS:
-            peers = available(part)
+        restores = [_restored(cluster) for _ in range(options.rounds_of(_ROUNDS))]
+        for part in _PARTS:
+            peers = available(tuple(part.saves))
             for peer in peers:
                 cluster.prepare(peer)
-            runs += rounds_of_runs(
-                cluster,
-                ("none", *peers),
-                saves,
-                rounds=options.rounds_of(_ROUNDS),
-                compute="device",
-                seconds=seconds,
-            )
+            series = Series(cluster, seconds, lambda: time.monotonic() - begun)
+            series.take_rounds({peer: part.saves[peer] for peer in peers}, options.rounds_of(_ROUNDS), part)
+            series.search(peers, part)
+            runs += series.runs
+            saves += series.saves
             for peer in peers:
                 if peer != "holdfast":
                     cluster.drop(peer)
-    return document("makespan", options, shape, iteration_seconds=seconds, runs=runs)
+        image_bytes = cluster.manifests[-1].image_bytes
+    return document(
+        "makespan",
+        options,
+        shape,
+        iteration_seconds=seconds,
+        start_seconds=start_seconds,
+        image_bytes=image_bytes,
+        runs=runs,
+        saves=saves,
+        restores=restores,
+    )
+
+
+def _restored(cluster: Cluster) -> dict[str, float]:
+    """Seconds from a cold page cache, by way: with the runs they are a profile for `holdfast simulate`."""
+    path = cluster.path(cluster.manifests[-1].step)
+    found = {}
+    for how in ("holdfast", "torch.load"):
+        cluster.progress(f"restore by {how}")
+        forget(path, path.with_name(manifest_name(path.name)))
+        found[how] = cluster.restore(how, str(path), compare=False)["seconds"]
+    return found
+
+
+class Series:
+    """The runs of one part, in `runs`, and one checkpoint of each peer and round outside of them, in `saves`.
+
+    Args:
+        seconds: Of an iteration.
+        elapsed: Seconds since the experiment's begin.
+    """
+
+    def __init__(self, cluster: Cluster, seconds: float, elapsed: Callable[[], float]) -> None:
+        self.runs: list[dict[str, Any]] = []
+        self.saves: list[dict[str, Any]] = []
+        self._cluster, self._seconds, self._elapsed = cluster, seconds, elapsed
+
+    def take_rounds(self, saves: Mapping[str, Mapping[int, int]], rounds: int, part: Part) -> None:
+        """Every peer at each of its intervals; at least once."""
+        slowest = 0.0
+        for number in range(rounds):
+            before = self._elapsed()
+            if number and before + slowest > part.rounds_end:
+                break
+            self._cluster.progress(f"round {number + 1} of {rounds}: a checkpoint of each")
+            for peer in turn(tuple(saves), number):
+                figures = self._cluster.save(peer, compute_seconds=self._seconds)
+                self.saves.append({"peer": peer, "round": number, **figures})
+            for every in sorted({every for of in saves.values() for every in of}):
+                chosen = {peer: (every, of[every]) for peer, of in saves.items() if every in of}
+                self._take(number, f"round {number + 1} of {rounds}: every {every}", every, chosen)
+            slowest = max(slowest, self._elapsed() - before)
+
+    def search(self, peers: Sequence[str], part: Part) -> None:
+        """Measure each peer at further intervals until its shortest one is known, or the time is used up."""
+        rounds = rounds_in(self.runs)
+        while True:
+            wanted = {}
+            for peer in peers:
+                saves = _SYNCHRONOUS.get(peer, _SEARCHED)
+                every = next_interval(_medians(self.runs, peer), _OVERHEAD_MAX, tuple(saves))
+                if every is not None:
+                    wanted[peer] = (every, saves[every])
+            takes = {peer: rounds * self._takes(peer, *wanted[peer]) for peer in wanted}
+            for peer in sorted(takes, key=takes.__getitem__, reverse=True):
+                if self._elapsed() + sum(takes[one] for one in wanted) > part.search_end:
+                    del wanted[peer]
+            if not wanted:
+                return
+            for number in range(rounds):
+                at = ", ".join(f"{peer} every {every}" for peer, (every, _) in wanted.items())
+                self._take(number, f"search, round {number + 1} of {rounds}: {at}", 0, wanted)
+
+    def _take(self, number: int, what: str, every: int, chosen: Mapping[str, tuple[int, int]]) -> None:
+        """One run of each, by interval and number of checkpoints, and one that saves nothing; `every` 0: the search."""
+        self._cluster.progress(what)
+        for peer in turn(("none", *chosen), number):
+            step, saves = chosen.get(peer, (every, 0))
+            iterations = step * saves or _PLAIN_ITERATIONS
+            row = _run(self._cluster, peer, step, iterations, compute="device", seconds=self._seconds)
+            for save in self.saves:
+                if (save["peer"], save["round"]) == (peer, number):
+                    row["alone_seconds"] = save["done_seconds"]
+            self.runs.append({**row, "round": number, **({} if every else {"searched": True})})
+
+    def _takes(self, peer: str, every: int, saves: int) -> float:
+        """Seconds of one run, at most: what a checkpoint costs does not grow with the interval."""
+        measured = _medians(self.runs, peer)
+        costs = max([0.0, *(overhead * at * self._seconds for at, overhead in measured.items())])
+        return saves * (every * self._seconds + costs)
 
 
 def rounds_of_runs(
@@ -69,14 +208,20 @@ def rounds_of_runs(
         for every, count in saves.items():
             cluster.progress(f"round {number + 1} of {rounds}: every {every} iterations")
             for peer in turn(peers, number):
-                run = cluster.train(
-                    peer, iterations=every * count, every=every, compute=compute, compute_seconds=seconds
-                )
-                del run["iteration_seconds"]
-                rows.append(
-                    {"peer": peer, "every": every, "round": number, "iterations": every * count, **run}
-                )
+                row = _run(cluster, peer, every, every * count, compute=compute, seconds=seconds)
+                rows.append({**row, "round": number})
     return rows
+
+
+def _run(
+    cluster: Cluster, peer: str, every: int, iterations: int, *, compute: str, seconds: float
+) -> dict[str, Any]:
+    """One row; `every` of a run that saves nothing says which runs it was made beside."""
+    run = cluster.train(
+        peer, iterations=iterations, every=every or iterations, compute=compute, compute_seconds=seconds
+    )
+    del run["iteration_seconds"]
+    return {"peer": peer, "every": every, "iterations": iterations, **run}
 
 
 def rounds_in(runs: list[dict[str, Any]]) -> int:
@@ -90,41 +235,72 @@ def cell(runs: list[dict[str, Any]], peer: str, every: int, name: str = "makespa
 
 
 def overheads(runs: list[dict[str, Any]], peer: str, every: int) -> Spread | None:
-    """How much longer the training is than without checkpoints: 0.05 is 5 %; each round beside its own baseline."""
+    """How much longer an iteration is than without checkpoints: 0.05 is 5 %; each round beside its own baseline."""
     theirs = [run for run in runs if run["peer"] == peer and run["every"] == every]
     if not theirs:
         return None
     plain = [_beside(runs, run) for run in theirs]
-    value = ratios([run["makespan_seconds"] for run in theirs], plain)
+    value = ratios([_lasting(run, alone) for run, alone in zip(theirs, plain, strict=True)], plain)
     return Spread(value.median - 1, value.least - 1, value.greatest - 1)
 
 
+def _lasting(run: dict[str, Any], plain: float) -> float:
+    """Seconds of an iteration in a training that goes on like this run; `plain`: without checkpoints.
+
+    Ring and buffers hide the first checkpoints of a run from the training. Where the last one was not durable when the
+    next one would have begun, the training can go on no faster than checkpoints become durable. Rows without
+    `alone_seconds` have only the whole run.
+    """
+    trained = run["makespan_seconds"] / run["iterations"]
+    late = run["durable_seconds"] - run["makespan_seconds"] > _LOOKED_SECONDS
+    if late and run["saves"] > 1 and "alone_seconds" in run:
+        durable = (run["durable_seconds"] - plain - run["alone_seconds"]) / (run["saves"] - 1)
+        trained = max(trained, durable / run["every"])
+    return float(trained)
+
+
 def _beside(runs: list[dict[str, Any]], run: dict[str, Any], name: str = "makespan_seconds") -> float:
-    """A figure without checkpoints, of the same round and interval; the nearest one before it where there are two."""
+    """A figure of one iteration that saves nothing, of the same round: nearest of its interval, or of the search."""
     place = runs.index(run)
     candidates = [
-        (abs(runs.index(other) - place), other[name])
+        (
+            other.get("searched") != run.get("searched"),
+            other["every"] != run["every"],
+            abs(runs.index(other) - place),
+            other[name] / other["iterations"],
+        )
         for other in runs
-        if other["peer"] == "none" and other["every"] == run["every"] and other["round"] == run["round"]
+        if other["peer"] == "none" and other["round"] == run["round"]
     ]
-    return float(min(candidates)[1])
+    return float(min(candidates)[-1])
+
+
+def common(runs: list[dict[str, Any]]) -> int:
+    """The longest interval at which every peer was measured."""
+    measured: dict[str, set[int]] = {}
+    for run in runs:
+        if run["peer"] != "none":
+            measured.setdefault(run["peer"], set()).add(run["every"])
+    return max(set.intersection(*measured.values()))
 
 
 def shortest(runs: list[dict[str, Any]], peer: str, overhead_max: float = _OVERHEAD_MAX) -> ShortestInterval:
     """The shortest interval at which the median overhead of a peer is at most that."""
+    return shortest_interval(_medians(runs, peer), overhead_max)
+
+
+def _medians(runs: list[dict[str, Any]], peer: str) -> dict[int, float]:
+    """The overhead by interval."""
     found = {every: overheads(runs, peer, every) for every in {run["every"] for run in runs}}
-    medians = {every: overhead.median for every, overhead in found.items() if overhead is not None}
-    return shortest_interval(medians, overhead_max)
+    return {every: overhead.median for every, overhead in found.items() if overhead is not None}
 
 
 def grids(document: dict[str, Any]) -> list[Grid]:
     runs = document["runs"]
-    peers = list(dict.fromkeys(run["peer"] for run in runs))
-    intervals = sorted({run["every"] for run in runs})
+    peers = [peer for peer in dict.fromkeys(run["peer"] for run in runs) if peer != "none"]
+    intervals = sorted({run["every"] for run in runs if run["peer"] != "none"})
     rows: list[tuple[str, ...]] = []
     for peer in peers:
-        if peer == "none":
-            continue
         cells = [overheads(runs, peer, every) for every in intervals]
         rows.append((peer, *(of.text(1, times=100) if of else "" for of in cells)))
     seconds = document["iteration_seconds"]
@@ -132,16 +308,56 @@ def grids(document: dict[str, Any]) -> list[Grid]:
         f"Overhead in percent of a training without checkpoints, iteration {seconds * 1000:.0f} ms, "
         f"{rounds_in(runs)} rounds"
     )
-    result = [Grid(title, ("peer", *(f"every {every}" for every in intervals)), tuple(rows))]
-    table = tuple((peer, shortest(runs, peer).text()) for peer in peers if peer != "none")
+    saved = ("checkpoints in a run of holdfast", *(_saves(runs, "holdfast", every) for every in intervals))
+    names = ("peer", *(f"every {every}" for every in intervals))
+    result = [Grid(title, names, (*rows, saved))]
+    table = tuple((peer, shortest(runs, peer).text()) for peer in peers)
     result.append(Grid("Shortest interval with at most 5 % overhead", ("peer", "iterations"), table))
-    cost = []
-    for peer in peers:
-        if peer != "none":
-            theirs = [run for run in runs if run["peer"] == peer and run["every"] == intervals[-1]]
-            each = [(run["cpu_seconds"] - _beside(runs, run, "cpu_seconds")) / run["saves"] for run in theirs]
-            cost.append((peer, f"{spread(each).median:.2f}"))
-    result.append(
-        Grid("CPU seconds that one checkpoint costs, all processes", ("peer", "CPU s"), tuple(cost))
-    )
-    return result
+    cost = tuple((peer, f"{seconds:.2f}") for peer, seconds in cpu_seconds(runs).items())
+    result.append(Grid("CPU seconds that one checkpoint costs, all processes", ("peer", "CPU s"), cost))
+    return [*result, _recovery(document)] if "restores" in document else result
+
+
+def _recovery(document: dict[str, Any]) -> Grid:
+    """What a kill costs on average: restart and restore, and half an interval and one write done again.
+
+    Each peer saves at its own shortest interval; a peer that has reached none has no row.
+    """
+    runs, seconds = document["runs"], document["iteration_seconds"]
+    rows = []
+    for peer in dict.fromkeys(run["peer"] for run in runs if run["peer"] != "none"):
+        every = shortest(runs, peer).within
+        if every is None:
+            continue
+        restore = spread(
+            [of["holdfast" if peer == "holdfast" else "torch.load"] for of in document["restores"]]
+        )
+        saves = [of for of in document["saves"] if of["peer"] == peer]
+        safe = spread(
+            [of["staged_seconds"] if "staged_seconds" in of else of["done_seconds"] for of in saves]
+        )
+        again = every * seconds / 2 + safe.median
+        total = document["start_seconds"] + restore.median + again
+        cells = (document["start_seconds"], restore.median, again, total)
+        rows.append((peer, str(every), *(f"{value:.2f}" for value in cells)))
+    names = ("peer", "every", "restart", "restore, cold disk", "work done again", "sum")
+    title = "A kill costs on average, seconds: computed from this run, each at its shortest interval"
+    return Grid(title, names, tuple(rows))
+
+
+def cpu_seconds(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Median CPU seconds that a checkpoint adds to a training, by peer, at the longest interval that all have."""
+    found = {}
+    for peer in dict.fromkeys(run["peer"] for run in runs if run["peer"] != "none"):
+        theirs = [run for run in runs if run["peer"] == peer and run["every"] == common(runs)]
+        each = [
+            (run["cpu_seconds"] - _beside(runs, run, "cpu_seconds") * run["iterations"]) / run["saves"]
+            for run in theirs
+        ]
+        found[peer] = spread(each).median
+    return found
+
+
+def _saves(runs: list[dict[str, Any]], peer: str, every: int) -> str:
+    """How many checkpoints a run of that interval made."""
+    return next((str(run["saves"]) for run in runs if run["peer"] == peer and run["every"] == every), "")

@@ -63,6 +63,7 @@ def measure(options: Options) -> dict[str, Any]:
         "command": command_of("transport", options),
         "quick": options.quick,
         "machine": machine.describe(options.folder or Path("/tmp")),
+        "measured": machine.measured(),
         "shape": {
             "model": "bare chunks",
             "ranks": RANKS,

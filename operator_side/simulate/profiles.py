@@ -24,12 +24,14 @@ from operator_side.simulate.strategy import IDEAL, Strategy, microseconds
 # Beside the source; an installed wheel has none.
 MEASURED = Path(__file__).resolve().parents[2] / "docs/figures/data"
 _SECONDS_MAX = 1e6
+_LOOKED_SECONDS = 0.01  # longer than a look takes whether the last checkpoint of a training is durable
 _Seconds = Annotated[float, Field(ge=0, le=_SECONDS_MAX, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(ge=1e-6, le=_SECONDS_MAX, allow_inf_nan=False)]
 
 # How each works (docs/performance.md, "The peers"), and as what it was measured.
 _WAYS: Mapping[str, Mapping[str, Any]] = {
     "torch.save+fsync": {},
+    "dcp-thread": {},
     "checkfreq": {},
     "pccheck-like": {"in_flight_max": 2},
     "mlc-base": {"stager": True},
@@ -114,34 +116,34 @@ def load_profile(path: Path) -> TrainingProfile:
 
 
 def measured_profile(folder: Path = MEASURED) -> TrainingProfile:
-    """The medians of what `make bench` measured and `make figures` left in the tree.
+    """The medians of one run of `make bench BENCH=makespan` that `make figures` left in the tree.
 
-    Restores were measured for holdfast and for `torch.load`, which stands for every other way. None was measured from
-    the stager's node, so that one counts as long as from the store. Raises `ConfigError`: the figures are missing or
-    incomplete; the message asks for `--profile`.
+    `torch.load` stands for the restore of every way but holdfast. None was measured from the stager's node, so that one
+    counts as long as from the store. Raises `ConfigError`: the figures are missing or incomplete; the message asks for
+    `--profile`.
     """
     try:
-        table, restore, makespan = (
-            _json(folder / f"{name}.json") for name in ("table", "restore", "makespan")
-        )
-        fresh = restore["fresh_cluster"]
+        run = _json(folder / "makespan.json")
+        if "saves" not in run:  # of before a run had all that a profile needs
+            run = _joined(folder, run["iteration_seconds"])
         strategies = {
             name: Measured(
-                stall_seconds=_median(table["rounds"], name, "stall_seconds"),
-                staged_seconds=_median(table["rounds"], name, "staged_seconds") if "stager" in way else None,
-                durable_seconds=_median(table["rounds"], name, "done_seconds"),
-                restore_seconds=_median(
-                    restore["rounds"], "holdfast" if name == "holdfast" else "torch.load", "seconds"
+                stall_seconds=_median(run, name, "stall_seconds"),
+                staged_seconds=_median(run, name, "staged_seconds") if "stager" in way else None,
+                durable_seconds=_durable_seconds(run, name, way.get("in_flight_max", 1)),
+                restore_seconds=statistics.median(
+                    of["holdfast" if name == "holdfast" else "torch.load"] for of in run["restores"]
                 ),
                 **way,
             )
             for name, way in _WAYS.items()
         }
+        machine = run["machine"]
         return TrainingProfile(
-            source=f"docs/figures/data: {table['command']}; {restore['command']}; {makespan['command']}; "
-            f"{table['machine']['cores']} cores, {table['image_bytes'] / 1e9:.2f} GB of state",
-            iteration_seconds=makespan["iteration_seconds"],
-            restart_seconds=fresh["start_seconds"] + fresh["first_step_seconds"],
+            source=f"docs/figures/data: {run['command']}; {machine['cores']} cores of {machine['processor']}, "
+            f"{run['image_bytes'] / 1e9:.2f} GB of state",
+            iteration_seconds=run["iteration_seconds"],
+            restart_seconds=run["start_seconds"],
             strategies=strategies,
         )
     except (ConfigError, KeyError, TypeError, ValueError) as error:
@@ -151,11 +153,48 @@ def measured_profile(folder: Path = MEASURED) -> TrainingProfile:
         ) from error
 
 
-def _median(rounds: Sequence[Mapping[str, Mapping[str, float]]], peer: str, figure: str) -> float:
-    values = [of[peer][figure] for of in rounds if figure in of.get(peer, {})]
+def _joined(folder: Path, iteration_seconds: float) -> dict[str, Any]:
+    """The same figures from `table` and `restore`, which must be of one machine."""
+    table, restore = (_json(folder / f"{name}.json") for name in ("table", "restore"))
+    if table["machine"] != restore["machine"]:
+        raise ConfigError("table.json and restore.json are of two machines")
+    fresh = restore["fresh_cluster"]
+    return {
+        **table,
+        "command": f"{table['command']}; {restore['command']}",
+        "iteration_seconds": iteration_seconds,
+        "start_seconds": fresh["start_seconds"] + fresh["first_step_seconds"],
+        "saves": [{"peer": peer, **figures} for of in table["rounds"] for peer, figures in of.items()],
+        "restores": [
+            {way: of[way]["seconds"] for way in ("holdfast", "torch.load")} for of in restore["rounds"]
+        ],
+    }
+
+
+def _median(run: Mapping[str, Any], peer: str, figure: str) -> float:
+    values: list[float] = [of[figure] for of in run["saves"] if of["peer"] == peer and figure in of]
     if not values:
         raise KeyError(f"no {figure} of {peer}")
     return statistics.median(values)
+
+
+def _durable_seconds(run: Mapping[str, Any], peer: str, in_flight_max: int) -> float:
+    """From `save()` to durable: of a checkpoint alone, or, if longer, of those that follow each other most closely.
+
+    Where the last checkpoint outlasts a training, one has become durable in each of the times counted here, and
+    `in_flight_max` were under way.
+    """
+    alone = _median(run, peer, "done_seconds")
+    runs = [of for of in run.get("runs", ()) if of["peer"] == peer]
+    closest = min((of["every"] for of in runs), default=0)
+    apart = [
+        (of["durable_seconds"] - run["iteration_seconds"] - alone) / (of["saves"] - 1)
+        for of in runs
+        if of["every"] == closest
+        and of["saves"] > 1
+        and of["durable_seconds"] > of["makespan_seconds"] + _LOOKED_SECONDS
+    ]
+    return max(alone, in_flight_max * statistics.median(apart)) if apart else alone
 
 
 def _json(path: Path) -> Any:

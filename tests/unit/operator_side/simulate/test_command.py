@@ -43,7 +43,7 @@ def test_the_tables_have_every_strategy_interval_and_trace(run: Any, traces: tup
     for word in ("counts.csv", "nodes.csv", "torch.save+fsync", "mlc-base", "holdfast, 30 s notice", "ideal"):
         assert word in out
     assert "iteration_seconds 0.5 as given" in out
-    assert "python -m benchmarks table" in out, "where the figures come from"
+    assert "python -m benchmarks" in out, "where the figures come from"
     assert "holdfast: every " in out
     assert "per preemption" in out
     assert "on demand, without losses and checkpoints: $" in out

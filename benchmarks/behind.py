@@ -1,0 +1,135 @@
+"""Where holdfast is behind a peer, or shows less than a paper: the first sentence below a table, from its document.
+
+Medians are compared; whether their spreads overlap stands in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from benchmarks.experiments.makespan import cpu_seconds, overheads
+from benchmarks.experiments.table import medians
+from benchmarks.peers import PEERS
+from benchmarks.spread import columns, spread
+
+__all__ = ["behind"]
+
+Document = Mapping[str, Any]
+_OURS = "holdfast"
+
+
+def behind(document: Document) -> str:
+    """One sentence; empty where holdfast is ahead everywhere, or nobody is compared."""
+    find = _FINDERS.get(document["experiment"])
+    found = list(find(document)) if find else []
+    return f"**Here holdfast is behind:** {'; '.join(found)}." if found else ""
+
+
+def _less(what: str, ours: float, others: Mapping[str, float], unit: str, digits: int) -> Iterator[str]:
+    """Those that have less than holdfast of what one wants little of."""
+    ahead = {name: value for name, value in others.items() if round(value, digits) < round(ours, digits)}
+    if ahead:
+        named = ", ".join(f"{name} {value:.{digits}f}{unit}" for name, value in ahead.items())
+        yield f"{what}: {ours:.{digits}f}{unit} against {named}"
+
+
+def _table(document: Document) -> Iterator[str]:
+    for what, figure in (
+        ("stall", "stall_seconds"),
+        ("staged", "staged_seconds"),
+        ("durable", "done_seconds"),
+    ):
+        values = {peer: medians(document["rounds"], peer, figure) for peer in PEERS}
+        found = {peer: value.median for peer, value in values.items() if value is not None}
+        if _OURS in found:
+            yield from _less(what, found.pop(_OURS), found, " s", 3)
+
+
+def _runs(runs: list[dict[str, Any]], what: str) -> Iterator[str]:
+    peers = dict.fromkeys(run["peer"] for run in runs if run["peer"] not in {"none", _OURS})
+    for every in sorted({run["every"] for run in runs}):
+        ours = overheads(runs, _OURS, every)
+        values = {peer: overheads(runs, peer, every) for peer in peers}
+        found = {peer: 100 * value.median for peer, value in values.items() if value is not None}
+        if ours is not None:
+            yield from _less(f"{what}every {every}", 100 * ours.median, found, " %", 1)
+
+
+def _makespan(document: Document) -> Iterator[str]:
+    yield from _runs(document["runs"], "")
+    cost = cpu_seconds(document["runs"])
+    yield from _less("CPU of one checkpoint", cost.pop(_OURS), cost, " s", 2)
+
+
+def _workloads(document: Document) -> Iterator[str]:
+    for model in document["image_bytes"]:
+        yield from _runs([run for run in document["runs"] if run["model"] == model], f"{model}, ")
+
+
+def _restore(document: Document) -> Iterator[str]:
+    rounds = document["rounds"]
+    found = {
+        way: spread(columns(rounds, way, "seconds")).median for way in rounds[0] if not way.startswith("raw")
+    }
+    yield from _less("restore", found.pop(_OURS), found, " s", 3)
+
+
+def _flights(document: Document) -> Iterator[str]:
+    """PCcheck's figure has less with more checkpoints in flight."""
+    runs = document["runs"]
+    counts = sorted({run["in_flight"] for run in runs})
+    for every in sorted({run["every"] for run in runs}):
+        values = {
+            count: overheads([run for run in runs if run["in_flight"] == count], _OURS, every)
+            for count in counts
+        }
+        found = {f"N = {count}": 100 * value.median for count, value in values.items() if value is not None}
+        first, *more = found
+        for name in more:
+            yield from _less(f"every {every}, {name}", found[name], {first: found[first]}, " %", 1)
+
+
+def _tiered(document: Document) -> Iterator[str]:
+    """LightCheck's figures have less layer by layer than with a coarse gate."""
+    for of in document["runs"]:
+        medians_ = {}
+        for coarse in (True, False):
+            chosen = [100 * (run["tier"] / run["none"] - 1) for run in of["runs"] if run["coarse"] is coarse]
+            if chosen:
+                medians_[coarse] = spread(chosen).median
+        if len(medians_) > 1:
+            what = f"{of['tier']}, layer-wise gate"
+            yield from _less(what, medians_[False], {"the coarse gate": medians_[True]}, " %", 1)
+
+
+def _goodput(document: Document) -> Iterator[str]:
+    for every in dict.fromkeys(of["every"] for of in document["goodput"] if of["strategy"] != "ideal"):
+        here = [of for of in document["goodput"] if of["every"] == every and of["strategy"] != "ideal"]
+        shares = {
+            of["strategy"]: 100 * of["share"]["median"] for of in here if "notice" not in of["strategy"]
+        }
+        yield from _more(f"goodput, every {every}", shares.pop(_OURS), shares)
+    for mtbf in dict.fromkeys(of["mtbf_hours"] for of in document["effective"]):
+        here = [of for of in document["effective"] if of["mtbf_hours"] == mtbf]
+        shares = {of["strategy"]: 100 * of["effective"] for of in here}
+        yield from _more(f"effective time, MTBF {60 * mtbf:.0f} min", shares.pop(_OURS), shares)
+
+
+def _more(what: str, ours: float, others: Mapping[str, float]) -> Iterator[str]:
+    """Those that have more than holdfast of what one wants much of."""
+    ahead = {name: value for name, value in others.items() if round(value, 1) > round(ours, 1)}
+    if ahead:
+        named = ", ".join(f"{name} {value:.1f} %" for name, value in ahead.items())
+        yield f"{what}: {ours:.1f} % against {named}"
+
+
+_FINDERS: Mapping[str, Callable[[Document], Iterator[str]]] = {
+    "table": _table,
+    "makespan": _makespan,
+    "workloads": _workloads,
+    "restore": _restore,
+    "flights": _flights,
+    "tiered": _tiered,
+    "goodput": _goodput,
+}

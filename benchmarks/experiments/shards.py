@@ -1,0 +1,93 @@
+"""Parallel shards (ACUTE fig. 11): time until a checkpoint is staged and durable by number of ranks, each with a link
+of its own; and where the stager's link is the limit (ACUTE, V-E).
+
+Every rank sends its slice over 40 Mb/s to a stager whose link is as wide as those of four or of eight ranks, so a
+network decides on two cores, too. Links are network namespaces (`benchmarks.shaped_job`): this experiment needs root.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.experiments import Options, document
+from benchmarks.grid import Grid
+from benchmarks.shaped_job import Links, ShapedJob, why_not
+from benchmarks.spread import Spread, spread
+
+__all__ = ["grids", "measure", "times_faster"]
+
+_ROUNDS = 3
+_RANKS = (1, 2, 4, 8, 16)
+_RANK_BITS = 40_000_000
+_WIDE_AS = (4, 8)  # ranks
+# By size of the state in MiB: widths of the stager's link. Slices of 16 ranks still are several chunks.
+_SIZES = {24: _WIDE_AS, 48: _WIDE_AS[1:]}
+_CHUNK_BYTES = 1 << 18
+_FIGURES = {
+    "stall_seconds": "stall (CST)",
+    "staged_seconds": "staged (PGT-1)",
+    "done_seconds": "durable (PGT-2)",
+}
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """Raises `RuntimeError`: this machine cannot shape links."""
+    if reason := why_not():
+        raise RuntimeError(f"shards: {reason}")
+    cells: list[dict[str, Any]] = []
+    for size, widths in list(_SIZES.items())[: options.count(len(_SIZES), 1)]:
+        for ranks in _RANKS[: options.count(len(_RANKS), 2)]:
+            links = Links(_RANK_BITS, widths[0] * _RANK_BITS)
+            model = options.model or f"flat-48-{options.count(size, 2)}"
+            shape = options.shape(model, ranks=ranks, chunk_bytes=_CHUNK_BYTES, links=links)
+            with options.running(shape) as cluster:
+                cluster.prepare("holdfast", saves=1)
+                for wide_as in widths:
+                    assert isinstance(cluster.job, ShapedJob)
+                    cluster.job.widen(wide_as * _RANK_BITS)
+                    options.progress(f"{size} MiB, {ranks} ranks, a stager's link of {wide_as} ranks")
+                    rounds = [cluster.save("holdfast") for _ in range(options.rounds_of(_ROUNDS))]
+                    cells.append(
+                        {
+                            "ranks": ranks,
+                            "wide_as": wide_as,
+                            "image_bytes": cluster.manifests[-1].image_bytes,
+                            "rounds": rounds,
+                        }
+                    )
+            options.clusters.close()  # the next one makes links of the same names
+    return document("shards", options, shape, rank_bits=_RANK_BITS, cells=cells)
+
+
+def times_faster(document: dict[str, Any], figure: str = "staged_seconds") -> dict[int, float]:
+    """How many times faster than with one rank, by number of ranks: the smallest state, the widest stager's link."""
+    cells = document["cells"]
+    least, widest = min(of["image_bytes"] for of in cells), max(of["wide_as"] for of in cells)
+    chosen = {
+        of["ranks"]: _figure(of, figure).median
+        for of in cells
+        if of["wide_as"] == widest and of["image_bytes"] < 1.5 * least
+    }
+    return {ranks: chosen[1] / seconds for ranks, seconds in sorted(chosen.items())}
+
+
+def _figure(cell: dict[str, Any], figure: str) -> Spread:
+    return spread([figures[figure] for figures in cell["rounds"]])
+
+
+def grids(document: dict[str, Any]) -> list[Grid]:
+    bits = document["rank_bits"]
+    rows = []
+    for of in sorted(document["cells"], key=lambda of: (of["image_bytes"], of["wide_as"], of["ranks"])):
+        allowed = of["image_bytes"] * 8 / bits / min(of["ranks"], of["wide_as"])
+        rows.append(
+            (
+                f"{of['image_bytes'] / 1e6:.0f} MB, stager {of['wide_as'] * bits / 1e6:.0f} Mb/s",
+                str(of["ranks"]),
+                *(_figure(of, figure).text(2) for figure in _FIGURES),
+                f"{allowed:.2f}",
+            )
+        )
+    title = f"By number of ranks, each with a link of {bits / 1e6:.0f} Mb/s, seconds"
+    names = ("image and the stager's link", "ranks", *_FIGURES.values(), "the bytes alone")
+    return [Grid(title, names, tuple(rows))]
