@@ -60,9 +60,9 @@ def test_a_map_names_all_rooms_and_files(room: str) -> None:
 # Lines that a room may have, the files of its folders included: what it has, rounded up to the next 50. A room that
 # grows pays for it here, on purpose; one that has shrunk by more than GIVEN_BACK_AT lines writes its new budget.
 BUDGETS = {
-    "flusher": 4550,
-    "holdfast": 2550,
-    "holdfast/checkpoints": 2850,
+    "flusher": 5400,
+    "holdfast": 2600,
+    "holdfast/checkpoints": 3150,
     "holdfast/command": 700,
     "holdfast/image": 2750,
     "holdfast/integrations": 150,
@@ -78,31 +78,31 @@ BUDGETS = {
     "operator_side/cluster": 900,
     "operator_side/commands": 4350,
     "operator_side/doctor": 650,
-    "operator_side/drill": 1650,
+    "operator_side/drill": 1600,
     "operator_side/live": 400,
     "operator_side/page": 250,
     "operator_side/report": 1300,
     "operator_side/simulate": 1800,
     "operator_side/status": 950,
     "operator_side/supervise": 3100,
-    "stager": 4700,
-    "stager/session": 1350,
-    "trainer_side": 2200,
+    "stager": 4800,
+    "stager/session": 1400,
+    "trainer_side": 2250,
     "trainer_side/convert": 2050,
     "trainer_side/data": 950,
     "trainer_side/frameworks": 1150,
-    "trainer_side/link": 1750,
+    "trainer_side/link": 2250,
     "trainer_side/notice": 1150,
     "trainer_side/pace": 500,
     "trainer_side/proof": 750,
-    "trainer_side/ranks": 3000,
+    "trainer_side/ranks": 3050,
     "trainer_side/restore": 7250,
     "trainer_side/save": 6100,
     "trainer_side/state": 4950,
     "trainer_side/tiers": 5150,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 86_750
+PRODUCT_LINES_MAX = 86_700
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
