@@ -78,7 +78,7 @@ BUDGETS = {
     "operator_side/cluster": 900,
     "operator_side/commands": 4600,
     "operator_side/doctor": 650,
-    "operator_side/drill": 1650,
+    "operator_side/drill": 1600,
     "operator_side/live": 400,
     "operator_side/page": 250,
     "operator_side/report": 1300,
