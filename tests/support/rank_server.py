@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import importlib
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,7 +48,7 @@ class ForkedRanks:
 
     def __init__(self, ranks: int, trainer: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(_server())
+        self._socket.connect(_address())
         wish = {"ranks": ranks, "trainer": trainer, "env": dict(env), "log": str(log), "cwd": str(Path.cwd())}
         self._socket.send(json.dumps(wish).encode())
         self.pid = int(self._socket.recv(_MESSAGE_BYTES_MAX))
@@ -82,20 +82,33 @@ def cpu_seconds_of_ranks() -> float:
     return sum(_cpu_seconds)
 
 
-@functools.cache
-def _server() -> str:
-    """The address of this process's server, which ends with it."""
-    folder = tempfile.mkdtemp(prefix="ranks-")
-    address = f"{folder}/socket"
-    env = {**os.environ, "PYTHONPATH": f"{QUICK_SITE}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-u", __file__, address], stdin=subprocess.DEVNULL, env=env)
-    atexit.register(process.kill)
-    deadline = time.monotonic() + _START_SECONDS_MAX
-    while not Path(address).exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return address
+class _Server:
+    """The server of this process, which ends with it."""
+
+    def __init__(self) -> None:
+        folder = tempfile.mkdtemp(prefix="ranks-")
+        self.address = f"{folder}/socket"
+        env = {**os.environ, "PYTHONPATH": f"{QUICK_SITE}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
+        env.pop("PYTEST_CURRENT_TEST", None)  # it is not this test's alone
+        line = [sys.executable, "-u", __file__, self.address]
+        self.process = subprocess.Popen(line, stdin=subprocess.DEVNULL, env=env)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        atexit.register(self.process.kill)
+        deadline = time.monotonic() + _START_SECONDS_MAX
+        while not Path(self.address).exists():
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+_servers: list[_Server] = []
+
+
+def _address() -> str:
+    """Of the server; of another one where a test that hung has taken it along."""
+    if not _servers or _servers[-1].process.poll() is not None:
+        _servers.append(_Server())
+    return _servers[-1].address
 
 
 def main() -> int:
