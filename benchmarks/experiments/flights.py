@@ -60,7 +60,7 @@ def measure(options: Options) -> dict[str, Any]:
         options,
         shape,
         iteration_seconds=seconds,
-        write_seconds=_WRITE_SECONDS,
+        write_seconds=_WRITE_SECONDS * seconds / _ITERATION_SECONDS,
         image_bytes=image_bytes,
         runs=runs,
     )
@@ -73,7 +73,7 @@ def grids(document: dict[str, Any]) -> list[Grid]:
         runs = [run for run in document["runs"] if run["in_flight"] == in_flight]
         cells = [overheads(runs, "holdfast", every) for every in intervals]
         rows.append((str(in_flight), *(of.text(1, times=100) if of else "" for of in cells)))
-    slow = f", a write of {document['write_seconds']:.1f} s" if "write_seconds" in document else ""
+    slow = f", a write of {document['write_seconds']:.2f} s" if "write_seconds" in document else ""
     title = (
         f"Overhead in percent, {document['image_bytes'] / 1e9:.2f} GB{slow}, "
         f"iteration {document['iteration_seconds'] * 1000:.0f} ms, {rounds_in(document['runs'])} rounds"
