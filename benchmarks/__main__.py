@@ -122,7 +122,7 @@ def everything(without: tuple[str, ...], quick: bool, rounds: int, folder: Path 
 
 @main.command()
 def figures() -> None:
-    """Take the newest results into docs/figures/data, draw docs/figures, and fill performance.md and gpu.md."""
+    """Take the newest results into docs/figures/data, draw docs/figures, and fill performance.md, papers.md, gpu.md."""
     from benchmarks import document, drawing
     from benchmarks.gpu import page
 

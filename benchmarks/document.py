@@ -1,9 +1,10 @@
-"""Tables and pictures of docs/performance.md, between markers, from the committed JSON.
+"""Tables and pictures of docs/performance.md and docs/papers.md, between markers, from the committed JSON.
 
 No figure is typed by hand.
 
 <!-- measured: makespan -->      tables of one experiment, and where they are from: command, date, commit, machine
 <!-- measured: makespan 0 -->    one of its tables
+<!-- measured: papers -->        what the papers say, and what was measured of it
 <!-- measured: targets -->       the figures to reach, a table for each machine
 <!-- drawn: makespan resnet -->  pictures, those whose experiment was measured
 … <!-- end -->
@@ -19,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import drawing, machine, results, targets
+from benchmarks import drawing, machine, papers, results, targets
 from benchmarks.behind import behind
 from benchmarks.experiments import EXPERIMENTS, experiment
 
 __all__ = ["PAGES", "adopt", "fill", "filled"]
 
-PAGES = tuple(results.COMMITTED.parents[1] / name for name in ("performance.md",))
+PAGES = tuple(results.COMMITTED.parents[1] / name for name in ("performance.md", "papers.md"))
 _MARKED = re.compile(
     r"(<!-- (?P<kind>measured|drawn): (?P<what>[a-z0-9 ]+) -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -98,8 +99,12 @@ def _block(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
     name, *place = what.split()
     if name == "targets":
         return _targets(documents)
+    if name == "papers":
+        return papers.grid(documents).markdown()
     if name not in EXPERIMENTS:
-        raise ValueError(f"the page asks for {what!r}; there are {', '.join(EXPERIMENTS)} and targets")
+        raise ValueError(
+            f"the page asks for {what!r}; there are {', '.join(EXPERIMENTS)}, targets and papers"
+        )
     document = documents.get(name)
     if document is None:
         return f"Not measured: `python -m benchmarks {name}`."

@@ -1,49 +1,81 @@
-"""Slowdown by number of checkpoints in flight and by interval (PCcheck fig. 12)."""
+"""Slowdown by number of checkpoints in flight and by interval (PCcheck fig. 12), where the store is what is slow.
+
+The store takes as many bytes a second as make a write last four, two and less than one of the intervals. N counts
+checkpoints until they are staged: the ring holds those that are not durable.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments import Options, document
-from benchmarks.experiments.makespan import overheads, rounds_in, rounds_of_runs
+from benchmarks.experiments.makespan import Part, Series, overheads, rounds_in
 from benchmarks.grid import Grid
 
 __all__ = ["grids", "measure"]
 
-_ROUNDS = 2
+_ROUNDS = 3
 _ITERATION_SECONDS = 0.1
-_IN_FLIGHT = (1, 2)
-_SAVES = {1: 6, 2: 4, 5: 2}
+_IN_FLIGHT = (1, 2, 3, 4)
+_SAVES = {2: 12, 4: 10, 10: 4}  # by interval; a ring of two images swallows the first ones
+_WRITE_SECONDS = 0.8
+_MODEL, _IMAGE_BYTES = "resnet152", 482_000_000
+_TOY_IMAGE_BYTES = 3 << 20
+_SITE = Path(__file__).parents[2] / "tests" / "support" / "throttled_site"
 
 
 def measure(options: Options) -> dict[str, Any]:
+    from tests.support.throttled_site import sitecustomize
+
+    assert sitecustomize.ThrottledFileSystem.protocol, (
+        "registered for this process, which reads the manifests"
+    )
     seconds = _ITERATION_SECONDS / options.count(1, 10)
+    rate = options.count(_IMAGE_BYTES, _TOY_IMAGE_BYTES) / (_WRITE_SECONDS * seconds / _ITERATION_SECONDS)
     runs: list[dict[str, Any]] = []
-    for in_flight in _IN_FLIGHT[: options.count(len(_IN_FLIGHT), 1)]:
-        shape = options.shape("resnet152", environment={"HOLDFAST_IN_FLIGHT_MAX": str(in_flight)})
-        with options.running(shape) as cluster:
-            cluster.prepare("holdfast")
-            image_bytes = cluster.manifests[-1].image_bytes
-            rows = rounds_of_runs(
-                cluster,
-                ("none", "holdfast"),
-                _SAVES,
-                rounds=options.rounds_of(_ROUNDS),
-                compute="device",
-                seconds=seconds,
+    for in_flight in _IN_FLIGHT[: options.count(len(_IN_FLIGHT), 2)]:
+        with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=options.folder) as kept:
+            shape = options.shape(
+                _MODEL,
+                store=f"throttled://{kept}/run",
+                environment={
+                    "HOLDFAST_IN_FLIGHT_MAX": str(in_flight),
+                    "THROTTLED_BYTES_PER_SECOND": str(round(rate)),
+                    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(_SITE)]),
+                },
             )
-            runs += [{"in_flight": in_flight, **row} for row in rows]
-    return document("flights", options, shape, iteration_seconds=seconds, image_bytes=image_bytes, runs=runs)
+            with options.running(shape) as cluster:
+                cluster.prepare("holdfast")
+                image_bytes = cluster.manifests[-1].image_bytes
+                series = Series(cluster, seconds, lambda: 0.0)
+                part = Part({"holdfast": _SAVES}, rounds_end=0.0, search_end=0.0)
+                series.take_rounds(part.saves, options.rounds_of(_ROUNDS), part)
+                runs += [{"in_flight": in_flight, **row} for row in series.runs]
+                options.clusters.close()  # before its store is removed
+    return document(
+        "flights",
+        options,
+        shape,
+        iteration_seconds=seconds,
+        write_seconds=_WRITE_SECONDS * seconds / _ITERATION_SECONDS,
+        image_bytes=image_bytes,
+        runs=runs,
+    )
 
 
 def grids(document: dict[str, Any]) -> list[Grid]:
     rows = []
+    intervals = sorted({run["every"] for run in document["runs"]})
     for in_flight in sorted({run["in_flight"] for run in document["runs"]}):
         runs = [run for run in document["runs"] if run["in_flight"] == in_flight]
-        cells = [overheads(runs, "holdfast", every) for every in _SAVES]
+        cells = [overheads(runs, "holdfast", every) for every in intervals]
         rows.append((str(in_flight), *(of.text(1, times=100) if of else "" for of in cells)))
+    slow = f", a write of {document['write_seconds']:.2f} s" if "write_seconds" in document else ""
     title = (
-        f"Overhead in percent, {document['image_bytes'] / 1e9:.2f} GB, "
+        f"Overhead in percent, {document['image_bytes'] / 1e9:.2f} GB{slow}, "
         f"iteration {document['iteration_seconds'] * 1000:.0f} ms, {rounds_in(document['runs'])} rounds"
     )
-    return [Grid(title, ("in flight (N)", *(f"every {every}" for every in _SAVES)), tuple(rows))]
+    return [Grid(title, ("in flight (N)", *(f"every {every}" for every in intervals)), tuple(rows))]

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import document, drawing, papers, results
+from benchmarks.experiments import EXPERIMENTS
+
 pytest.importorskip("matplotlib")
 
 _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
 
 def test_committed_pictures_and_page_are_those_of_the_committed_figures(tmp_path: Path) -> None:
-    # They bring torch's DTensors along, which takes a second: not in each worker.
-    from benchmarks import document, drawing, results
-    from benchmarks.experiments import EXPERIMENTS
-
     pinned = f"matplotlib=={importlib.metadata.version('matplotlib')}\n" in _CONSTRAINTS.read_text(
         encoding="utf-8"
     )
@@ -84,3 +83,14 @@ def test_where_holdfast_is_behind_the_first_sentence_below_the_table_says_so() -
     assert below.startswith(
         "**Here holdfast is behind:** restore: 3.000 s against torch.load 2.000 s.\n\n`python"
     )
+
+
+def test_each_result_of_the_papers_has_a_verdict_and_what_is_not_measured_says_so() -> None:
+    documents = {name: results.read(name) for name in EXPERIMENTS}
+    rows = papers.grid(documents).rows
+    verdicts = {"beaten", "reproduced", "in part", "not reproduced", "not measured yet", "not here"}
+    assert {row[2] for row in rows} <= verdicts
+    assert {row[0].partition(",")[0] for row in rows} == {"ACUTE", "LightCheck", "CheckFreq", "PCcheck"}
+    assert len({row[0] for row in rows}) == len(rows)
+    bare = papers.grid({}).rows
+    assert {row[2] for row in bare} == {"not measured yet", "not here"}

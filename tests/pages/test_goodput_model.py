@@ -26,7 +26,7 @@ def test_the_published_profile_gives_the_published_throughput(way: str) -> None:
 
 
 @pytest.mark.parametrize("mtbf_hours", [1 / 6, 3.0])
-def test_what_trains_and_what_is_lost_are_the_whole_time(mtbf_hours: float) -> None:
+def test_effective_time_and_its_losses_are_the_whole_time(mtbf_hours: float) -> None:
     for of in effective(measured_profile(), mtbf_hours, samples=8):
         parts = [of[part] for part in ("effective", "saving", "redone", "restart", "waiting")]
         assert min(parts) >= 0

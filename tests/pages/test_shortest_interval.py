@@ -104,7 +104,7 @@ def test_an_asynchronous_peer_is_measured_twice_more_until_its_interval_is_known
 
 
 @pytest.mark.parametrize(("every", "iterations"), [(2, 17), (10, 17), (15, 17), (20, 20)])
-def test_what_two_buffers_hide_for_a_while_is_in_the_overhead(every: int, iterations: int) -> None:
+def test_the_overhead_contains_what_two_buffers_hide_for_a_while(every: int, iterations: int) -> None:
     """A write takes 17 iterations, so no interval that goes on takes fewer."""
     series, _ = measured("two in flight")
     overhead = overheads(series.runs, "two in flight", every)

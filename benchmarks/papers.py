@@ -1,0 +1,333 @@
+"""How the papers' results compare: one row for each table and figure of the four, judged from the committed JSON.
+
+A row says `reproduced`, `beaten`, `in part`, `not reproduced`, `not measured yet`, or `not here` with the reason. What
+a paper claims is in the words of its abstract or of its published artifact, or only the kind of its figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.experiments import goodput, shards
+from benchmarks.experiments.makespan import common, overheads, shortest
+from benchmarks.experiments.table import ratio
+from benchmarks.grid import Grid
+from benchmarks.spread import columns, ratios, spread
+
+__all__ = ["RESULTS", "PaperResult", "grid"]
+
+Document = Mapping[str, Any]
+Judged = tuple[str, str]  # verdict, what was measured
+_OURS = "holdfast"
+
+
+@dataclass(frozen=True)
+class PaperResult:
+    """One table or figure.
+
+    Attributes:
+        experiment: Whose JSON `judge` reads; empty: there is none, and `judge` gives the reason.
+    """
+
+    paper: str
+    place: str
+    claim: str
+    experiment: str
+    judge: Callable[[Document], Judged]
+
+
+def _said(verdict: str, text: str) -> Callable[[Document], Judged]:
+    return lambda _: (verdict, text)
+
+
+def _not_here(reason: str) -> Callable[[Document], Judged]:
+    return _said("not here", reason)
+
+
+def _makespan(peer: str, least: str) -> Callable[[Document], Judged]:
+    def judge(document: Document) -> Judged:
+        runs = document["runs"]
+        every = common(runs)
+        ours, theirs = (overheads(runs, name, every) for name in (_OURS, peer))
+        assert ours is not None
+        assert theirs is not None
+        text = f"every {every}: {ours.text(1, times=100)} %; {peer} {theirs.text(1, times=100)} %"
+        return (least if ours.median < theirs.median else "not reproduced"), text
+
+    return judge
+
+
+def _three_percent(document: Document) -> Judged:
+    ours = overheads(document["runs"], _OURS, 10)
+    assert ours is not None
+    return (
+        "reproduced" if ours.median <= 0.03 else "not reproduced"
+    ), f"GPT-2, two cores: {ours.text(1, times=100)} %"
+
+
+def _times(figure: str, peer: str, beaten: float) -> Callable[[Document], Judged]:
+    def judge(document: Document) -> Judged:
+        value = ratio(document["rounds"], (peer, figure), (_OURS, figure))
+        assert value is not None
+        return (
+            "beaten" if value.median > beaten else "not reproduced"
+        ), f"{value.text(1)} times less than {peer}"
+
+    return judge
+
+
+def _shards(document: Document) -> Judged:
+    found = shards.times_faster(dict(document))
+    text = ", ".join(f"{ranks} ranks {times:.1f}" for ranks, times in found.items() if ranks > 1)
+    return (
+        "beaten" if max(found.values()) > _SHARDS_OF_ACUTE else "not reproduced"
+    ), f"staged faster: {text} times"
+
+
+_SHARDS_OF_ACUTE = 1.7
+
+
+def _often(document: Document) -> Judged:
+    runs = document["runs"]
+    ours, theirs = shortest(runs, _OURS), shortest(runs, "checkfreq")
+    times = theirs.beyond / ours.within if ours.within else 0.0
+    text = f"{ours.text()}; CheckFreq {theirs.text()}: at least {times:.1f} times more often"
+    return ("reproduced" if times >= 10 else "not reproduced"), text
+
+
+def _layer_wise(document: Document) -> Judged:
+    texts, gained = [], []
+    for of in document["runs"]:
+        by_gate = {
+            coarse: spread(
+                [100 * (run["tier"] / run["none"] - 1) for run in of["runs"] if run["coarse"] is coarse]
+            ).median
+            for coarse in {run["coarse"] for run in of["runs"]}
+        }
+        if len(by_gate) > 1:
+            gained.append(by_gate[False] < by_gate[True])
+            texts.append(f"{of['tier']} {by_gate[False]:.1f} against {by_gate[True]:.1f} %")
+    verdict = "reproduced" if all(gained) else "in part" if any(gained) else "not reproduced"
+    return verdict, f"layer-wise against coarse gate: {'; '.join(texts)}"
+
+
+def _recovery(document: Document) -> Judged:
+    found: dict[str, float] = {}
+    for of in document["runs"]:
+        found.setdefault(of["tier"], spread(of["restore_seconds"]).median)
+    texts = ", ".join(f"{tier} {seconds:.2f} s" for tier, seconds in found.items())
+    return "in part", f"{texts}; without the lost iterations"
+
+
+def _flights(document: Document) -> Judged:
+    runs, texts, better = document["runs"], [], []
+    for every in sorted({run["every"] for run in runs}):
+        one, two = (
+            overheads([run for run in runs if run["in_flight"] == count], _OURS, every) for count in (1, 2)
+        )
+        if one is not None and two is not None:
+            better.append(two.median < one.median)
+            texts.append(f"every {every} {100 * two.median:.1f} against {100 * one.median:.1f} %")
+    verdict = "reproduced" if all(better) else "in part" if any(better) else "not reproduced"
+    return verdict, f"N = 2 against 1: {'; '.join(texts)}"
+
+
+def _writers(document: Document) -> Judged:
+    of_p = {of["writers"]: of for of in document["runs"] if of["tier"] == "nvme" and of["in_flight"] == 1}
+    texts, better = [], []
+    for one, two in zip(of_p[1]["runs"], of_p[2]["runs"], strict=True):
+        first, second = (100 * (run["tier"] / run["none"] - 1) for run in (one, two))
+        better.append(second < first)
+        texts.append(f"every {one['every']} {second:.0f} against {first:.0f} %")
+    verdict = "reproduced" if all(better) else "in part" if any(better) else "not reproduced"
+    return verdict, f"p = 2 against 1: {'; '.join(texts)}"
+
+
+def _sizes(document: Document) -> Judged:
+    texts, met = [], []
+    for model, rounds in document["rounds"].items():
+        value = ratios(
+            columns(rounds, "torch.save+fsync", "done_seconds"), columns(rounds, _OURS, "done_seconds")
+        )
+        met.append(value.median > 1)
+        texts.append(f"{document['image_bytes'][model] / 1e9:.1f} GB {value.median:.1f}")
+    return (
+        "in part" if all(met) else "not reproduced"
+    ), f"times faster than torch.save: {', '.join(texts)}; to 4 GB only"
+
+
+def _throughput(document: Document) -> Judged:
+    runs = [run for run in document["runs"] if run["model"] == "resnet50"]
+    texts, ahead = [], []
+    for every in sorted({run["every"] for run in runs}):
+        ours, theirs = (overheads(runs, peer, every) for peer in (_OURS, "pccheck-like"))
+        assert ours is not None
+        assert theirs is not None
+        ahead.append(ours.median < theirs.median)
+        texts.append(f"every {every} {100 * ours.median:.1f} against {100 * theirs.median:.1f} %")
+    verdict = "beaten" if all(ahead) else "in part" if any(ahead) else "not reproduced"
+    return verdict, f"ResNet-50, overhead beside pccheck-like: {'; '.join(texts)}"
+
+
+def _accuracy(document: Document) -> Judged:
+    same = document["curves"]["killed"] == document["curves"]["undisturbed"]
+    kills = len(document["kills"])
+    return (
+        "reproduced" if same else "not reproduced"
+    ), f"{kills} kills; accuracy of each epoch equal: {'yes' if same else 'no'}"
+
+
+def _adaptive(document: Document) -> Judged:
+    took = {
+        name: spread(
+            [sum(run["iteration_seconds"][1:]) for run in document["runs"] if run["name"] == name]
+        ).median
+        for name in ("static", "adaptive", "beside, nothing saved")
+    }
+    plain = took.pop("beside, nothing saved")
+    overhead = {name: 100 * (seconds / plain - 1) for name, seconds in took.items()}
+    text = f"overhead adaptive {overhead['adaptive']:.1f}, static {overhead['static']:.1f} %"
+    return ("reproduced" if overhead["adaptive"] < overhead["static"] else "not reproduced"), text
+
+
+def _model(document: Document) -> Judged:
+    found = goodput.best(dict(document))
+    text = ", ".join(f"{way} {100 * share:.1f}" for way, (_, share) in found.items() if "notice" not in way)
+    theirs = max(share for way, (_, share) in found.items() if not way.startswith(_OURS))
+    better = found[_OURS][1] > theirs
+    return (
+        "in part" if better else "not reproduced"
+    ), f"a model, VGG-16 alone, % of the ideal at best intervals: {text}"
+
+
+def _totals(document: Document) -> Judged:
+    hours: dict[str, float] = {}
+    for of in document["totals"]:
+        if of["mtbf_hours"] == _MTBF_HOURS and of["hours"] is not None:
+            hours[of["strategy"]] = min(of["hours"], hours.get(of["strategy"], of["hours"]))
+    texts = ", ".join(
+        f"{way} {hours[way]:.2f}" for way in (_OURS, "checkfreq", "torch.save+fsync") if way in hours
+    )
+    return "in part", f"a model, 8 h of training at an MTBF of {_MTBF_HOURS:g} h: {texts} h"
+
+
+_MTBF_HOURS = 0.5
+
+
+def _phases(document: Document) -> Judged:
+    named = ("copy", "sending", "write")
+    texts = [f"{name} {document['phases'][f'{name}_seconds']['median']:.2f} s" for name in named]
+    return "reproduced", f"{', '.join(texts)} of one checkpoint; they overlap"
+
+
+def _stager_ring(document: Document) -> Judged:
+    cells = document["cells"]
+    parts = [of["ring_bytes"] / document["image_bytes"] for of in cells]
+    text = f"{len(cells)} sizes of the ring, {min(parts):.1f} to {max(parts):.1f} images; neither CPUs nor prices"
+    return "in part", text
+
+
+def _interval_of_its_own(document: Document) -> Judged:
+    """The overhead with `every="auto"`, alone on the machine."""
+    ours, plain = (
+        spread([sum(run["iteration_seconds"][1:]) for run in document["runs"] if run["name"] == name]).median
+        for name in ("isolated", "isolated, nothing saved")
+    )
+    overhead = 100 * (ours / plain - 1)
+    return (
+        "reproduced" if overhead <= 3.5 else "not reproduced"
+    ), f'every="auto", ResNet-152: {overhead:.1f} %'
+
+
+_GPU = "needs a GPU in the job; what one card shows: docs/gpu.md"
+RESULTS = (
+    PaperResult(
+        "ACUTE", "fig. 7", 'makespan delay "nearly zero"', "makespan", _makespan("mlc-base", "beaten")
+    ),
+    PaperResult(
+        "ACUTE",
+        "fig. 8",
+        "43.3 % faster than the multi-level baseline",
+        "table",
+        _times("done_seconds", "mlc-base", 1 / 0.567),
+    ),
+    PaperResult(
+        "ACUTE",
+        "fig. 9",
+        "stall below the multi-level baseline's",
+        "table",
+        _times("stall_seconds", "mlc-base", 1),
+    ),
+    PaperResult("ACUTE", "fig. 10", "phases of a checkpoint", "table", _phases),
+    PaperResult("ACUTE", "fig. 11", f"parallel shards: {_SHARDS_OF_ACUTE} times at best", "shards", _shards),
+    PaperResult("ACUTE", "fig. 12, table 3", "by the stager's size, with prices", "rings", _stager_ring),
+    PaperResult("ACUTE", "fig. 13", "accuracy after restarts", "accuracy", _accuracy),
+    PaperResult(
+        "ACUTE",
+        "table 2",
+        "ten models",
+        "workloads",
+        _said("in part", "four models: GPT-2, BERT-large, ResNet-50, -152"),
+    ),
+    PaperResult("LightCheck", "table I", "10 times more often than CheckFreq at 5 %", "makespan", _often),
+    PaperResult("LightCheck", "table II, fig. 9", "total time by MTBF", "goodput", _totals),
+    PaperResult("LightCheck", "fig. 6", "recovery by tier", "tiered", _recovery),
+    PaperResult("LightCheck", "figs. 7, 8", "GPU utilisation and memory", "", _not_here(_GPU)),
+    PaperResult(
+        "LightCheck", "figs. 10, 11", "layer-wise pipeline on persistent memory", "tiered", _layer_wise
+    ),
+    PaperResult("LightCheck", "fig. 15", "accuracy over time with interruptions", "accuracy", _accuracy),
+    PaperResult("CheckFreq", "abstract", "overhead within 3.5 %", "interference", _interval_of_its_own),
+    PaperResult(
+        "CheckFreq", "policy", "a rate that adapts to another job costs less", "interference", _adaptive
+    ),
+    PaperResult(
+        "CheckFreq",
+        "profile table",
+        "load, compute and copy times of a device",
+        "",
+        _not_here("device times are not recorded yet"),
+    ),
+    PaperResult("PCcheck", "abstract", "about 3 % at every 10 iterations", "makespan", _three_percent),
+    PaperResult("PCcheck", "figs. 1, 2, 9", "goodput on a spot trace, up to 2.86 times", "goodput", _model),
+    PaperResult("PCcheck", "fig. 8", "throughput by interval", "workloads", _throughput),
+    PaperResult(
+        "PCcheck",
+        "fig. 8, OPT-2.7B, BLOOM-7B",
+        "the same on several machines",
+        "",
+        _not_here("several machines with GPUs"),
+    ),
+    PaperResult("PCcheck", "fig. 11", "one checkpoint by its size", "sizes", _sizes),
+    PaperResult("PCcheck", "fig. 12", "less slowdown with N > 1", "flights", _flights),
+    PaperResult("PCcheck", "fig. 13", "less slowdown with p > 1 writers", "tiered", _writers),
+    PaperResult(
+        "PCcheck",
+        "fig. 14",
+        "host memory of m to 2m",
+        "",
+        _not_here("not measured yet: needs a bound on host memory"),
+    ),
+    PaperResult("PCcheck", "5.2.2", "recovery", "tiered", _recovery),
+)
+
+
+def grid(documents: Mapping[str, Document | None]) -> Grid:
+    """All rows, in the order of the papers."""
+    rows = []
+    for result in RESULTS:
+        document = documents.get(result.experiment)
+        if result.experiment and document is None:
+            verdict, text = "not measured yet", f'`make bench BENCH="{result.experiment}"`'
+        else:
+            verdict, text = result.judge(document or {})
+        when = (document or {}).get("measured") or (document or {}).get("recorded") or {}
+        source = f"{result.experiment} {when.get('date', '')}".strip()
+        rows.append((f"{result.paper}, {result.place}", result.claim, verdict, text, source))
+    counts = {
+        verdict: sum(row[2] == verdict for row in rows) for verdict in dict.fromkeys(row[2] for row in rows)
+    }
+    title = f"{len(rows)} results: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}"
+    return Grid(title, ("result", "what it says", "here", "measured", "by, on"), tuple(rows))
