@@ -32,6 +32,6 @@ def told_old_slices(url: str, objects: Iterable[ObjectInfo]) -> str:
         return ""
     return (
         f"{url}: this run has {len(steps)} step{'s' if len(steps) > 1 else ''} only as slices written by an older "
-        f"holdfast (the newest: step {steps[-1]}). They are no checkpoints, and nothing restores or removes them: run "
-        f"`holdfast assemble {url}` of that version to make files of them, or remove {url}/slices/"
+        f"holdfast (the newest: step {steps[-1]}). They are no checkpoints, and nothing restores or removes them: let "
+        f"the command `assemble` of that version make files of them, or remove {url}/slices/"
     )

@@ -46,7 +46,7 @@ NOT_TYPED = {
     "holdfast stager --store ": "stands until told to stop; tests/integration/test_standing_stager.py starts some",
     "holdfast status --web": "serves until Ctrl-C; tests/integration/test_watched_job.py browses it",
     "holdfast ls /tmp/run": "after lines that are not typed: another machine's store",
-    "HOLDFAST_STAGER=": "beside a stager that stands; tests/integration/test_torchrun.py starts jobs so",
+    "HOLDFAST_STAGER=": "a job of its own; tests/integration/test_own_stager.py and test_standing_stager.py start such",
     "holdfast run --launcher torchrun": "stands for minutes; tests/integration/test_run_torchrun.py runs it",
     "torchrun ": "several machines; tests/integration/test_torchrun.py starts jobs on this one",
     "make lint": "CI runs it before the tests",
