@@ -377,3 +377,16 @@ def test_keep_best_needs_a_metric_and_the_metric_a_mode() -> None:
         StagerConfig(store="s", best_metric="acc")
     with pytest.raises(ConfigError, match="best_metric: expected the name of a metric"):
         StagerConfig(store="s", best_metric=" acc", best_mode="max")
+
+
+def test_the_tier_store_is_refused_and_the_own_stager_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"tiers: .*instead of the tier store set HOLDFAST_STAGER=own"):
+        TrainerConfig(tiers=("memory", "store"))
+
+
+def test_stager_is_an_address_or_own() -> None:
+    assert TrainerConfig(stager="own").stager == "own"
+    assert TrainerConfig(stager="node-0:29411").stager == "node-0:29411"
+    for wrong in ("mine", "own:7000000", ""):
+        with pytest.raises(ConfigError, match=r"stager: expected own, or .*HOST:PORT|a port from 0"):
+            TrainerConfig(stager=wrong)
