@@ -4,8 +4,8 @@
                                                  ▲     └─ ranks are lost ─► waits for the next start ─┬─► ended
                                                  └──────────────────────── it comes ──────────────────┘
 
-What told the whole job to end (SIGTERM by Slurm, Ctrl-C) reaches this process as well, while the ranks save once more:
-the first signal therefore only means that no later start is waited for.
+A signal that ends the whole job (SIGTERM by Slurm) reaches this process as well, while the ranks save once more. After
+the first signal it therefore serves its ranks to their end, and waits for no later start.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class CatalogLook:
 
     @property
     def old_slices(self) -> str:
-        """What to say of steps that are there only as slices of an older holdfast; empty without one."""
+        """A sentence about steps that are there only as slices of an older holdfast; empty without such steps."""
         return told_old_slices(self.url, self._objects)
 
     def _read(self, listed: ListedManifest) -> bytes:

@@ -18,13 +18,13 @@ _SLICE = re.compile(r"slices/step-(\d{9,19})-a(\d{3,18})-r\d{5,10}of\d{5,10}(?:\
 
 
 def old_slices(objects: Iterable[ObjectInfo]) -> list[CheckpointId]:
-    """What slices are there of, by this listing of the run, newest first."""
+    """The checkpoints of which this listing of the run has slices, newest first."""
     found = (_SLICE.fullmatch(info.name) for info in objects)
     return sorted({CheckpointId(int(one[2]), int(one[1])) for one in found if one}, reverse=True)
 
 
 def told_old_slices(url: str, objects: Iterable[ObjectInfo]) -> str:
-    """What to say of steps that the run has as such slices alone; empty without one."""
+    """A sentence about the steps that the run has as such slices alone; empty without such steps."""
     listed = list(objects)
     published = {step_of(info.name) for info in manifests_in(listed)}
     steps = sorted({one.step for one in old_slices(listed)} - published)
@@ -32,6 +32,6 @@ def told_old_slices(url: str, objects: Iterable[ObjectInfo]) -> str:
         return ""
     return (
         f"{url}: this run has {len(steps)} step{'s' if len(steps) > 1 else ''} only as slices written by an older "
-        f"holdfast (the newest: step {steps[-1]}). They are no checkpoints, and nothing restores or removes them: run "
-        f"`holdfast assemble {url}` of that version to make files of them, or remove {url}/slices/"
+        f"holdfast (the newest: step {steps[-1]}). They are no checkpoints, and nothing restores or removes them: let "
+        f"the command `assemble` of that version make files of them, or remove {url}/slices/"
     )

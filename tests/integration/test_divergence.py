@@ -131,7 +131,6 @@ def test_without_a_stager_refuse_keeps_nothing_of_it(tmp_path: Path) -> None:
     outcome = Outcome(tmp_path, "element", ranks=3, stager=False, option="refuse")
     outcome.check_refused()
     whole = set(range(drifting.DRIFT_AT))
-    assert max(outcome.on_disk) == max(whole), "slices of a step that was refused are left"
     assert not outcome.published
     # A slot keeps its bytes until it is written again: the complete step is there, and restore prefers it.
     assert max(whole) in outcome.on_disk

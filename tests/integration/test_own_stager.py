@@ -243,7 +243,7 @@ def test_a_stager_that_stays_lost_is_replaced_once_its_flusher_has_no_claim_any_
             "HOLDFAST_OWN_AFTER_SECONDS": "1",
             "HOLDFAST_RECONNECT_SECONDS_MAX": "4",
         }
-        with here.start([*RUN, str(PAUSE_AT)], **named) as job:
+        with here.start([*RUN, str(PAUSE_AT)], restarts=0, **named) as job:
             here.wait_for_pause(job)
             assert here.stagers() == []
             (flusher,) = [one for one in processes(elsewhere) if "flusher" in one.cmdline()]

@@ -107,7 +107,7 @@ def test_versions_are_those_of_the_source(page: str) -> None:
     assert {what: version for what, version, _ in rows(page, "Files, messages, metrics")} == {
         "portable file and manifest": Manifest.model_fields["format"].default,
         "records of rewinds": Rewind.model_fields["format"].default,
-        "slices in the store": SliceSeal.model_fields["format"].default,
+        "seal of a slice": SliceSeal.model_fields["format"].default,
         "proof of a resume": proof_record.FORMAT,
         "claims": lease._LeaseRecord.model_fields["format"].default,
         "values in an exported safetensors file": safetensors_format.VALUES_FORMAT,

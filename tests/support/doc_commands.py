@@ -221,7 +221,9 @@ def _holdfast(words: Sequence[str], *, whole: bool = True) -> None:
             _settings(FlusherConfig, context.params)
 
 
-_NO_SETTINGS = frozenset({"new_key", "once", "own", "notify", "notify_command"})  # options of `holdfast stager`
+_NO_SETTINGS = frozenset(
+    {"new_key", "once", "own", "notify", "notify_command"}
+)  # options of `holdfast stager`
 
 
 def _settings(role: type[StagerConfig | FlusherConfig], given: Mapping[str, Any]) -> None:

@@ -332,7 +332,7 @@ def connected(
 
 
 def _own_host() -> str:
-    """What other machines call this one: the launcher's word, else the address of the network that leads outside."""
+    """The address at which other machines reach this one: MASTER_ADDR, else that of the default route."""
     told = os.environ.get("MASTER_ADDR", "")
     if told and not Address(told, 0).is_loopback:
         return told

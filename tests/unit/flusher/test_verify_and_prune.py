@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -457,3 +458,16 @@ def test_the_best_stay_through_a_restart_and_a_manifest_that_cannot_be_read_is_l
     assert left == [[1, 2, 4], [1, 2, 6]]
     unreadable.write_bytes(whole)
     assert Catalog(PosixStore(root)).get(2).metrics == {"loss": 0.0}
+
+
+def test_a_flusher_names_slices_of_an_older_holdfast_once_and_leaves_them(
+    tmp_path: Path, held: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = Rig(tmp_path, held, verify=True)
+    old = "slices/step-000000009-a001-r00000of00001.slice"
+    place.store.write(old, b"x")
+    with caplog.at_level(logging.WARNING):
+        place.maintenance.catch_up()
+        place.wait()
+    assert caplog.text.count("this run has 1 step only as slices written by an older holdfast") == 1
+    assert place.store.read(old) == b"x"

@@ -400,3 +400,21 @@ def test_several_stagers_are_named_in_the_order_of_their_shares(monkeypatch: pyt
     for wrong in ("a:1,a:1", "a:1,", ",".join(f"a:{port}" for port in range(1, 66))):
         with pytest.raises(ConfigError, match="stager: expected"):
             TrainerConfig(stager=wrong)
+
+
+def test_the_tier_store_is_refused_and_the_own_stager_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"tiers: .*instead of the tier store set HOLDFAST_STAGER=own"):
+        TrainerConfig(tiers=("memory", "store"))
+
+
+def test_stager_is_an_address_or_own() -> None:
+    assert TrainerConfig(stager="own").stager == "own"
+    assert TrainerConfig(stager="node-0:29411").stager == "node-0:29411"
+    for wrong in ("mine", "own:7000000", ""):
+        with pytest.raises(ConfigError, match=r"stager: expected own, or .*HOST:PORT|a port from 0"):
+            TrainerConfig(stager=wrong)
+
+
+def test_several_stagers_are_not_replaced_by_one() -> None:
+    with pytest.raises(ConfigError, match="one address where on_stager_lost is own"):
+        TrainerConfig(stager="a:1,b:1", on_stager_lost="own")

@@ -43,7 +43,7 @@ def test_slices_are_found_by_their_names_newest_first(store: PosixStore) -> None
     assert old_slices(store.list()) == [CheckpointId(3, 7), CheckpointId(2, 4)]
     told = told_old_slices("/run", store.list())
     assert TOLD in told
-    assert "`holdfast assemble /run` of that version" in told
+    assert "`assemble` of that version make files of them" in told
 
 
 def test_a_step_that_has_become_a_file_is_not_named(store: PosixStore, tmp_path: Path) -> None:

@@ -143,11 +143,15 @@ def test_a_directory_is_tried_in_every_way_and_left_as_it_was(tmp_path: Path) ->
 def test_a_run_that_is_there_keeps_everything(tmp_path: Path) -> None:
     store = tmp_path / "run"
     (store / ".holdfast" / "tmp").mkdir(parents=True)
+    (store / "slices").mkdir()
+    (store / "slices" / "step-000000004-a001-r00000of00001.slice").write_bytes(b"of an older holdfast")
     (store / "step-000000001.pt").write_bytes(b"x")
     (store / ".holdfast" / "tmp" / "of-a-job-that-runs").write_bytes(b"y")
     before = sorted(store.rglob("*"))
-    list(examine_store(plan_for(tmp_path, store=str(store))))
+    found = by_check(examine_store(plan_for(tmp_path, store=str(store))))
     assert sorted(store.rglob("*")) == before
+    assert found["store slices"].state is CheckState.WARN
+    assert "1 step only as slices written by an older holdfast" in found["store slices"].seen
 
 
 class Faulty(MemoryStore):
