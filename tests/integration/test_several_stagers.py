@@ -234,7 +234,7 @@ def test_flushers_that_die_in_the_middle_of_their_shares_cost_nothing(tmp_path: 
     check_loadable(_files(store))
 
 
-def test_what_all_shares_have_staged_becomes_durable_without_the_ranks(tmp_path: Path) -> None:
+def test_a_step_with_all_shares_staged_becomes_durable_without_the_ranks(tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()
     with several(tmp_path / "scene", str(store), 2) as scene:
