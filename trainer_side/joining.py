@@ -121,8 +121,8 @@ def _meet_member(
         greeted.port.leave(_LEAVE_SECONDS_MAX)
         raise ConfigError(
             f"{greeted.name}: expected attempt {expected[0]} of {expected[1]} in chunks of {expected[2]} bytes, as the "
-            f"first stager has it, got attempt {said[0]} of {said[1]} in chunks of {said[2]} bytes; start all stagers with "
-            "the same store and chunk_bytes"
+            f"first stager has it, got attempt {said[0]} of {said[1]} in chunks of {said[2]} bytes; start all stagers "
+            "with the same store and chunk_bytes"
         )
     again = None
     if config.on_stager_lost == "train":

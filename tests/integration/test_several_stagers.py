@@ -105,8 +105,12 @@ def several(
         def begin(index: int, listen: str) -> StandingProcess:
             number = len(list(directory.glob("stager-*.log")))
             log, share = directory / f"stager-{number}.log", f"{index + 1}/{shares}"
+            own = {**env, "HOLDFAST_FAULT_FIRED": str(directory / f"fired-{index}")}
+            (directory / f"fired-{index}").mkdir(exist_ok=True)
+            if faults and index in faults:
+                own["HOLDFAST_FAULT"] = faults[index]
             return held.enter_context(
-                standing_stager(store, env, log, "--share", share, *settings, listen=listen)
+                standing_stager(store, own, log, "--share", share, *settings, listen=listen)
             )
 
         yield Several(directory, store, begin, shares, {"HOLDFAST_KEY": key, **more})
