@@ -159,18 +159,16 @@ class StagerGroup:
 
     # -- in the links' threads -------------------------------------------------------------------------------------
 
-    def _changed(self, whole: WholeTransfer, is_news: bool) -> None:
+    def _changed(self, whole: WholeTransfer, reached: TransferState | None) -> None:
         transfer, step = whole.transfer, whole.transfer.step
         with self._lock:
             if whole.is_durable:
                 self.job.durable_step = max(self.job.durable_step, step)
-            elif is_news and transfer.state is TransferState.STAGED:
+            elif reached is TransferState.STAGED:
                 self.job.staged_step = max(self.job.staged_step, step)
-        if not is_news:
-            return
-        if transfer.state in (TransferState.STAGED, TransferState.DURABLE):
-            self._events.emit(transfer.state.value, transfer.record.to_json(), step=step)
-        elif transfer.state.final:
+        if reached in (TransferState.STAGED, TransferState.DURABLE):
+            self._events.emit(reached.value, transfer.record.to_json(), step=step)
+        elif reached in (TransferState.DECLINED, TransferState.FAILED):
             self._give_up(whole)
 
     def _give_up(self, whole: WholeTransfer) -> None:
