@@ -43,6 +43,7 @@ class Several:
             "HOLDFAST_STAGER": ",".join(stager.address for stager in self.stagers),
             "HOLDFAST_EVENTS": str(directory / "events"),
             "HOLDFAST_RECONNECT_SECONDS_MAX": "2",
+            "TRAIN_STAGED_SECONDS_MAX": "10",
             "TRAIN_WIDTH": "1000",
             **more,
         }
@@ -105,8 +106,12 @@ def several(
         def begin(index: int, listen: str) -> StandingProcess:
             number = len(list(directory.glob("stager-*.log")))
             log, share = directory / f"stager-{number}.log", f"{index + 1}/{shares}"
+            own = {**env, "HOLDFAST_FAULT_FIRED": str(directory / f"fired-{index}")}
+            (directory / f"fired-{index}").mkdir(exist_ok=True)
+            if faults and index in faults:
+                own["HOLDFAST_FAULT"] = faults[index]
             return held.enter_context(
-                standing_stager(store, env, log, "--share", share, *settings, listen=listen)
+                standing_stager(store, own, log, "--share", share, *settings, listen=listen)
             )
 
         yield Several(directory, store, begin, shares, {"HOLDFAST_KEY": key, **more})
@@ -205,20 +210,22 @@ def test_a_stager_that_dies_in_the_middle_of_its_share_costs_that_step_and_is_sa
         arguments = (str(MANY), str(EVERY))
         with scene.start(*arguments, TRAIN_STEP_SECONDS="0.05", HOLDFAST_ON_NOT_DURABLE="warn") as job:
             scene.stagers[killed].process.wait(240)
-            wait_until(lambda: len(scene.of_step(SAVED, "failed", "declined")) >= RANKS, 120, job.output)
-            assert any(
-                scene.stagers[killed].address in line["reason"] or f"stager {killed + 1}/2" in line["reason"]
-                for line in scene.of_step(SAVED, "failed", "declined")
+            wait_until(
+                lambda: len(scene.events("failed") + scene.events("declined")) >= RANKS, 120, job.output
             )
+            cost, *_ = ended = scene.events("failed") or scene.events("declined")
+            assert {line["step"] for line in ended} == {cost["step"]}
+            names = (f"share {killed + 1}, on ", f"stager {killed + 1}/2", scene.stagers[killed].address)
+            assert all(any(name in line["reason"] for name in names) for line in ended), ended
             scene.again(killed)
             wait_until(lambda: bool(scene.events("stager_back")), 120, job.output)
             newest = _newest(store)
             wait_until(lambda: _newest(store) > newest, 240, lambda: job.output() + scene.logs())
-            assert not scene.of_step(SAVED, "staged", "durable")
+            assert not scene.of_step(cost["step"], "staged", "durable")
             job.kill()
         scene.stop()
     check_loadable(_files(store))
-    assert not list(store.glob(f"step-{SAVED:09d}*"))
+    assert not list(store.glob(f"step-{cost['step']:09d}*"))
 
 
 def test_flushers_that_die_in_the_middle_of_their_shares_cost_nothing(tmp_path: Path) -> None:
@@ -234,7 +241,7 @@ def test_flushers_that_die_in_the_middle_of_their_shares_cost_nothing(tmp_path: 
     check_loadable(_files(store))
 
 
-def test_what_all_shares_have_staged_becomes_durable_without_the_ranks(tmp_path: Path) -> None:
+def test_a_step_with_all_shares_staged_becomes_durable_without_the_ranks(tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()
     with several(tmp_path / "scene", str(store), 2) as scene:

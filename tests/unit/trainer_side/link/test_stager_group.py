@@ -43,9 +43,9 @@ class Scene:
             )
             for index, port in enumerate(self.ports)
         ]
-        self.group = StagerGroup(
-            links, ["stager 1/2", "stager 2/2"], EventLog(self.events, role="trainer", rank=0)
-        )
+        for index, link in enumerate(links):
+            link.name = f"stager {index + 1}/{STAGERS}"
+        self.group = StagerGroup(links, EventLog(self.events, role="trainer", rank=0))
 
     def _come_again(self, index: int) -> FakePort:
         port = FakePort()
@@ -156,7 +156,7 @@ def test_a_rank_that_loses_a_stager_after_its_share_was_sent_tells_nothing(scene
     assert not scene.ports[0].of(Kind.DECLINE)
 
 
-def test_nothing_is_offered_while_a_stager_is_lost_and_the_others_hear_why(scene: Scene) -> None:
+def test_a_step_is_offered_to_no_stager_while_one_is_lost_and_the_others_hear_why(scene: Scene) -> None:
     scene.ports[1].dead = True
     until(lambda: scene.group.job.problem)
     assert not scene.group.job.lives
