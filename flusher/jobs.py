@@ -129,6 +129,14 @@ class Jobs:
 
     def run(self, job: Job) -> Event | OrphanEnded:
         """Do one job. From any worker thread."""
+        try:
+            return self._do(job)
+        except StoreError as error:
+            if error.begin_anew and self._others.is_shared(job.key):
+                self._others.raise_void(job.key)  # who took the upload back has said why
+            raise
+
+    def _do(self, job: Job) -> Event | OrphanEnded:
         match job:
             case Open():
                 return self._open(job)

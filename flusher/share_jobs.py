@@ -164,6 +164,10 @@ class ShareJobs:
     def _records(self, key: CheckpointId) -> ShareRecords:
         return ShareRecords(self._store, key)
 
+    def raise_void(self, key: CheckpointId) -> None:
+        """Raises `PeerLost` if the flusher of another share has given the checkpoint up."""
+        self._raise_void(self._records(key))
+
     @staticmethod
     def _raise_void(records: ShareRecords) -> None:
         void = records.void()

@@ -42,6 +42,7 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
         "mpirun --with-ft ulfm -n 8 python train.py : -n 1 holdfast stager --store s3://bucket/run",
         "mpirun -n 8 python train.py : -n 1 holdfast stager --store /mnt/nfs/run --ring-bytes 8GiB --keep-last 5",
         "holdfast stager --store s3://bucket/run --listen 0.0.0.0:29411 --key-file key",
+        "holdfast stager --store s3://bucket/run --listen 0.0.0.0:29411 --key-file key --share 1/2",
     ),
 )
 @setting_options(
@@ -93,6 +94,7 @@ def stager(
 
     With --listen it stands alone, for ranks that torchrun or another launcher starts with HOLDFAST_STAGER=HOST:PORT. It
     serves one job after the other and keeps the newest checkpoints in memory between them, until it is told to stop.
+    Several stagers with --share on machines of their own receive and write each checkpoint together.
 
     The stager starts the flusher if none serves the run yet.
 

@@ -137,8 +137,10 @@ class StandingStager:
             key = " HOLDFAST_KEY=..."
         if self._config.tls_cert is not None:
             key += " HOLDFAST_TLS_CA=..."
-        per_node = self._config.ranks or "N"
-        return f"HOLDFAST_STAGER={self.address._replace(host=host)}{key} torchrun --nproc-per-node {per_node} train.py"
+        per_node, share = self._config.ranks or "N", self._config.share
+        stagers = [f"STAGER-{number}:PORT" for number in range(1, share.writers + 1)]
+        stagers[share.index] = str(self.address._replace(host=host))
+        return f"HOLDFAST_STAGER={','.join(stagers)}{key} torchrun --nproc-per-node {per_node} train.py"
 
     def run(self, *, jobs: int | None = None) -> None:
         """Serve until it is told to stop. `jobs`: end after this number of jobs; None: never.

@@ -61,7 +61,7 @@ def test_a_map_names_all_rooms_and_files(room: str) -> None:
 # grows pays for it here, on purpose; one that has shrunk by more than GIVEN_BACK_AT lines writes its new budget.
 BUDGETS = {
     "flusher": 5550,
-    "holdfast": 2350,
+    "holdfast": 2400,
     "holdfast/checkpoints": 3650,
     "holdfast/command": 700,
     "holdfast/image": 2750,
@@ -85,13 +85,13 @@ BUDGETS = {
     "operator_side/simulate": 1750,
     "operator_side/status": 950,
     "operator_side/supervise": 3100,
-    "stager": 4600,
-    "stager/session": 1350,
-    "trainer_side": 2200,
+    "stager": 4700,
+    "stager/session": 1400,
+    "trainer_side": 2300,
     "trainer_side/convert": 2050,
     "trainer_side/data": 950,
     "trainer_side/frameworks": 1150,
-    "trainer_side/link": 1750,
+    "trainer_side/link": 2250,
     "trainer_side/notice": 1150,
     "trainer_side/pace": 500,
     "trainer_side/proof": 750,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5750,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 86_750
+PRODUCT_LINES_MAX = 87_550
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

@@ -82,8 +82,7 @@ def _meet_lead(config: TrainerConfig, world: World, inbox: StagerInbox, events: 
     again = None
     if world.again is not None and config.on_stager_lost == "train":
         again = Reconnect(world.again, lambda: _newest_published(greeted.welcome.store_url))
-    name = _name(config, 0)
-    return Link(config, greeted, inbox, events, rank=world.rank, again=again, name=name)
+    return Link(config, greeted, inbox, events, rank=world.rank, again=again)
 
 
 def meet_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> StagerGroup:
@@ -106,8 +105,7 @@ def meet_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events
         for link in links:
             link.close(seconds_max=0.0)
         raise
-    names = [_name(config, index) for index in range(len(links))]
-    group = StagerGroup(links, names, events)
+    group = StagerGroup(links, events)
     group.close_at_exit()
     return group
 
@@ -115,23 +113,23 @@ def meet_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events
 def _meet_member(
     config: TrainerConfig, world: World, index: int, lead: Link, inbox: StagerInbox, events: EventLog
 ) -> Link:
-    attempt, name = lead.job.attempt, _name(config, index)
+    attempt = lead.job.attempt
     greeted = _greet(config, world.member(index, attempt), index, world.ranks)
     said = greeted.welcome.attempt, greeted.welcome.store_url, greeted.welcome.chunk_bytes
     expected = attempt, lead.job.store_url, lead.job.chunk_bytes
     if said != expected:
         greeted.port.leave(_LEAVE_SECONDS_MAX)
         raise ConfigError(
-            f"{name}: expected attempt {expected[0]} of {expected[1]} in chunks of {expected[2]} bytes, as the first "
-            f"stager has it, got attempt {said[0]} of {said[1]} in chunks of {said[2]} bytes; start all stagers with "
-            "the same store and chunk_bytes"
+            f"{greeted.name}: expected attempt {expected[0]} of {expected[1]} in chunks of {expected[2]} bytes, as the "
+            f"first stager has it, got attempt {said[0]} of {said[1]} in chunks of {said[2]} bytes; start all stagers "
+            "with the same store and chunk_bytes"
         )
     again = None
     if config.on_stager_lost == "train":
         # The lead looks whether another start of the job has gone on.
         again = Reconnect(lambda generation: world.member(index, _attempt_of(lead), generation), lambda: 0)
     own = ShareInbox(world.rank, lambda: inbox.last_step)
-    return Link(config, greeted, own, events, rank=world.rank, again=again, name=name)
+    return Link(config, greeted, own, events, rank=world.rank, again=again)
 
 
 def _attempt_of(lead: Link) -> int:
@@ -154,7 +152,7 @@ def _greet(config: TrainerConfig, port: StagerPort, index: int, ranks: int) -> G
             f"{_name(config, index)}: expected the stager with share {index + 1}/{stagers}, got share "
             f"{said.share}/{said.shares}; name all stagers in HOLDFAST_STAGER in the order of their shares"
         )
-    return greeted
+    return greeted._replace(name=_name(config, index))
 
 
 def _name(config: TrainerConfig, index: int) -> str:

@@ -66,6 +66,7 @@ def _connect(
     launch: str = "launch",
     incarnation: bytes = b"1" * 16,
     generation: int = 0,
+    lead_attempt: int = 0,
     key: bytes = KEY,
     seconds_max: float = 20.0,
     reconnect_seconds_max: float = _RECONNECT_SECONDS,
@@ -80,6 +81,7 @@ def _connect(
         launch=launch,
         incarnation=incarnation,
         generation=generation,
+        lead_attempt=lead_attempt,
         connections=2,
         reconnect_seconds_max=reconnect_seconds_max,
         start_seconds_max=seconds_max,
@@ -404,6 +406,24 @@ def test_a_generation_that_ended_with_its_ranks_may_be_followed_by_the_next(
     stager.open_next()
     stager.until(again.done)
     again.result()
+
+
+def test_a_rank_with_another_attempt_of_the_lead_comes_as_the_next_generation(
+    stager: TurnedStager, threads: ThreadPoolExecutor
+) -> None:
+    coming = threads.submit(_connect, stager.port_number, ranks=2, lead_attempt=3)
+    assert stager.open_next().lead_attempt == 3
+    stager.until(coming.done)
+    other = threads.submit(_connect, stager.port_number, rank=1, ranks=2, lead_attempt=4)
+    stager.until(other.done)
+    with pytest.raises(GenerationOver, match="attempt 3 is served here, and the lead has begun another one"):
+        other.result()
+    again = threads.submit(_connect, stager.port_number, rank=1, ranks=2, generation=1, lead_attempt=4)
+    stager.until(lambda: bool(stager.lost))
+    assert stager.open_next().lead_attempt == 4
+    stager.until(again.done)
+    for rank in (coming, again):
+        rank.result().leave(0.0, lost=True)
 
 
 def test_ranks_that_were_replaced_by_their_launcher_never_come_again(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Several:
             "HOLDFAST_STAGER": ",".join(stager.address for stager in self.stagers),
             "HOLDFAST_EVENTS": str(directory / "events"),
             "HOLDFAST_RECONNECT_SECONDS_MAX": "2",
+            "TRAIN_STAGED_SECONDS_MAX": "10",
             "TRAIN_WIDTH": "1000",
             **more,
         }
@@ -68,6 +69,10 @@ class Several:
         """What the ranks have noted of this kind."""
         return [line for line in read_events(self.directory / "events") if line["event"] == kind]
 
+    def of_step(self, step: int, *kinds: str) -> list[dict[str, Any]]:
+        """The same, of one step and several kinds."""
+        return [line for kind in kinds for line in self.events(kind) if line["step"] == step]
+
     def wait_for_pause(self, job: Job, store: Path) -> None:
         """Until all ranks stand still, and step SAVED is in the store."""
 
@@ -83,9 +88,16 @@ class Several:
 
 @contextlib.contextmanager
 def several(
-    directory: Path, store: str, shares: int, settings: Sequence[str] = (), **more: str
+    directory: Path,
+    store: str,
+    shares: int,
+    settings: Sequence[str] = (),
+    faults: Mapping[int, str] | None = None,
+    **more: str,
 ) -> Iterator[Several]:
-    """So many stagers of one run on this machine; nothing of them outlives the block. `more` is for the jobs."""
+    """So many stagers of one run on this machine; nothing of them outlives the block. `faults`: by the index
+    of the stager that has it, and its flusher. `more` is for the jobs.
+    """
     directory.mkdir(exist_ok=True)
     key = new_key()
     env = environment(directory / "stager-runtime", HOLDFAST_KEY=key)
@@ -94,8 +106,12 @@ def several(
         def begin(index: int, listen: str) -> StandingProcess:
             number = len(list(directory.glob("stager-*.log")))
             log, share = directory / f"stager-{number}.log", f"{index + 1}/{shares}"
+            own = {**env, "HOLDFAST_FAULT_FIRED": str(directory / f"fired-{index}")}
+            (directory / f"fired-{index}").mkdir(exist_ok=True)
+            if faults and index in faults:
+                own["HOLDFAST_FAULT"] = faults[index]
             return held.enter_context(
-                standing_stager(store, env, log, "--share", share, *settings, listen=listen)
+                standing_stager(store, own, log, "--share", share, *settings, listen=listen)
             )
 
         yield Several(directory, store, begin, shares, {"HOLDFAST_KEY": key, **more})
@@ -128,8 +144,8 @@ def _fetched(place: S3Place, directory: Path) -> list[Path]:
     return found
 
 
-def _has(events: list[dict[str, Any]], step: int) -> bool:
-    return any(event["step"] == step and event.get("role") == "trainer" for event in events)
+def _newest(store: Path) -> int:
+    return max((int(path.name[5:14]) for path in _files(store)), default=-1)
 
 
 def _left_of_shares(store: Path) -> list[Path]:
@@ -184,34 +200,53 @@ def test_a_job_resumes_from_the_rings_of_two_stagers(tmp_path: Path, reference: 
 
 
 @pytest.mark.parametrize("killed", [0, 1], ids=["lead", "member"])
-def test_training_goes_on_without_a_stager_and_saves_again_once_it_is_back(
+def test_a_stager_that_dies_in_the_middle_of_its_share_costs_that_step_and_is_saved_to_again_once_back(
     tmp_path: Path, killed: int
 ) -> None:
     store = tmp_path / "store"
     store.mkdir()
-    with several(tmp_path / "scene", str(store), 2) as scene:
+    fault = {killed: "stager@chunk_received#5=kill"}  # of the second checkpoint
+    with several(tmp_path / "scene", str(store), 2, faults=fault) as scene:
         arguments = (str(MANY), str(EVERY))
         with scene.start(*arguments, TRAIN_STEP_SECONDS="0.05", HOLDFAST_ON_NOT_DURABLE="warn") as job:
-            wait_until(lambda: bool(_files(store)), 240, job.output)
-            scene.stagers[killed].kill()
-            wait_until(lambda: bool(scene.events("stager_lost")), 120, job.output)
-            scene.again(killed)
-            wait_until(lambda: len(scene.events("stager_back")) >= RANKS, 120, job.output)
-            newest = max(int(path.name[5:14]) for path in _files(store))
+            scene.stagers[killed].process.wait(240)
             wait_until(
-                lambda: max(int(path.name[5:14]) for path in _files(store)) > newest + EVERY, 240, job.output
+                lambda: len(scene.events("failed") + scene.events("declined")) >= RANKS, 120, job.output
             )
+            cost, *_ = ended = scene.events("failed") or scene.events("declined")
+            assert {line["step"] for line in ended} == {cost["step"]}
+            names = (f"share {killed + 1}, on ", f"stager {killed + 1}/2", scene.stagers[killed].address)
+            assert all(any(name in line["reason"] for name in names) for line in ended), ended
+            scene.again(killed)
+            wait_until(lambda: bool(scene.events("stager_back")), 120, job.output)
+            newest = _newest(store)
+            wait_until(lambda: _newest(store) > newest, 240, lambda: job.output() + scene.logs())
+            assert not scene.of_step(cost["step"], "staged", "durable")
             job.kill()
         scene.stop()
     check_loadable(_files(store))
+    assert not list(store.glob(f"step-{cost['step']:09d}*"))
 
 
-def test_what_all_shares_have_staged_becomes_durable_without_the_ranks(tmp_path: Path) -> None:
+def test_flushers_that_die_in_the_middle_of_their_shares_cost_nothing(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    fault = "flusher@part_written#5=kill"
+    with several(tmp_path / "scene", str(store), 2, faults={0: fault, 1: fault}) as scene:
+        with scene.start(*RUN, TRAIN_STEP_SECONDS="0.2") as job:
+            job.succeed(240)
+        assert len(list((tmp_path / "scene").glob("fired-*/flusher*"))) == 2
+        scene.stop()
+    assert len(_files(store)) == len(STEPS_SAVED)
+    check_loadable(_files(store))
+
+
+def test_a_step_with_all_shares_staged_becomes_durable_without_the_ranks(tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()
     with several(tmp_path / "scene", str(store), 2) as scene:
         with scene.start(*RUN, str(PAUSE_AT)) as job:
-            wait_until(lambda: _has(scene.events("staged"), SAVED), 240, job.output)
+            wait_until(lambda: bool(scene.of_step(SAVED, "staged")), 240, job.output)
             job.kill()
         wait_until(lambda: any(f"step-{SAVED:09d}" in path.name for path in _files(store)), 120, scene.logs)
         scene.stop()

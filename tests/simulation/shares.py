@@ -482,7 +482,7 @@ class Stager:
             self.finishes = True
             self.channel.send("finish")
             self._await(lambda: self.drained or self.channel.closed)
-        except HoldfastError as error:
+        except (HoldfastError, FileNotFoundError) as error:  # a flusher that was fenced has removed its ring
             self.world.scheduler.note(f"  stager {self.share} gives up: {error}")
             self.world.scheduler.here.notes["lost"] = True
         finally:

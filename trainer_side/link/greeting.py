@@ -23,10 +23,11 @@ _QUIET_SECONDS = 10.0  # first log line about the wait after this long
 
 
 class Greeted(NamedTuple):
-    """A stager that has taken this rank: the way to it, and what it said."""
+    """A stager that has taken this rank: the way to it, what it said, and its name in the log."""
 
     port: StagerPort
     welcome: Welcome
+    name: str = "the stager"
 
 
 def greet(

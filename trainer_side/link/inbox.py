@@ -44,7 +44,7 @@ class StagerSession:
         command: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
-        self.port, self.welcome = port, welcome = greeted
+        self.port, self.welcome = port, welcome = greeted.port, greeted.welcome
         self.outbox = Outbox(port, job, events)
         self.requests = OpenRequests(config, port, welcome, rank=job.rank, command=command)
         self.silence = StagerSilence(

@@ -54,7 +54,11 @@ _TASK = "sends checkpoints to the stager and hears from it"
 class Link:
     """See the module; a `ToStager`. Its methods belong to the training thread unless they say otherwise.
 
-    `again` says how to reach a lost stager again; None: it stays lost. `name` is that of the stager in the log.
+    `again` says how to reach a lost stager again; None: it stays lost.
+
+    Attributes:
+        on_lost, on_back: Called in this link's thread, right after `job` says that the stager is lost, or there again.
+        name: The stager's, in the log.
     """
 
     def __init__(
@@ -66,7 +70,6 @@ class Link:
         *,
         rank: int,
         again: Reconnect | None = None,
-        name: str = "the stager",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._inbox, self._events, self._clock = config, inbox, events, clock
@@ -81,10 +84,9 @@ class Link:
         )
         tiers = ", ".join(config.tiers)
         self._kept_there = f"checkpoints are kept in {tiers} alone" if tiers else ""
-        # Called in this link's thread, right after `job` says that the stager is lost, or is there again.
         self.on_lost: Callable[[HoldfastError], None] = lambda _: None
         self.on_back: Callable[[], None] = lambda: None
-        self._name = name
+        self.name = greeted.name
         self._plan: SendPlan | None = None
         self._newest_step = -1
         self._accepted: list[Transfer] = []  # by the training thread, for close()
@@ -322,9 +324,9 @@ class Link:
     def _give_up(self, error: HoldfastError, *, comes_again: bool = False) -> None:
         if self.job.problem is not None:
             return
-        what = f"{self._name} is lost"
+        what = f"{self.name} is lost"
         if isinstance(error, ThreadDied):
-            what = f"the link to {self._name} is broken"
+            what = f"the link to {self.name} is broken"
         if self._kept_there and comes_again:
             means = f"nothing goes to it until it is reached again; training goes on, and {self._kept_there}"
         elif self._kept_there:
@@ -362,7 +364,7 @@ class Link:
             "rank %d: %s is reached again after %.0f s and %d tries, and this job is attempt %d from now on; "
             "the next save goes to it",
             self.job.rank,
-            self._name,
+            self.name,
             found.seconds,
             found.tries,
             attempt,

@@ -60,15 +60,15 @@ class WholeTransfer:
     Args:
         transfer: What the rest of the rank sees.
         count: How many stagers have a share.
-        changed: Called in a link's thread with this object when a share has changed, and whether `transfer` has reached
-            another state by that.
+        changed: Called in a link's thread with this object when a share has changed, and the state that `transfer` has
+            reached by that, if any.
 
     Attributes:
         shares: That of each stager, the lead's first.
     """
 
     def __init__(
-        self, transfer: Transfer, count: int, changed: Callable[[WholeTransfer, bool], None]
+        self, transfer: Transfer, count: int, changed: Callable[[WholeTransfer, TransferState | None], None]
     ) -> None:
         self.transfer, self._tell = transfer, changed
         self._lock = threading.Lock()
@@ -94,8 +94,8 @@ class WholeTransfer:
             self._combine()
             if transfer.settled.is_set() and all(share.released.is_set() for share in self.shares):
                 transfer.release()
-            is_news = transfer.state is not before
-        self._tell(self, is_news)
+            reached = transfer.state if transfer.state is not before else None
+        self._tell(self, reached)
 
     def _combine(self) -> None:
         transfer, given_up = self.transfer, self.given_up

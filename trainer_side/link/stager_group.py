@@ -66,18 +66,17 @@ class GroupState(JobState):
 class StagerGroup:
     """See the module; a `ToStager`. Its methods belong to the training thread unless they say otherwise.
 
-    `links` and `names` are those of all stagers, in the order of their shares.
+    `links` are those to all stagers, in the order of their shares.
     """
 
     def __init__(
         self,
         links: Sequence[Link],
-        names: Sequence[str],
         events: EventLog,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._links, self._names, self._events, self._clock = list(links), names, events, clock
+        self._links, self._events, self._clock = list(links), events, clock
         self._lead, *self._members = links
         self.job = GroupState(links, clock)
         self._rings = RingGroup([link.fetch for link in links])
@@ -160,18 +159,16 @@ class StagerGroup:
 
     # -- in the links' threads -------------------------------------------------------------------------------------
 
-    def _changed(self, whole: WholeTransfer, is_news: bool) -> None:
+    def _changed(self, whole: WholeTransfer, reached: TransferState | None) -> None:
         transfer, step = whole.transfer, whole.transfer.step
         with self._lock:
             if whole.is_durable:
                 self.job.durable_step = max(self.job.durable_step, step)
-            elif is_news and transfer.state is TransferState.STAGED:
+            elif reached is TransferState.STAGED:
                 self.job.staged_step = max(self.job.staged_step, step)
-        if not is_news:
-            return
-        if transfer.state in (TransferState.STAGED, TransferState.DURABLE):
-            self._events.emit(transfer.state.value, transfer.record.to_json(), step=step)
-        elif transfer.state.final:
+        if reached in (TransferState.STAGED, TransferState.DURABLE):
+            self._events.emit(reached.value, transfer.record.to_json(), step=step)
+        elif reached in (TransferState.DECLINED, TransferState.FAILED):
             self._give_up(whole)
 
     def _give_up(self, whole: WholeTransfer) -> None:
@@ -181,7 +178,7 @@ class StagerGroup:
         self._events.emit(transfer.state.value, told, step=transfer.step)
         if cause is None or self._closed:
             return
-        name = self._names[cause.index]
+        name = self._links[cause.index].name
         if cause.was_sent and self._links[cause.index].job.problem is not None:
             _log.warning(
                 "rank %d: step %d was sent to %s, which is lost: whether it becomes durable, the others find out",
@@ -200,18 +197,18 @@ class StagerGroup:
             if self.job.problem is None:
                 # The lead's own error comes out of `agree`, too, and is known by its identity.
                 is_own = index == 0 or isinstance(error, ThreadDied)
-                self.job.lose(error if is_own else type(error)(f"{self._names[index]}: {error}"))
+                self.job.lose(error if is_own else type(error)(f"{self._links[index].name}: {error}"))
             elif isinstance(error, ThreadDied):
                 self.job.problem = error
         if index == 0:
             for member in self._members:
-                member.lose(PeerLost(f"{self._names[0]} is lost, and with it the attempt of the others"))
+                member.lose(PeerLost(f"{self._lead.name} is lost, and with it the attempt of the others"))
 
     def _back(self) -> None:
         attempt = self._lead.job.attempt
         for member in self._members:
             if member.job.problem is None and member.job.attempt != attempt:
-                over = f"attempt {member.job.attempt} is over: {self._names[0]} has begun attempt {attempt}"
+                over = f"attempt {member.job.attempt} is over: {self._lead.name} has begun attempt {attempt}"
                 member.lose(PeerLost(over))
         with self._lock:
             jobs = [link.job for link in self._links]

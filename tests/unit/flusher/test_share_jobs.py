@@ -13,10 +13,12 @@ from flusher import retry_queue
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep, FlushListener
+from flusher.recovery import take_up
 from flusher.retention import Keep
 from flusher.verify_and_prune import Maintenance, MaintenanceRules, NoMaintenance
 from flusher.workers import Inbox
 from flusher.writer_lease import MemberLease, WriterLease
+from holdfast.checkpoints.lease import Lease
 from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.shares import ShareNumber, Shares
@@ -57,16 +59,30 @@ class Writer:
         directory.mkdir()
         self.number = ShareNumber(index, 2)
         self.ring = Ring.create(directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=32, attempt=1)
+        self.store = store
         self.lease = MemberLease() if index else WriterLease(store, 5.0)
-        self.inbox, self.events = Inbox(), EventLog(directory / "events.jsonl", role="flusher")
-        guard = store if index else guarded(store, self.lease.check_once)
+        self.events = EventLog(directory / "events.jsonl", role="flusher")
+        self._start()
+
+    def _start(self) -> None:
+        self.inbox = Inbox()
+        leads = self.number.leads
+        guard = guarded(self.store, self.lease.check_once) if leads else self.store
         context = FlusherContext(guard, self.lease, self.inbox, self.events, share=self.number)
-        kind = NoMaintenance if index else Maintenance
+        kind = Maintenance if leads else NoMaintenance
         self.maintenance = kind(context, MaintenanceRules(verify=False, keep=Keep(0)))
         self.heard = Heard()
         self.engine = Engine(
             self.ring, context, self.maintenance, writers=ConcurrencyLimit(2), listener=self.heard
         )
+
+    def crash(self, writers: int) -> None:
+        """The process dies; the next one is of so many."""
+        self.engine.stop()
+        self.maintenance.stop()
+        self.inbox.close()
+        self.number = ShareNumber(self.number.index, writers)
+        self._start()
 
     def save(self) -> None:
         digest = self.ring.put_layout(IMAGE.layout)
@@ -181,3 +197,58 @@ def test_an_image_of_one_part_is_written_by_the_lead_alone(store: MemoryStore, w
     assert [name for name in before if "/shares/" in name] == []
     member.engine.begin(KEY, small.layout)
     assert "the image has only 1 shares" in str(member.heard.failures[-1])
+
+
+def test_a_share_whose_upload_was_taken_back_hears_why(store: MemoryStore, writers: list[Writer]) -> None:
+    lead, member = writers
+    lead.engine.begin(KEY, IMAGE.layout)
+    member.engine.begin(KEY, IMAGE.layout)
+    until = time.monotonic() + DEADLINE_SECONDS
+    while not member.ring.has_progress(*KEY):  # its upload is open
+        assert time.monotonic() < until
+        for writer in writers:
+            writer.inbox.wait(0.01)
+            writer.engine.turn()
+    lead.engine.abort(KEY, HoldfastError("a rank is gone"))
+    drain(lead)
+    member.save()
+    drain(member)
+    assert "share 1, on" in str(member.heard.failures[-1])
+    assert "a rank is gone" in str(member.heard.failures[-1])
+
+
+def test_a_share_goes_on_as_it_began_although_the_run_has_one_stager_now(
+    store: MemoryStore, writers: list[Writer]
+) -> None:
+    lead, member = writers
+    lead.save()
+    until = time.monotonic() + DEADLINE_SECONDS
+    while f"{FOLDER}seal-1" not in store.objects:
+        assert time.monotonic() < until
+        lead.inbox.wait(0.01)
+        lead.engine.turn()
+    lead.crash(writers=1)
+    assert [*take_up(lead.engine, lead.ring)] == [KEY]
+    member.save()
+    drain(lead, member)
+    assert store.objects["step-000000005.pt"] == IMAGE.final
+    assert [len(writer.heard.durables) for writer in writers] == [1, 1]
+
+
+def test_a_lead_that_has_lost_the_run_takes_nothing_back(store: MemoryStore, writers: list[Writer]) -> None:
+    """Who has the run now may be publishing it."""
+    lead, member = writers
+    lead.engine.begin(KEY, IMAGE.layout)
+    member.save()
+    until = time.monotonic() + DEADLINE_SECONDS
+    while f"{FOLDER}start" not in store.objects:
+        assert time.monotonic() < until
+        lead.inbox.wait(0.01)
+        lead.engine.turn()
+    Lease.take(store, takeover=True)
+    lead.engine.abort(KEY, HoldfastError("a rank is gone"))
+    drain(lead)
+    assert f"{FOLDER}void" not in store.objects
+    assert f"{FOLDER}start" in store.objects
+    assert store.open_uploads == ["step-000000005.pt"]
+    member.engine.stop()

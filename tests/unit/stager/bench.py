@@ -15,6 +15,7 @@ from holdfast.crc import crc32
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.image.entries import REPLICATED, Entry, Extent
 from holdfast.image.layout import Layout
+from holdfast.image.shares import WHOLE, ShareNumber
 from holdfast.ring.doorbell import Channel
 from holdfast.ring.ring import Ring
 from holdfast.telemetry.events import EventLog
@@ -100,7 +101,9 @@ class FakePort:
 class Bench:
     """A service with both its neighbours. `now` is the time: it passes when the test says so, or `runs` by itself."""
 
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, share: ShareNumber = WHOLE
+    ) -> None:
         self.port = FakePort()
         self.directory = tmp_path / "base" / "run"
         self.ring = Ring.create(self.directory, chunk_bytes=CHUNK, ring_chunks=8, attempt=3, room_chunks=32)
@@ -111,7 +114,14 @@ class Bench:
         self.attach_calls = 0
         self.resumes = True
         monkeypatch.setattr(flusher_line, "attach", self._attach)
-        config = StagerConfig(store=str(tmp_path / "store"), chunk_bytes=CHUNK, ring_bytes=8 * CHUNK)
+        config = StagerConfig(
+            store=str(tmp_path / "store"),
+            chunk_bytes=CHUNK,
+            ring_bytes=8 * CHUNK,
+            share=share,
+            listen=None if share == WHOLE else "127.0.0.1:0",
+        )
+        self._share = share
         port = cast("Any", self.port)
         self.events = tmp_path / "events.jsonl"
         self.now, self.runs, self.begun = 0.0, False, time.monotonic()
@@ -132,7 +142,7 @@ class Bench:
     def _attach(self, config: StagerConfig, *, held: Flusher, lead_attempt: int) -> Flusher:
         """In the line's thread."""
         self.attach_calls += 1
-        assert lead_attempt == 0
+        assert lead_attempt == (0 if self._share.leads else 3)
         assert config.ring_bytes == held.ring.chunk_bytes * held.ring.ring_chunks
         if self.attach_error is not None:
             raise self.attach_error
@@ -141,8 +151,9 @@ class Bench:
             found = Flusher(Channel(mine), held.ring, 3, "file:///run", 5678, resumed=True)
         else:
             Ring.remove(self.directory)
-            Ring.create(self.directory, chunk_bytes=CHUNK, ring_chunks=8, attempt=4).close()
-            found = Flusher(Channel(mine), Ring.attach(self.directory), 4, "file:///run", 5678)
+            Ring.create(self.directory, chunk_bytes=CHUNK, ring_chunks=8, attempt=lead_attempt or 4).close()
+            attempt = lead_attempt or 4
+            found = Flusher(Channel(mine), Ring.attach(self.directory), attempt, "file:///run", 5678)
         self.flusher = Channel(theirs)
         return found
 

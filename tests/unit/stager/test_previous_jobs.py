@@ -85,3 +85,6 @@ def test_a_step_whole_in_the_ring_is_not_waited_for(ring: Ring) -> None:
     ring.remove_checkpoint(1, 8)
     ring.mark_filling(0, 1, 9, 0)  # its room is taken: now the store must have it
     assert not PreviousJobs(10, clock=Clock()).settled(ring, 2)
+    ring.remove_checkpoint(1, 9)
+    share = PreviousJobs(10, share=lambda layout: range(1, layout.chunks), clock=Clock())
+    assert share.settled(ring, 2), "another stager has the first chunk"

@@ -43,7 +43,13 @@ def test_a_proof_is_good_for_its_connection_alone() -> None:
     assert proof is not None
     assert handshake.check_proof(KEY, data, nonce, proof) == 7
     assert handshake.check_proof(KEY, data, os.urandom(32), proof) is None  # replayed on the next connection
-    for changes in ({"rank": 0}, {"channel": 0}, {"incarnation": b"j" * 16}, {"resuming": False}, {"lead_attempt": 11}):
+    for changes in (
+        {"rank": 0},
+        {"channel": 0},
+        {"incarnation": b"j" * 16},
+        {"resuming": False},
+        {"lead_attempt": 11},
+    ):
         changed = dataclasses.replace(HELLO, **changes).to_bytes()
         assert handshake.check_proof(KEY, changed, nonce, proof) is None, changes
 
@@ -72,7 +78,13 @@ def test_another_protocol_is_seen_by_its_first_bytes(begun: bytes) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"rank": 4}, {"ranks": 1 << 21, "rank": 3}, {"channel": 17}, {"launch": "two\nlines"}, {"lead_attempt": 1 << 62}],
+    [
+        {"rank": 4},
+        {"ranks": 1 << 21, "rank": 3},
+        {"channel": 17},
+        {"launch": "two\nlines"},
+        {"lead_attempt": 1 << 62},
+    ],
 )
 def test_a_hello_that_makes_no_sense_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ProtocolError):

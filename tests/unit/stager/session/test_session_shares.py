@@ -94,7 +94,7 @@ def test_a_staged_share_is_given_up_when_a_rank_declines_the_step() -> None:
     assert len(stager.of(MarkStaged)) == 2
 
 
-def test_what_the_only_stager_has_staged_is_not_given_up() -> None:
+def test_the_only_stager_gives_up_nothing_that_is_staged() -> None:
     stager = _staged(None)
     stager.take(Decline(0, 1, LATE))
     assert not stager.of(Abort)

@@ -1,0 +1,118 @@
+"""One of several stagers: the slots that it fills, what it tells its flusher, and when it does without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import PeerLost
+from holdfast.image.shares import ShareNumber
+from holdfast.ring.journal import SlotState
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind
+from holdfast.wire.welcome import Welcome
+from stager import service
+from stager.standing import _wrong_place
+from tests.unit.stager.bench import Bench
+
+Make = Callable[[ShareNumber], Bench]
+LEAD, MEMBER = ShareNumber(0, 2), ShareNumber(1, 2)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    benches: list[Bench] = []
+
+    def make(share: ShareNumber) -> Bench:
+        benches.append(Bench(tmp_path, monkeypatch, share=share))
+        benches[0].welcome_all()
+        return benches[0]
+
+    yield make
+    for bench in benches:
+        bench.close()
+
+
+def test_the_ring_has_the_chunks_of_the_share_and_the_flusher_hears_that_it_is_staged(make: Make) -> None:
+    bench = make(MEMBER)
+    bench.offer_all()
+    bench.flusher.send("began", attempt=3, step=1, part_chunks=1)
+    bench.pay_all()
+    full = [record.chunk for record in bench.ring.records() if record.state is SlotState.FULL]
+    assert sorted(full) == [2, 3]
+    assert sorted(bench.heard) == ["begin", "chunk", "chunk", "staged"]
+
+
+def test_a_rank_that_declines_a_staged_step_takes_the_share_back(make: Make) -> None:
+    bench = make(MEMBER)
+    bench.offer_all()
+    bench.pay_all()
+    bench.port.say(1, Kind.DECLINE, step=1, body=b"late: stager 1/2 has failed")
+    bench.turn()
+    assert bench.heard[-1] == "abort"
+    assert [rank for rank, _ in bench.port.told(Kind.DECLINED)] == [0, 1]
+
+
+def test_welcome_says_which_share_it_is(make: Make) -> None:
+    bench = make(MEMBER)
+    bench.port.say(0, Kind.HELLO, attempt=0, body=wire.to_json({"host": "a", "pid": 1}))
+    bench.turn()
+    ((_, frame),) = bench.port.told(Kind.WELCOME)
+    welcome = Welcome.from_frame(frame)
+    assert (welcome.share, welcome.shares) == (2, 2)
+
+
+def test_a_lead_whose_ring_could_not_be_kept_ends_the_job(make: Make) -> None:
+    bench = make(LEAD)
+    bench.kill_flusher()
+    bench.resumes, bench.attach_error = False, None
+    bench.now += 60
+    with pytest.raises(PeerLost, match="another attempt than the other stagers"):
+        bench.until("flusher_replaced")
+
+
+def test_a_member_whose_ring_could_not_be_kept_goes_on_with_the_attempt_of_the_lead(make: Make) -> None:
+    bench = make(MEMBER)
+    bench.kill_flusher()
+    bench.resumes, bench.attach_error = False, None
+    bench.now += 60
+    bench.until("flusher_replaced")
+    bench.port.sent.clear()
+    bench.offer_all(step=2)
+    bench.flusher.send("began", attempt=3, step=2, part_chunks=1)
+    bench.pay_all(step=2)
+    assert [rank for rank, _ in bench.port.told(Kind.STAGED)] == [0, 1]
+
+
+def test_a_member_waits_at_the_end_for_no_one_who_may_never_publish(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(MEMBER)
+    monkeypatch.setattr(service, "is_kept", lambda _: True)
+    bench.offer_all()
+    bench.pay_all()
+    for rank in range(2):
+        bench.port.say(rank, Kind.BYE, attempt=0)
+    bench.service.run()
+    bench.heard += [message.kind for message in bench.flusher.poll()]
+    assert "finish" not in bench.heard
+
+
+@pytest.mark.parametrize(
+    ("share", "lead_attempt", "words"),
+    [
+        (LEAD, 0, ""),
+        (MEMBER, 3, ""),
+        (ShareNumber(0, 1), 0, ""),
+        (MEMBER, 0, "share 2/2 for the first stager"),
+        (LEAD, 3, "share 1/2 for one after the first"),
+    ],
+)
+def test_a_stager_that_is_taken_for_another_one_says_so(
+    share: ShareNumber, lead_attempt: int, words: str
+) -> None:
+    refusal = _wrong_place(share, lead_attempt)
+    assert (refusal is None) == (not words)
+    assert words in str(refusal)
