@@ -159,6 +159,8 @@ AT_ONCE_SHARE_CELLS = tuple(
     for stage in SHARE_STAGES
     for victims in SHARE_VICTIMS
     if 0 in victims.flushers
+    # Nothing of a step whose upload has not begun says how many stagers it has: half of it is given up by name.
+    if stage.stands[0] != IDLE
 )
 FROZEN_SHARE_CELLS = tuple(
     ShareCell(stage, victims, frozen=True)

@@ -501,7 +501,8 @@ def _clear_away(scene: ShareMachines) -> None:
 
 def _check_said(scene: ShareMachines, cell: ShareCell) -> None:
     """What was whole on all machines and is lost, is named."""
-    if cell.stage.is_staged and not cell.survives:
+    nobody_knows = IDLE in cell.stage.stands and len(cell.victims.nodes) == len(cell.stage.stands)
+    if cell.stage.is_staged and not cell.survives and not nobody_knows:
         lines = scene.said_of_loss()
         names = [f"share {share + 1}" for share in cell.unsealed] + ["first stager"] * (0 in cell.unsealed)
         assert any(name in line for name in names for line in lines), "\n".join(lines)
