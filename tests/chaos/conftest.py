@@ -17,6 +17,8 @@ from tests.chaos.freezing import FreezeCell
 from tests.chaos.place import BucketPlace, DirectoryPlace, GrowingPlace
 from tests.chaos.results import RESULTS, Result, append, commit_here
 from tests.chaos.scenario import uninterrupted
+from tests.chaos.share_cells import ShareCell
+from tests.chaos.share_scenario import RankShareCell
 from tests.chaos.slots import Machine
 from tests.chaos.wrappers import WrapperCell
 from tests.support.once import made_once
@@ -92,10 +94,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
-def _cell(item: pytest.Item) -> Cell | FreezeCell | CutCell | WrapperCell | None:
+_Recorded = Cell | FreezeCell | CutCell | ShareCell | RankShareCell | WrapperCell
+
+
+def _cell(item: pytest.Item) -> _Recorded | None:
     callspec = getattr(item, "callspec", None)
     found = None if callspec is None else callspec.params.get("cell")
-    return found if isinstance(found, (Cell, FreezeCell, CutCell, WrapperCell)) else None
+    return found if isinstance(found, _Recorded) else None
 
 
 def _why(report: pytest.TestReport) -> str:

@@ -14,9 +14,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 __all__ = [
-    "AT_ONCE_SHARE_CELLS",
-    "FROZEN_SHARE_CELLS",
-    "SHARE_CELLS",
+    "ALL_SHARE_CELLS",
+    "IDLE",
     "SHARE_STAGES",
     "SHARE_VICTIMS",
     "Sent",
@@ -39,7 +38,7 @@ class ShareStage(NamedTuple):
 
     Attributes:
         sent: What the stagers have.
-        stands: Where each flusher stands still, in the second checkpoint; empty: it does not.
+        stands: Where each flusher stands still, in the second checkpoint; empty: it does not; `IDLE`: before that.
         sealed: Whether the share is sealed.
     """
 
@@ -63,12 +62,14 @@ class ShareVictims(NamedTuple):
     nodes: tuple[int, ...] = ()
 
 
+IDLE = "idle"
 _ALL_STAGED = (Sent.STAGED, Sent.STAGED)
 SHARE_STAGES = (
     ShareStage("upload begun", (Sent.BEGUN, Sent.BEGUN), ("shares_begun", "")),
     ShareStage("a part written", (Sent.HALF, Sent.HALF), ("part_written", "part_written")),
     ShareStage("the first share staged", (Sent.STAGED, Sent.HALF), ("crcs_put", "part_written")),
     ShareStage("the second share staged", (Sent.HALF, Sent.STAGED), ("part_written", "part_written")),
+    ShareStage("all staged, no upload", _ALL_STAGED, (IDLE, "")),
     ShareStage("all staged, parts left", _ALL_STAGED, ("part_written", "part_written")),
     ShareStage("CRCs put", _ALL_STAGED, ("crcs_put", "part_begun")),
     ShareStage("sealed by the first", _ALL_STAGED, ("share_sealed", "part_begun"), (True, False)),
@@ -117,9 +118,7 @@ class ShareCell(NamedTuple):
     def row(self) -> str:
         """Its row in the table."""
         how = (("S3", self.store == "S3"), ("at once", self.at_once), ("frozen", self.frozen))
-        return ", ".join(
-            (self.stage.name, f"then {self.then}", *(word for word, is_so in how if is_so))
-        )
+        return ", ".join((self.stage.name, f"then {self.then}", *(word for word, is_so in how if is_so)))
 
     @property
     def regular(self) -> bool:
@@ -140,20 +139,54 @@ class ShareCell(NamedTuple):
         return not self.unsealed
 
 
-_REGULAR: frozenset[str] = frozenset()
+_REGULAR = {
+    "a part written, then 2 x second flusher",
+    "sealed by the first, then 2 x second node",
+    "file published, no manifest, then 2 x first node",
+    "all sealed, then 1, at once x everything",
+    "all sealed, then 2, S3 x first node",
+    "all sealed, then 2, frozen x first node",
+}
+_LEFT_TO_ONE = {"first node", "both stagers", "everything", "everything, both rings"}
 SHARE_CELLS = tuple(
     ShareCell(stage, victims, then)
-    for number, stage in enumerate(SHARE_STAGES)
-    for column, victims in enumerate(SHARE_VICTIMS)
-    for then in (1, 2)
+    for stage in SHARE_STAGES
+    for victims in SHARE_VICTIMS
+    for then in ((1, 2) if victims.name in _LEFT_TO_ONE else (2,))
 )
 AT_ONCE_SHARE_CELLS = tuple(
     ShareCell(stage, victims, then=1, at_once=True)
     for stage in SHARE_STAGES
     for victims in SHARE_VICTIMS
     if 0 in victims.flushers
+    # Nothing of a step whose upload has not begun says how many stagers it has: half of it is given up by name.
+    if stage.stands[0] != IDLE
 )
-_FROZEN = tuple(victims for victims in SHARE_VICTIMS if victims.nodes)
 FROZEN_SHARE_CELLS = tuple(
-    ShareCell(stage, victims, frozen=True) for stage in SHARE_STAGES for victims in _FROZEN
+    ShareCell(stage, victims, frozen=True)
+    for stage in SHARE_STAGES
+    for victims in SHARE_VICTIMS
+    if victims.nodes
 )
+_ON_S3 = (
+    ("a part written", "second flusher", False),
+    ("all staged, parts left", "both flushers", False),
+    ("all staged, parts left", "everything", False),
+    ("CRCs put", "first flusher", False),
+    ("sealed by the first", "second flusher", False),
+    ("sealed by the first", "second node", False),
+    ("sealed by the second", "first node", False),
+    ("all sealed", "first flusher", False),
+    ("all sealed", "first node", False),
+    ("file published, no manifest", "first flusher", False),
+    ("file published, no manifest", "first node", False),
+    ("sealed by the first", "second node", True),
+    ("all sealed", "first node", True),
+)
+_STAGES = {stage.name: stage for stage in SHARE_STAGES}
+_VICTIMS = {victims.name: victims for victims in SHARE_VICTIMS}
+S3_SHARE_CELLS = tuple(
+    ShareCell(_STAGES[stage], _VICTIMS[victims], store="S3", frozen=frozen)
+    for stage, victims, frozen in _ON_S3
+)
+ALL_SHARE_CELLS = (*SHARE_CELLS, *S3_SHARE_CELLS, *AT_ONCE_SHARE_CELLS, *FROZEN_SHARE_CELLS)

@@ -33,14 +33,14 @@ from holdfast.ring.directory import runtime_directory
 from holdfast.ring.journal import SlotState
 from holdfast.store import open_store, part_chunks_for
 from holdfast.store.base import Store
-from tests.chaos.share_cells import Sent, ShareCell
+from tests.chaos.share_cells import IDLE, Sent, ShareCell
 from tests.faults.flushing import FaultedFlusher, image_of, original, wait_until
-from tests.support import other_host_site, short_waits
+from tests.support import other_host_site
+from tests.support.cluster import same
 from tests.support.images import Image
 from tests.support.job import REPOSITORY
 from tests.support.s3_place import plain_client
 from tests.support.stager_client import StagerClient
-from tests.support.cluster import same
 
 __all__ = ["ShareMachines", "play_shares", "share_parameters", "store_of"]
 
@@ -49,17 +49,18 @@ _CONNECT_SECONDS = 1.0  # its flusher is ready, or is just ending
 BEFORE, STEP, AFTER = 5, 6, 7
 SIZES = {"directory": (400_000, 64 << 10), "S3": (19_000_000, 1 << 20)}
 FENCED = 8
+WAITS_SECONDS, WAITS_SECONDS_LOST = 60.0, 6.0
 
 
 class Machine:
     """A flusher and its stager on a host of this name, with a memory of their own."""
 
-    def __init__(self, place: Path, name: str, url: str, sizes: tuple[int, int], share: ShareNumber) -> None:
-        self.base, self.name, self.url, self.share = place / name, name, url, share
+    def __init__(self, scene: ShareMachines, name: str, share: ShareNumber) -> None:
+        self.base, self.name, self.url, self.share = scene.place / name, name, scene.url, share
         self.base.mkdir()
         self.fired = self.base / "fired"
         self.fired.mkdir()
-        self._chunk_bytes = sizes[1]
+        self._chunk_bytes, self._waits_seconds = scene.sizes[1], scene.waits_seconds
         self.flushers: list[FaultedFlusher] = []
         self.stager: StagerClient | None = None
         self.is_lost = False
@@ -78,7 +79,8 @@ class Machine:
         env = {
             "PYTHONPATH": f"{site}:{REPOSITORY}",
             "TEST_HOST": self.name,
-            "TEST_ALSO": short_waits.__name__,
+            "TEST_ALSO": "tests.support.short_waits",  # not imported here: it changes the flusher
+            "TEST_OTHERS_SECONDS": str(self._waits_seconds),
             VARIABLE: fault,
             FIRED_VARIABLE: str(self.fired),
         }
@@ -87,7 +89,13 @@ class Machine:
             FaultedFlusher(
                 self.base,
                 self.url,
-                *(*(share if self.share.writers > 1 else ()), "--keep-last", "0", "--heartbeat-seconds", "0.5"),
+                *(
+                    *(share if self.share.writers > 1 else ()),
+                    "--keep-last",
+                    "0",
+                    "--heartbeat-seconds",
+                    "0.5",
+                ),
                 env=env,
                 chunk=str(size),
                 ring=str(24 * size),
@@ -167,10 +175,10 @@ class Machine:
 class ShareMachines:
     """See the module. A context manager: nothing outlives it."""
 
-    def __init__(self, place: Path, url: str, store: str) -> None:
-        self.place, self.url = place, url
-        self.sizes = SIZES[store]
-        self._seed = 0
+    def __init__(self, place: Path, url: str, cell: ShareCell) -> None:
+        self.place, self.url, self.sizes = place, url, SIZES[cell.store]
+        # Only where a share is gone for good it is waited for in vain.
+        self.waits_seconds = WAITS_SECONDS if cell.survives else WAITS_SECONDS_LOST
         self.images = {step: self._image(step) for step in (BEFORE, STEP, AFTER)}
         layout = self.images[STEP].layout
         part_chunks = part_chunks_for(url, layout.image_bytes, layout.chunk_bytes)
@@ -185,7 +193,7 @@ class ShareMachines:
     def machine(self, share: ShareNumber) -> Machine:
         """A new one."""
         name = "abcdefgh"[len(self.machines)]
-        self.machines.append(Machine(self.place, name, self.url, self.sizes, share))
+        self.machines.append(Machine(self, name, share))
         return self.machines[-1]
 
     def begin(self, stage_points: tuple[str, str]) -> None:
@@ -270,7 +278,7 @@ class ShareMachines:
         path.write_bytes(store.read(newest.file))
         assert same(torch.load(path, weights_only=True), original(newest.step, nbytes=self.sizes[0]))
         there = self._names(store)
-        if any(name.endswith("/void") for name in there):
+        if any(name.endswith("void") for name in there):
             # It stays for those who still look, until another writer of the run begins.
             _clear_away(self)
             there = self._names(store)
@@ -331,7 +339,7 @@ def store_of(cell: ShareCell, request: pytest.FixtureRequest, directory: Path) -
 
 def play_shares(cell: ShareCell, place: Path, url: str) -> None:
     """Play one cell at a fresh run."""
-    with _closing(ShareMachines(place, url, cell.store)) as scene:
+    with _closing(ShareMachines(place, url, cell)) as scene:
         _come_to_the_stage(scene, cell)
         if cell.frozen:
             _play_frozen(scene, cell)
@@ -348,7 +356,8 @@ def play_shares(cell: ShareCell, place: Path, url: str) -> None:
 
 
 def _come_to_the_stage(scene: ShareMachines, cell: ShareCell) -> None:
-    points = [scene.numbered(share, point) for share, point in enumerate(cell.stage.stands)]
+    stands = cell.stage.stands
+    points = [scene.numbered(share, "" if point == IDLE else point) for share, point in enumerate(stands)]
     scene.begin((points[0], points[1]))
     for machine in scene.machines:
         scene.send(machine, BEFORE, Sent.STAGED)
@@ -358,6 +367,9 @@ def _come_to_the_stage(scene: ShareMachines, cell: ShareCell) -> None:
     lead = scene.machines[0].stager
     assert lead is not None
     lead.wait("verified", step=BEFORE)
+    for machine, point in zip(scene.machines, stands, strict=True):
+        if point == IDLE:
+            machine.flusher.freeze()
     for machine, sent in zip(scene.machines, cell.stage.sent, strict=True):
         scene.send(machine, STEP, sent)
     for machine, point in zip(scene.machines, points, strict=True):
@@ -406,19 +418,21 @@ def _next_job(scene: ShareMachines, cell: ShareCell) -> list[Machine]:
     """The next job has other stagers, or the same machines; it saves one more step."""
     joined: list[Machine] = []
     lead_attempt = 0
+    left = [machine for machine in scene.machines if not machine.is_lost]
+    over = [one for one in left if one.share != ShareNumber(one.share.index, cell.then)]
+    for machine in over:  # with other stagers each flusher publishes what it has, and ends
+        if machine.flusher.process.poll() not in (None, 0) and not (cell.at_once and machine is over[0]):
+            machine.start()
     for index in range(cell.then):
         share, before = ShareNumber(index, cell.then), scene.machines[index]
         machine = scene.machine(share) if before.is_lost else before
-        if machine.share != share:
+        if machine in over:
             if not cell.at_once:
-                _end_share(machine)
+                machine.end()
             machine.share = share
         stager = machine.join(lead_attempt)
         lead_attempt = lead_attempt or stager.attempt
         joined.append(machine)
-    for machine in scene.machines[:2]:
-        if machine not in joined and not machine.is_lost:
-            _end_share(machine, wait=False)
     assert lead_attempt > 1
     image = scene.images[AFTER]
     for machine in joined:
@@ -437,14 +451,6 @@ def _next_job(scene: ShareMachines, cell: ShareCell) -> list[Machine]:
         machine.stager.wait("drained")
         machine.kill_stager()
     return joined
-
-
-def _end_share(machine: Machine, *, wait: bool = True) -> None:
-    """A flusher of a share that has no stager any more publishes what it has; one that was killed is started again."""
-    if machine.flusher.process.poll() not in (None, 0):
-        machine.start()
-    if wait:
-        machine.end()
 
 
 def _play_frozen(scene: ShareMachines, cell: ShareCell) -> None:
@@ -495,6 +501,8 @@ def _clear_away(scene: ShareMachines) -> None:
 
 def _check_said(scene: ShareMachines, cell: ShareCell) -> None:
     """What was whole on all machines and is lost, is named."""
-    if cell.stage.is_staged and not cell.survives:
+    nobody_knows = IDLE in cell.stage.stands and len(cell.victims.nodes) == len(cell.stage.stands)
+    if cell.stage.is_staged and not cell.survives and not nobody_knows:
         lines = scene.said_of_loss()
-        assert any(f"share {share + 1}" in line for share in cell.unsealed for line in lines), "\n".join(lines)
+        names = [f"share {share + 1}" for share in cell.unsealed] + ["first stager"] * (0 in cell.unsealed)
+        assert any(name in line for name in names for line in lines), "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The scenario of tests/chaos/scenario.py with real stagers that write one file together, and real ranks under torchrun.
+"""The scenario of tests/chaos/scenario.py, with real stagers that write one file, and real ranks under torchrun.
 
     first job    two stagers, each with a fault of its own        next job    one stager or two, after the flushers' end
 
@@ -53,9 +53,14 @@ class RankShareCell(NamedTuple):
     then: int = 2
 
     @property
+    def row(self) -> str:
+        """Its row in the table."""
+        return f"{self.moment}, then {self.then}"
+
+    @property
     def name(self) -> str:
         """In test ids and results."""
-        return f"{self.moment}, then {self.then} x {self.who}"
+        return f"{self.row} x {self.who}"
 
     @property
     def regular(self) -> bool:
@@ -63,7 +68,10 @@ class RankShareCell(NamedTuple):
         return self.name in _REGULAR
 
 
-_REGULAR: frozenset[str] = frozenset()
+_REGULAR = {
+    "a chunk full at the second, then 2 x second stager",
+    "the second has not told, then 1 x all ranks",
+}
 _WHO: Mapping[str, tuple[str, ...]] = {
     "a rank": ("rank:1",),
     "all ranks": _ALL_RANKS,

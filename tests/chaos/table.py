@@ -35,6 +35,8 @@ from tests.chaos.cells import (
 from tests.chaos.cut_off import CUT_CELLS
 from tests.chaos.freezing import ELSEWHERE_CELLS, FREEZE_CELLS
 from tests.chaos.results import RESULTS, Result, read
+from tests.chaos.share_cells import ALL_SHARE_CELLS
+from tests.chaos.share_scenario import RANK_SHARE_CELLS
 from tests.chaos.wrappers import WRAPPER_CELLS
 from tests.support.job import REPOSITORY
 
@@ -120,6 +122,23 @@ _PROOF_HEAD = """\
 
 The second checkpoint is published, and its proof is not (`flusher@proof_heard`). The relaunched job is exact, and its
 resume is verified or not proven. In no cell of this page does a resume differ.
+"""
+
+_SHARES_HEAD = """\
+## Several stagers, one file
+
+Two flushers, each on a machine of its own, write a step together; stagers are played by hand. The victims are killed at
+the named moment, and a *node* loses its ring, too. Then the next job saves one more step, with two stagers or one; *at
+once*: its flusher takes over a ring of two stagers. *Frozen*: the victims stand still until that job has ended, wake,
+and change nothing published. Each listed file has the bytes that one stager writes. A step that all had staged is
+published, unless a node is lost before its share is sealed: then it is named as lost, and never listed.
+"""
+
+_RANK_SHARES_HEAD = """\
+## Several stagers, with ranks
+
+The same with real stagers and two ranks under torchrun, checked as in the matrix: training goes on to the last bit.
+*Has not told*: all shares are staged, and one stager has not said so to the ranks.
 """
 
 _WRAPPER_HEAD = """\
@@ -227,6 +246,8 @@ GRIDS = (
     Grid(_GROWTH_HEAD, "moment", {(_row(cell), cell.victims.name): cell.name for cell in GROWTH_CELLS}),
     Grid(_OUTAGE_HEAD, "moment", {(_row(cell), cell.victims.name): cell.name for cell in OUTAGE_CELLS}),
     Grid(_PROOF_HEAD, "moment", {(cell.stage.name, cell.victims.name): cell.name for cell in PROOF_CELLS}),
+    Grid(_SHARES_HEAD, "moment", {(cell.row, cell.victims.name): cell.name for cell in ALL_SHARE_CELLS}),
+    Grid(_RANK_SHARES_HEAD, "moment", {(cell.row, cell.who): cell.name for cell in RANK_SHARE_CELLS}),
     Grid(_WRAPPER_HEAD, "wrapper", {(cell.wrapper, "SIGKILL"): cell.name for cell in WRAPPER_CELLS}),
     Grid(
         _REPLACED_HEAD,

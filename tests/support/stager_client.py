@@ -101,8 +101,8 @@ class FlusherProcess:
 
 
 class StagerClient:
-    """Plays the stager. `share`, `lead_attempt`: what it says of itself where there are several. `wait_seconds`: how long
-    it waits for a socket.
+    """Plays the stager. `share`, `lead_attempt`: what it says of itself where there are several. `wait_seconds`: the
+    longest wait for the socket.
 
     Attributes:
         tells: Kinds of messages that are really sent; None: all.
