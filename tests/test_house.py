@@ -70,7 +70,7 @@ BUDGETS = {
     "holdfast/notices": 850,
     "holdfast/notify": 650,
     "holdfast/policy": 400,
-    "holdfast/ring": 2000,
+    "holdfast/ring": 2050,
     "holdfast/store": 3900,
     "holdfast/telemetry": 2400,
     "holdfast/wire": 1950,
