@@ -154,7 +154,7 @@ class Engine:
         self._tell(Begin(key, self._indexes[layout.digest], resume, share))
 
     def _share_of(self, layout: Layout, writers: int) -> ImageShare | None:
-        """What is written here of an image; None: all of it, and nobody else writes any."""
+        """The share of an image that is written here; None: this flusher writes all of it."""
         if writers == 1:
             return None
         part_chunks = part_chunks_for(self._store_url, layout.image_bytes, layout.chunk_bytes)

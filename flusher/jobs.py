@@ -171,7 +171,7 @@ class Jobs:
     def _run_with_others(
         self, job: PutCrcs | ReadCrcs | SealShare | AwaitSeals | AwaitPublished | EndOrphan
     ) -> Event | OrphanEnded:
-        """What several flushers of one image do for each other."""
+        """Jobs by which the flushers of one image coordinate."""
         match job:
             case PutCrcs():
                 self._others.put_crcs(job)

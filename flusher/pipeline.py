@@ -452,7 +452,7 @@ class Pipeline:
 
     def _failed(self, flight: Flight, error: HoldfastError) -> list[Action]:
         is_lost = isinstance(error, StoreError) and error.begin_anew
-        # Of a share the others have written into the same upload, so it cannot start over by itself.
+        # Other flushers have written into the same upload, so a share cannot start over by itself.
         if flight.error is None and is_lost and flight.share is None and flight.seen <= flight.slots.keys():
             flight.error, flight.anew = error, True
         return self._drop(flight, error)

@@ -1,4 +1,4 @@
-"""What the flusher of one share says to those of the others, and hears from them: all of it in the store.
+"""Coordinates the flusher of one share with those of the others, through records in the store.
 
     lead      start ──────────────────────────────► all seals? ─► (publish) ─► all records go
     others      └─► the same upload ─► seal ────────────┘             └─► the manifest is there: durable
@@ -41,7 +41,7 @@ class ShareJobs:
     """The records of the checkpoints that are under way. From any worker thread; one job of a checkpoint at a time.
 
     Args:
-        index: Of the share that is written here; 0 leads.
+        index: Number of the share that is written here; 0 leads.
         writers_of: Tells how many flushers write the checkpoints of an attempt.
     """
 

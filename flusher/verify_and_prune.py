@@ -421,7 +421,7 @@ class Maintenance:
 
 
 class NoMaintenance(Maintenance):
-    """Of a flusher of one share that does not lead: the lead looks after what is published."""
+    """The maintenance of a flusher that does not lead: the lead maintains published checkpoints."""
 
     def under_way(self, key: CheckpointId) -> None: ...
 

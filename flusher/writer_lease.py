@@ -119,7 +119,7 @@ class WriterLease:
 
 
 class MemberLease(WriterLease):
-    """Of a flusher of one share that does not lead, which publishes and removes nothing: it acquires no lease.
+    """The lease of a flusher that does not lead: it publishes and removes nothing, so it acquires none.
 
     It has no attempt of its own: each stager brings that of the lead.
     """

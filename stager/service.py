@@ -209,7 +209,8 @@ class StagerService:
         said = ""
         while told is None or not self._flusher_handler.drained:
             is_settled = not (self._line.cut or self._session.may_stage)
-            # What the lead has not published may never end, and ranks may wait to come again with another attempt.
+            # A checkpoint that the lead has not published may never end, and ranks may wait to join again with another
+            # attempt.
             goes_on = bool(self.lost_ranks) or not self._config.share.leads
             if goes_on and is_settled and is_kept(self._line.flusher.ring.directory):
                 return

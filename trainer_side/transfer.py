@@ -91,7 +91,7 @@ class Transfer:
         self.released.set()
 
     def last_words(self) -> dict[str, Any]:
-        """What the stager is told when all is sent."""
+        """The message to the stager after the last frame."""
         body = self.record.to_json()
         if self.fingerprints:
             body[FIELD] = self.fingerprints

@@ -1,4 +1,4 @@
-"""What the writers of one image tell each other in the store: they meet nowhere else.
+"""Records in the store by which the writers of one image coordinate: they share nothing else.
 
     .holdfast/shares/a000007-s000000120.layout    the image's layout, by the lead: a later writer of the run needs it
                                        .start     file, upload, write-id, by the lead: the others write into it
@@ -74,7 +74,7 @@ class ShareStart(_Record):
     def of(
         cls, key: CheckpointId, layout: Layout, share: ImageShare, upload: Upload, *, file: str, write_id: str
     ) -> Self:
-        """Of an upload that has just begun. Raises `ProtocolError`: nobody else can write into it."""
+        """The start of an upload that has just begun. Raises `ProtocolError`: nobody else can write into it."""
         if upload.token is None:
             raise ProtocolError(
                 f"{file}: this store cannot resume an upload, so several stagers cannot write one file; use one "
@@ -163,7 +163,7 @@ R = TypeVar("R", bound=_Record)
 
 class ShareRecords:
     """The objects of one checkpoint. Any thread. Its methods raise `StoreError`, and `ProtocolError` or `DamageError`
-    for an object that is there and is none of ours.
+    for an object that another program has left there.
     """
 
     def __init__(self, store: Store, key: CheckpointId) -> None:

@@ -44,7 +44,7 @@ class Checkpoint:
         step: Its step. `ranks`: how many must send. `begun_at`: time of its first offer.
         digests: rank → layout digest it offered. `records`: rank → what it said. `done`: ranks that said DONE.
         fingerprints: rank → those of its replicas, of the ranks that sent them.
-        chunks: Those that this stager receives: all, or its share.
+        chunks: The chunks that this stager receives: all of them, or its share.
         part_chunks: How many chunks the flusher writes at a time.
         queue: The chunks without a slot; None before all have offered, and when it has ended.
         open_slots: chunk → slot, while it is being filled.

@@ -23,7 +23,7 @@ _STALE_MIN = 64  # entries; the heap is rebuilt only when it has more than these
 class ChunkQueue:
     """See the module. Changed only by `stager.session.checkpoint.Checkpoint`. `left`: chunks without a slot.
 
-    `chunks`: Those of this stager's share; the others never wait here.
+    `chunks`: The chunks of this stager's share; other chunks never wait here.
     """
 
     def __init__(self, layout: Layout, chunks: range) -> None:

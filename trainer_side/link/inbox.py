@@ -53,7 +53,7 @@ class StagerSession:
 
 
 class ShareInbox:
-    """What a stager that another one leads may say: no agreement among the ranks goes through it. Link's thread.
+    """Messages that a stager other than the lead may send. Agreements go through the lead alone. Link's thread.
 
     `last_step`: The last step that training has done; -1: none.
     """

@@ -59,7 +59,7 @@ class RingGroup:
 
 
 def _together(parts: Sequence[HeldCheckpoint]) -> HeldCheckpoint:
-    """What all rings have of one checkpoint."""
+    """The chunks of one checkpoint that the rings have together."""
     digests = {part.staged_digest for part in parts}
     return HeldCheckpoint(
         parts[0].attempt,

@@ -58,7 +58,7 @@ class WholeTransfer:
     """See the module.
 
     Args:
-        transfer: What the rest of the rank sees.
+        transfer: The transfer as the rest of the rank sees it.
         count: How many stagers have a share.
         changed: Called in a link's thread with this object when a share has changed, and the state that `transfer` has
             reached by that, if any.

@@ -41,7 +41,7 @@ _EXIT_SECONDS_MAX = 10.0
 
 
 class GroupState(JobState):
-    """The job as this rank knows it, with several stagers: there is none while one of them is lost."""
+    """The job as this rank knows it, with several stagers: its stager counts as lost while one of them is."""
 
     def __init__(self, links: Sequence[Link], clock: Callable[[], float]) -> None:
         lead = links[0].job
