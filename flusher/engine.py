@@ -38,6 +38,7 @@ from flusher.steps import (
     FreeSlots,
     Job,
     JobFailed,
+    Open,
     Opened,
     OrphanEnded,
     PartWritten,
@@ -74,6 +75,8 @@ _STANDS_SECONDS, _STANDS_SECONDS_BEGUN = 5.0, 30.0
 # those that wait for it hear why.
 _LOOK_SECONDS_FIRST, _LOOK_SECONDS_MAX = 0.05, 2.0
 _OTHERS_SECONDS_MAX, _LEAD_SECONDS_MAX = 600.0, 900.0
+# For an upload of an earlier attempt that the lead has not begun: only its next flusher on the same ring still may.
+_EARLIER_SECONDS_MAX = 30.0
 
 
 class Engine:
@@ -116,6 +119,7 @@ class Engine:
         self._discards: set[CheckpointId] = set()
         self._given_up: set[CheckpointId] = set()  # and the stager was told
         self._orphans: set[CheckpointId] = set()  # whose lead is gone
+        self._attempt_since = 0.0
         self._running = 0  # jobs that have not answered yet
         # When the store took something last, or the first came to wait for it
         self._stands_since = time.monotonic()
@@ -137,12 +141,13 @@ class Engine:
             if key in self._opened:
                 self.listener.began(key, self._opened[key])
             return
-        resume, writers = self._found(key, layout) or (None, self._share.writers)
-        share = self._share_of(layout, writers)
+        # As its stager had it: the next one may be one of more or fewer.
+        share = self._share_of(layout, self._ring.writers(key.attempt))
         if share is not None and not share.chunks:
             no_share = f"this flusher is {self._share}, and the image has only {share.shares.count} shares"
             self.listener.failed(key, ProtocolError(f"{key}: {no_share}"))
             return
+        resume = self._found(key, layout)
         self._events.emit(
             "flush_began", {"attempt": key.attempt, "image_bytes": layout.image_bytes}, step=key.step
         )
@@ -156,8 +161,8 @@ class Engine:
         shares = Shares.of(layout, writers, part_chunks)
         return None if shares.count == 1 and self._share.leads else ImageShare(shares, self._share.index)
 
-    def _found(self, key: CheckpointId, layout: Layout) -> tuple[Resume, int] | None:
-        """A dead flusher's record of this checkpoint, and how many flushers write it."""
+    def _found(self, key: CheckpointId, layout: Layout) -> Resume | None:
+        """A dead flusher's record of this checkpoint."""
         try:
             progress = self._jobs.find_progress(key)
         except ProtocolError as error:
@@ -167,13 +172,17 @@ class Engine:
             return None
         told = {"attempt": key.attempt, "file": progress.head.file, "parts_done": len(progress.parts)}
         self._events.emit("flush_taken_over", told, step=key.step)
-        return progress.resume(layout.chunk_bytes), progress.head.writers
+        return progress.resume(layout.chunk_bytes)
 
     def end_orphans(self, keys: Iterable[CheckpointId]) -> None:
         """Publish these checkpoints, whose lead is gone, as soon as all their shares are sealed, or give them up."""
         for key in keys:
             self._orphans.add(key)
             self._submit(EndOrphan(key), 0)
+
+    def begin_attempt(self) -> None:
+        """The ring is for another job from now on."""
+        self._attempt_since = time.monotonic()
 
     def ask(self, key: CheckpointId) -> None:
         """Repeat the end of a checkpoint that the ring no longer knows: it ended while no stager listened."""
@@ -323,6 +332,7 @@ class Engine:
                 self._ring.remove_checkpoint(*key)
                 self._end(key, error)
                 self._maintenance.given_up(key)
+                _log.warning("%s is given up: %s", key, error)
                 told = {"attempt": key.attempt, "code": error.code, "message": str(error)}
                 self._events.emit("flush_failed", told, step=key.step)
                 self.listener.failed(key, error)
@@ -574,6 +584,8 @@ class Engine:
         job, (since, number) = item.job, item.looks
         waited_seconds = time.monotonic() - since
         seconds_max = _OTHERS_SECONDS_MAX if self._share.leads else _LEAD_SECONDS_MAX
+        if isinstance(job, Open) and job.key.attempt < self._ring.attempt:
+            seconds_max = min(seconds_max, _EARLIER_SECONDS_MAX + max(0.0, self._attempt_since - since))
 
         def again() -> None:
             if self._pipeline.is_dropping(job.key):

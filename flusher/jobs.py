@@ -116,7 +116,7 @@ class Jobs:
     ) -> None:
         self._ring, self._store, self._lease, self._clock = ring, store, lease, clock
         self._best = best
-        self._leads, self._others = share.leads, ShareJobs(store, share)
+        self._leads, self._others = share.leads, ShareJobs(store, share.index, ring.writers)
         self._run = store.url.rstrip("/").rpartition("/")[2]
         self._orphans = OrphanedShares(store, lease, self._run, best=best, clock=clock)
         self._naming = threading.Lock()
@@ -277,7 +277,6 @@ class Jobs:
                     token=upload.token,
                     part_bytes=upload.part_bytes,
                     layout_digest=layout.digest,
-                    writers=1 if job.share is None else job.share.shares.writers,
                 ),
             )
         if job.share is not None:
@@ -298,7 +297,6 @@ class Jobs:
             token=start.token,
             part_bytes=start.part_bytes,
             layout_digest=start.layout_digest,
-            writers=share.shares.writers,
         )
         progress = Progress.begin(progress_path(self._ring.directory, job.key), head)
         self._targets[job.key] = _Target(upload, start.file, start.write_id, progress)

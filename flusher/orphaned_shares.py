@@ -1,7 +1,8 @@
 """Checkpoints whose lead is gone while flushers of other shares may still write: whoever holds the run now ends them.
 
     records of an earlier attempt ─► all sealed ─► published, as the lead would have done
-                                  └► not yet    ─► looked at again, until too late ─► void, and the upload is taken back
+                                  ├► not yet    ─► looked at again, until too late ─► void, and the upload is taken back
+                                  └► the lead's own seal is not there ─► the same at once: nobody writes that share now
 
 The lead's seal has what only the lead knew, so that nothing of its machine is needed.
 """
@@ -110,6 +111,10 @@ class OrphanedShares:
         void = records.void()  # after the seals: whoever has sealed voids no more
         if void is not None:
             raise voided(void)
+        if not seals:
+            raise PeerLost(
+                f"{records.key}: the first stager's flusher, on {start.host}, is gone before it had written its share"
+            )
         if len(seals) < start.count:
             raise NotYet(
                 f"share {len(seals) + 1} of {start.count} to be sealed, whose lead on {start.host} is gone"

@@ -23,7 +23,6 @@ from flusher.steps import Resume
 from holdfast.crc import crc32
 from holdfast.errors import ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
-from holdfast.image.shares import WRITERS_MAX
 from holdfast.ring.directory import machine_error, open_private_file
 
 _BYTES_MAX = 1 << 30
@@ -44,8 +43,6 @@ class Head(_Line):
     token: _Text
     part_bytes: Annotated[int, Field(gt=0, lt=2**62)]
     layout_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    # When it began: the next flusher here may be one of more or fewer
-    writers: Annotated[int, Field(ge=1, le=WRITERS_MAX)] = 1
 
 
 class _Part(_Line):

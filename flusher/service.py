@@ -229,6 +229,7 @@ class FlusherService:
                 self._check_old_stager_is_gone()
                 self._end_waiting("its stager did not come back: another job began")
                 self._set_attempt(handler.lead_attempt or handler.attempt)
+                self._ring.note_writers(self._ring.attempt, self._config.share.writers)
         except FencedError:
             raise
         except HoldfastError as error:
@@ -253,6 +254,7 @@ class FlusherService:
                     f"{self._config.share} after one of attempt {self._ring.attempt}; its job is over, end it"
                 )
             self._ring.set_attempt(lead_attempt)
+            self._engine.begin_attempt()
         elif not self._is_ours:
             attempt = self._lease.attempt
             self._ring.set_attempt(attempt if attempt > self._ring.attempt else self._lease.renew())

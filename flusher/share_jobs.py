@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flusher.steps import AllSealed, AwaitSeals, CrcsRead, PutCrcs, ReadCrcs, SealShare
@@ -23,7 +24,7 @@ from holdfast.checkpoints.share_records import (
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.share_sums import part_crcs, pieces_in
-from holdfast.image.shares import ImageShare, ShareNumber
+from holdfast.image.shares import ImageShare
 from holdfast.store.base import Store, Upload
 
 if TYPE_CHECKING:
@@ -37,10 +38,15 @@ class NotYet(Exception):
 
 
 class ShareJobs:
-    """The records of the checkpoints that are under way. From any worker thread; one job of a checkpoint at a time."""
+    """The records of the checkpoints that are under way. From any worker thread; one job of a checkpoint at a time.
 
-    def __init__(self, store: Store, number: ShareNumber) -> None:
-        self._store, self._number = store, number
+    Args:
+        index: Of the share that is written here; 0 leads.
+        writers_of: Tells how many flushers write the checkpoints of an attempt.
+    """
+
+    def __init__(self, store: Store, index: int, writers_of: Callable[[int], int]) -> None:
+        self._store, self._index, self._writers_of = store, index, writers_of
         self._shares: dict[CheckpointId, ImageShare | None] = {}
         self._starts: dict[CheckpointId, ShareStart] = {}
         self._seals: dict[CheckpointId, list[ShareSeal]] = {}
@@ -77,7 +83,7 @@ class ShareJobs:
     ) -> None:
         """The upload is open here. The lead says so to the others."""
         start = self._starts[key] = ShareStart.of(key, layout, share, upload, file=file, write_id=write_id)
-        if self._number.leads:
+        if self._index == 0:
             self._records(key).begin(start, layout)
 
     def put_crcs(self, job: PutCrcs) -> None:
@@ -138,24 +144,24 @@ class ShareJobs:
             self._records(key).clear(share.shares.count)
         for older in sorted(one for one in self._voided if one < key):
             with self._left_behind(older):
-                self._records(older).clear(self._number.writers)
+                self._records(older).clear(self._writers_of(older.attempt))
                 self._voided.discard(older)
 
     def is_shared(self, key: CheckpointId) -> bool:
         """Whether other flushers may write a checkpoint that ends here."""
         share = self._shares.get(key, _UNKNOWN)
-        return self._number.writers > 1 if share is _UNKNOWN else share is not None
+        return self._writers_of(key.attempt) > 1 if share is _UNKNOWN else share is not None
 
     def give_up(self, key: CheckpointId, error: HoldfastError) -> None:
         """Nobody is to publish it, unless this share is sealed: then only the lead may say so."""
         records = self._records(key)
-        if self._number.leads or not records.is_sealed(self._number.index):
-            records.put_void(self._number.index, str(error))
+        if self._index == 0 or not records.is_sealed(self._index):
+            records.put_void(self._index, str(error))
 
     def clear(self, key: CheckpointId) -> None:
         """The upload is taken back; the void stays for those who still look."""
         self._voided.add(key)
-        self._records(key).clear(self._number.writers, keep_void=True)
+        self._records(key).clear(self._writers_of(key.attempt), keep_void=True)
 
     def forget(self, key: CheckpointId) -> None:
         for table in (self._shares, self._starts, self._seals):

@@ -6,6 +6,7 @@
         checkpoint-<attempt>-<step>.json    receiving or staged, layout digest, times of the ranks; replaced whole
         flush-<attempt>-<step>     what the store has of it already (flusher/progress.py)
         layout-<digest>            Layout.to_bytes()
+        writers-<attempt>          how many flushers write its checkpoints, if this one is not alone
         stager-<attempt>           locked by the stager of that attempt, with its token
         sources-<slot>             senders of a chunk for whom its record has no room
         flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/writer_lease.py)
@@ -267,7 +268,7 @@ class Ring:
         )
         for path in directory.iterdir():
             known = path.name in names or path.name.startswith(
-                ("checkpoint-", "flush-", "layout-", "sources-", "stager-", ".new-")
+                ("checkpoint-", "flush-", "layout-", "sources-", "stager-", "writers-", ".new-")
             )
             if known:
                 path.unlink(missing_ok=True)
@@ -283,6 +284,23 @@ class Ring:
         """Change it; flusher only, between two stagers."""
         stager_file(self.directory, self.attempt).unlink(missing_ok=True)
         self._journal.set_attempt(attempt)
+
+    def note_writers(self, attempt: int, writers: int) -> None:
+        """Say how many flushers write the checkpoints of an attempt, before the first one begins. Flusher only."""
+        wanted = {key.attempt for key in self.checkpoint_names()}
+        for path in self.directory.glob("writers-*"):
+            if path.name.partition("-")[2] not in map(str, wanted):
+                path.unlink(missing_ok=True)
+        if writers > 1:
+            self._write(f"writers-{attempt}", str(writers).encode())
+
+    def writers(self, attempt: int) -> int:
+        """How many flushers write the checkpoints of an attempt, also where the ring has another one by now."""
+        try:
+            said = read_side_file(self.directory / f"writers-{attempt}").decode("ascii", "replace")
+        except FileNotFoundError:
+            return 1
+        return int(said) if re.fullmatch(r"[1-9]\d{0,3}", said, re.ASCII) else 1
 
     # -- who has it mapped ---------------------------------------------------------------------------------------
 

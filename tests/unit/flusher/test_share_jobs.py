@@ -59,6 +59,7 @@ class Writer:
         directory.mkdir()
         self.number = ShareNumber(index, 2)
         self.ring = Ring.create(directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=32, attempt=1)
+        self.ring.note_writers(1, 2)
         self.store = store
         self.lease = MemberLease() if index else WriterLease(store, 5.0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")
@@ -252,3 +253,19 @@ def test_a_lead_that_has_lost_the_run_takes_nothing_back(store: MemoryStore, wri
     assert f"{FOLDER}start" in store.objects
     assert store.open_uploads == ["step-000000005.pt"]
     member.engine.stop()
+
+
+def test_a_share_of_an_earlier_job_does_not_wait_for_a_lead_that_never_began(
+    store: MemoryStore, writers: list[Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = writers[1]
+    monkeypatch.setattr(engine_module, "_EARLIER_SECONDS_MAX", 0.0)
+    member.save()
+    for _ in range(20):
+        member.inbox.wait(0.01)
+        member.engine.turn()
+    assert member.heard.failures == []
+    member.ring.set_attempt(2)
+    member.engine.begin_attempt()
+    drain(member)
+    assert "to begin the upload" in str(member.heard.failures[-1])
