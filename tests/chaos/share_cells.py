@@ -159,8 +159,6 @@ AT_ONCE_SHARE_CELLS = tuple(
     for stage in SHARE_STAGES
     for victims in SHARE_VICTIMS
     if 0 in victims.flushers
-    # Nothing of a step whose upload has not begun says how many stagers it has: half of it is given up by name.
-    if stage.stands[0] != IDLE
 )
 FROZEN_SHARE_CELLS = tuple(
     ShareCell(stage, victims, frozen=True)
@@ -169,7 +167,6 @@ FROZEN_SHARE_CELLS = tuple(
     if victims.nodes
 )
 _ON_S3 = (
-    ("a part written", "second flusher", False),
     ("all staged, parts left", "both flushers", False),
     ("all staged, parts left", "everything", False),
     ("CRCs put", "first flusher", False),
