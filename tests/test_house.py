@@ -60,7 +60,7 @@ def test_a_map_names_all_rooms_and_files(room: str) -> None:
 # Lines that a room may have, the files of its folders included: what it has, rounded up to the next 50. A room that
 # grows pays for it here, on purpose; one that has shrunk by more than GIVEN_BACK_AT lines writes its new budget.
 BUDGETS = {
-    "flusher": 5550,
+    "flusher": 5600,
     "holdfast": 2400,
     "holdfast/checkpoints": 3650,
     "holdfast/command": 700,
@@ -70,7 +70,7 @@ BUDGETS = {
     "holdfast/notices": 850,
     "holdfast/notify": 650,
     "holdfast/policy": 400,
-    "holdfast/ring": 2000,
+    "holdfast/ring": 2050,
     "holdfast/store": 3900,
     "holdfast/telemetry": 2400,
     "holdfast/wire": 1950,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5750,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 87_550
+PRODUCT_LINES_MAX = 87_600
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
