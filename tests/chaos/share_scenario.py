@@ -81,7 +81,6 @@ _WHO: Mapping[str, tuple[str, ...]] = {
     "second flusher": ("flusher:1",),
     "everything": _EVERYTHING,
 }
-_HALF = 12  # chunks of a share, and one more than the other has
 RANK_SHARE_CELLS = tuple(
     RankShareCell(moment, where, share, number, staged, who, _WHO[who], then)
     for moment, where, share, number, staged, whos in (
@@ -96,6 +95,8 @@ RANK_SHARE_CELLS = tuple(
     )
     for who in whos
     for then in (1, 2)
+    # With one stager nobody begins the killed flusher of the second share here: tests/chaos/share_machines.py does.
+    if (who, then) != ("everything", 1)
 )
 
 
@@ -183,6 +184,6 @@ def play_rank_shares(cell: RankShareCell, request: pytest.FixtureRequest, direct
     )
     with contextlib.closing(scenario):
         scenario.kill(*cell.victims, at=cell.where, n=cell.number, staged=cell.staged)
-        if cell.then == 1 and cell.victims != _EVERYTHING:
+        if cell.then == 1:
             scenario.wait_for_flushers()
         scenario.relaunch().check()
