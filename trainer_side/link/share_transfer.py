@@ -71,7 +71,7 @@ class WholeTransfer:
         self, transfer: Transfer, count: int, changed: Callable[[WholeTransfer, TransferState | None], None]
     ) -> None:
         self.transfer, self._tell = transfer, changed
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `changed` may end another share in the same thread
         self.shares = [ShareTransfer(self, index) for index in range(count)]
 
     @property
@@ -94,8 +94,13 @@ class WholeTransfer:
             self._combine()
             if transfer.settled.is_set() and all(share.released.is_set() for share in self.shares):
                 transfer.release()
-            reached = transfer.state if transfer.state is not before else None
-        self._tell(self, reached)
+            # Under the lock, so that `told` returns after it.
+            self._tell(self, transfer.state if transfer.state is not before else None)
+
+    def told(self) -> None:
+        """Return once `changed` has been called for all states that were reached so far. Any thread."""
+        with self._lock:
+            pass
 
     def _combine(self) -> None:
         transfer, given_up = self.transfer, self.given_up

@@ -82,9 +82,9 @@ class StagerGroup:
         self._rings = RingGroup([link.fetch for link in links])
         self._lock = threading.Lock()  # of `job`, which the threads of all links change
         self._newest_step = -1
-        self._accepted: list[Transfer] = []
+        self._accepted: list[WholeTransfer] = []
         self._shares: tuple[Layout, Shares] | None = None
-        self._closed = False
+        self._closed = self._leaving = False
         self._not_at_exit: Callable[[], None] = lambda: None
         for index, link in enumerate(links):
             link.on_lost, link.on_back = partial(self._lost, index), self._back
@@ -115,7 +115,7 @@ class StagerGroup:
         for share, link in zip(whole.shares, self._links, strict=False):
             link.send(share, source, layout, shares.chunks_of(share.index))
         whole.share_changed()
-        self._accepted = [other for other in self._accepted if not other.ended.is_set()] + [transfer]
+        self._accepted = [other for other in self._accepted if not other.transfer.ended.is_set()] + [whole]
         return transfer
 
     def answer(self, step: int) -> Reason | None:
@@ -139,7 +139,13 @@ class StagerGroup:
         """Wait until what was offered is durable (or staged), say good-bye to all. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            LastTransfers(self.job, self._accepted, self._clock).wait(wait_for, seconds_max)
+            transfers = [whole.transfer for whole in self._accepted]
+            LastTransfers(self.job, transfers, self._clock).wait(wait_for, seconds_max)
+            for whole in (
+                self._accepted
+            ):  # a step that failed is declined at the other stagers before this rank leaves
+                whole.told()
+            self._leaving = True
         for link in self._links:  # first: none of them waits for another one's good-bye
             link.leave()
         for link in self._links:
@@ -176,7 +182,7 @@ class StagerGroup:
         reason = transfer.reason or DeclineCause.UNKNOWN.because("a stager gave no reason")
         told = {**transfer.record.to_json(), "reason": reason.text, "cause": reason.cause}
         self._events.emit(transfer.state.value, told, step=transfer.step)
-        if cause is None or self._closed:
+        if cause is None or self._leaving:
             return
         name = self._links[cause.index].name
         if cause.was_sent and self._links[cause.index].job.problem is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,6 +239,18 @@ def test_close_waits_until_the_lead_says_durable_and_leaves_all(scene: Scene) ->
     assert transfer.state is TransferState.DURABLE
     assert all(port.left for port in scene.ports)
     scene.group.close(seconds_max=SECONDS_MAX)
+
+
+def test_a_rank_that_closes_declines_a_step_whose_stager_it_loses_meanwhile(scene: Scene) -> None:
+    transfer = scene.offer()
+    scene.send(0)
+    closing = threading.Thread(target=lambda: scene.group.close(seconds_max=SECONDS_MAX))
+    closing.start()
+    time.sleep(0.05)  # it waits for the step by now; a slow machine makes the test easier, not wrong
+    scene.ports[1].dead = True
+    closing.join(SECONDS_MAX)
+    assert transfer.state is TransferState.FAILED
+    assert [frame.step for frame in scene.ports[0].of(Kind.DECLINE)] == [1]
 
 
 def test_a_closed_group_tells_no_stager_of_the_others(scene: Scene) -> None:
