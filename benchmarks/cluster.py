@@ -59,7 +59,7 @@ class Shape:
         store: Path or URL of the run; empty: a folder beside what the other peers write.
         folder: Where all peers write; None is the place for temporary files.
         launcher: `mpirun`, with the stager in the job; or `torchrun`, beside one that stands alone.
-        links: Of ranks and stager, each in a network namespace, without a launcher; None: all are on this machine.
+        links: Of ranks and stagers, each in a network namespace, without a launcher; None: all are on this machine.
     """
 
     model: str = "gpt2"
@@ -256,8 +256,8 @@ class Cluster:
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def cpu_seconds(self) -> float:
-        """User and system seconds so far, of ranks, their helpers, the stager and the flusher."""
-        pids = {self.flusher_pid, *self.job.pids()}  # the stager has started it, so it is there twice
+        """User and system seconds so far, of ranks, their helpers, the stagers and the flushers."""
+        pids = {*self.flusher_pids, *self.job.pids()}  # a stager has started its own, so it is there twice
         total = 0.0
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -266,15 +266,15 @@ class Cluster:
         return total
 
     @property
-    def flusher_pid(self) -> int:
-        """Process id of the flusher."""
-        return jobs.flusher_pid(self.folders.runtime)
+    def flusher_pids(self) -> list[int]:
+        """Process ids of the flushers, one for each stager."""
+        return jobs.flusher_pids(self.folders.runtime)
 
     def pids(self) -> dict[str, int]:
-        """Of stager, flusher and rank 0."""
+        """Of stager, flusher and rank 0. Of several stagers, the first."""
         return {
             "stager": self.job.find("stager"),
-            "flusher": self.flusher_pid,
+            "flusher": self.flusher_pids[0],
             "trainer": int(self.ask(do="memory")[0]["pid"]),
         }
 
@@ -287,9 +287,9 @@ class Cluster:
     def _settle(self) -> None:
         """Wait until the flusher has moved the ring, which has just grown, into huge pages: no turn is to have that."""
         deadline = time.monotonic() + _SETTLE_SECONDS_MAX
-        flusher = {"flusher": self.flusher_pid}
+        flushers = {f"flusher {pid}": pid for pid in self.flusher_pids}
         while time.monotonic() < deadline:
-            if memory.idle_cpu_percent(flusher, 1.0)["flusher"] < _SETTLED_PERCENT_MAX:
+            if max(memory.idle_cpu_percent(flushers, 1.0).values()) < _SETTLED_PERCENT_MAX:
                 return
         self.progress(f"the flusher is still busy after {_SETTLE_SECONDS_MAX:.0f} s")
 
@@ -323,12 +323,12 @@ class Cluster:
 
     def close(self) -> None:
         """End all processes in order; see `ended_by_itself`."""
-        flusher = self.flusher_pid
+        flushers = self.flusher_pids
         self.ask(do="close")
         self.hub.close()
         self._opened.close()
         self.ended_by_itself["ranks"] = self.job.end() == 0
-        self.ended_by_itself["flusher"] = jobs.end_process(flusher)
+        self.ended_by_itself["flusher"] = all(list(map(jobs.end_process, flushers)))
 
 
 @contextlib.contextmanager
@@ -353,7 +353,7 @@ def running(shape: Shape, progress: Progress) -> Iterator[Cluster]:
         try:
             kind: Callable[..., jobs.Job] = jobs.TorchrunJob if shape.launcher == "torchrun" else jobs.Job
             if shape.links is not None:
-                kind = partial(ShapedJob, links=shape.links)
+                kind = partial(ShapedJob, links=shape.links, store=store)
             with kind(
                 "ranks", shape.ranks, rank, stager, environment=environment, folder=folders.scratch
             ) as job:

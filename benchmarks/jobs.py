@@ -33,7 +33,7 @@ __all__ = [
     "StandingStager",
     "TorchrunJob",
     "end_process",
-    "flusher_pid",
+    "flusher_pids",
     "folders",
     "rank_environment",
     "run",
@@ -193,6 +193,12 @@ class StandingStager:
     Args:
         listen: The address that it listens at.
         inside: What its command begins with, such as `ip netns exec NAME`.
+        key: That of the ranks; empty: a new one.
+        name: Of its log.
+
+    Attributes:
+        address: HOST:PORT.
+        joining: The environment of ranks that have this stager alone.
 
     Raises:
         RuntimeError: It does not come to listen.
@@ -206,16 +212,19 @@ class StandingStager:
         *,
         listen: str = "127.0.0.1",
         inside: Sequence[str] = (),
+        key: str = "",
+        name: str = "stager",
     ) -> None:
-        log, key = folder / "stager.log", {"HOLDFAST_KEY": new_key()}
-        self.process = started([*inside, *command, "--listen", f"{listen}:0"], {**environment, **key}, log)
+        log, secret = folder / f"{name}.log", {"HOLDFAST_KEY": key or new_key()}
+        self.process = started([*inside, *command, "--listen", f"{listen}:0"], {**environment, **secret}, log)
         deadline = time.monotonic() + _LISTEN_SECONDS_MAX
         while not (found := re.search(r"listens at (\S+);", log.read_text(errors="replace"))):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.end()
                 raise RuntimeError(f"the stager does not listen:\n{log.read_text(errors='replace')[-4000:]}")
             time.sleep(_LOOK_SECONDS)
-        self.joining = {"HOLDFAST_STAGER": found[1], **key}
+        self.address = found[1]
+        self.joining = {"HOLDFAST_STAGER": self.address, **secret}
 
     def end(self) -> None:
         """Have it write what is staged, and end."""
@@ -287,28 +296,34 @@ def started(command: Sequence[str], environment: Mapping[str, str], log: Path) -
         )
 
 
-def flusher_pid(runtime: Path) -> int:
-    """Process id of the flusher whose ring lies under `runtime`.
+def flusher_pids(runtime: Path) -> list[int]:
+    """Process ids of the flushers whose rings lie under `runtime`: one for each stager, the first one's first.
 
     Raises:
         RuntimeError: There is none.
     """
-    for file in sorted(runtime.glob("*/flusher.pid")):
-        return int(file.read_text().split()[0])
-    raise RuntimeError(f"no flusher.pid under {runtime}")
+    found = [int(file.read_text().split()[0]) for file in sorted(runtime.glob("*/flusher.pid"))]
+    if not found:
+        raise RuntimeError(f"no flusher.pid under {runtime}")
+    return found
 
 
 def _end_flushers(runtime: Path) -> None:
-    """End what a failed benchmark left: a flusher outlives its MPI job, which is its purpose."""
-    with contextlib.suppress(RuntimeError, psutil.NoSuchProcess):
-        process = psutil.Process(flusher_pid(runtime))
-        if str(runtime) not in process.cmdline():
-            return  # a pid that was used again
-        process.terminate()
-        try:
-            process.wait(_KILL_SECONDS_MAX)
-        except psutil.TimeoutExpired:
-            process.kill()
+    """End what a failed benchmark left: a flusher outlives its job, which is its purpose."""
+    with contextlib.suppress(RuntimeError):
+        for pid in flusher_pids(runtime):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                _end_flusher(psutil.Process(pid), runtime)
+
+
+def _end_flusher(process: psutil.Process, runtime: Path) -> None:
+    if str(runtime) not in process.cmdline():
+        return  # a pid that was used again
+    process.terminate()
+    try:
+        process.wait(_KILL_SECONDS_MAX)
+    except psutil.TimeoutExpired:
+        process.kill()
 
 
 def end_process(pid: int) -> bool:

@@ -3,6 +3,8 @@
 <!-- computed: load -->    what one checkpoint is made of, by ranks and size
 <!-- computed: split -->   the same of a state that is split among the ranks, by the layout itself
 <!-- computed: stagers --> how many of a machine take a terabyte each so many minutes
+<!-- computed: intervals --> how many take 1.1 TB of 512 ranks, by what was measured of one, and their prices
+<!-- computed: constants --> what was measured of one, with its source
 <!-- computed: rings -->   how long a terabyte takes into rings of several sizes
 <!-- computed: against --> the same rules beside what was measured, from docs/figures/data
 <!-- computed: machines --> the machines, and where their figures come from
@@ -16,12 +18,17 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from benchmarks import results
+from benchmarks.experiments import shares, transport
 from benchmarks.grid import Grid
 from benchmarks.large_model import RANKS, agreed, layout_of
 from benchmarks.message_load import MessageLoad
 from benchmarks.spread import Spread, spread
+from benchmarks.stagers_by_interval import StagerLimits, stagers_by_interval
+from holdfast.image.layout import Layout
+from holdfast.image.shares import WRITERS_MAX
 from holdfast.image.slices import frames_of
 from operator_side.simulate.scale import (
     STAGERS,
@@ -46,6 +53,21 @@ _SHAPES = (
 _MINUTES = (1, 2, 5, 10, 30)
 _STORE_RATES = (float("inf"), 5e9)
 _RINGS_GIB = (1, 16, 100)
+_LARGE_BYTES = 1_100_000_000_000
+_INTERVALS = {"30 s": 30, "1 min": 60, "2 min": 120, "5 min": 300, "10 min": 600}
+# With 2 ranks; the session takes the same for a frame of 512 ranks.
+_FRAME_SECONDS, _FRAME_SOURCE = 0.12e-3, "measured at 1f3d5c6"
+_CONNECTIONS = 128  # the most that the setting `writers` admits
+_CONNECTION_RATE = 100e6
+_DOLLARS = {
+    "c7gn.4xlarge": 0.9984,
+    "c7gn.8xlarge": 1.9968,
+    "c7gn.12xlarge": 2.9952,
+    "c7gn.16xlarge": 3.9936,
+}
+_DOLLARS_SOURCE = (
+    "on demand in us-east-1; SkyPilot's catalog (catalogs/v8/aws/vms.csv at 00148f2a), read 2026-11-28"
+)
 
 
 def filled(text: str) -> str:
@@ -99,9 +121,15 @@ def _load() -> Grid:
 
 
 @functools.cache
-def _split() -> Grid:
+def _large() -> tuple[Layout, list[int]]:
+    """The image of the model of 70 B parameters, and how many frames come into each chunk."""
     layout = layout_of(agreed()[1])
-    in_chunks = [len(layout.senders(chunk)) for chunk in range(layout.chunks)]
+    return layout, [len(layout.senders(chunk)) for chunk in range(layout.chunks)]
+
+
+@functools.cache
+def _split() -> Grid:
+    layout, in_chunks = _large()
     sent = sum(extent.nbytes for frame in frames_of(layout, 0) for extent in frame.extents)
     row = (
         f"70 B parameters, AdamW, {RANKS} ranks",
@@ -136,6 +164,84 @@ def _stagers() -> Grid:
             rows.append((f"{one.name}{store}", f"{soonest:.0f} s", *map(str, needed)))
     names = ("stager", "one every, at best", *(f"every {minutes} min" for minutes in _MINUTES))
     return Grid("How many of them take 1 TB, by the time between two checkpoints", names, tuple(rows))
+
+
+class _Constants(NamedTuple):
+    """One stager's constants; beside each value its source."""
+
+    receiving_seconds: tuple[float, str]  # of a byte
+    frame_seconds: tuple[float, str]
+    frame_bytes: float
+    commit_seconds: tuple[float, str]
+
+    @classmethod
+    def measured(cls) -> _Constants:
+        tcp, growth, shared = (results.read(name) for name in ("transport", "growth", "shares"))
+        assert tcp is not None, "docs/figures/data has it"
+        per_byte = [of[transport.TCP]["cpu_seconds"] / of[transport.TCP]["nbytes"] for of in tcp["rounds"]]
+        frame_seconds = (_FRAME_SECONDS, _FRAME_SOURCE)
+        if growth is not None:
+            frame_seconds = (growth["frames"][-1]["frame_seconds"], _source(growth))
+        commit_seconds = (0.0, "not measured yet: `python -m benchmarks shares`")
+        if shared is not None:
+            commit_seconds = (shares.beyond_bytes(shared), _source(shared))
+        layout, in_chunks = _large()
+        return cls(
+            (spread(per_byte).median, _source(tcp)),
+            frame_seconds,
+            layout.image_bytes / sum(in_chunks),
+            commit_seconds,
+        )
+
+    def limits(self, card_rate: float) -> StagerLimits:
+        return StagerLimits(
+            card_rate,
+            self.receiving_seconds[0],
+            self.frame_seconds[0],
+            self.frame_bytes,
+            _CONNECTIONS,
+            _CONNECTION_RATE,
+        )
+
+
+def _source(document: dict[str, Any]) -> str:
+    of = document.get("measured") or document["recorded"]
+    return f"`{document['command']}`, {of['date']}, {of['commit']}"
+
+
+def _intervals() -> Grid:
+    constants, rows = _Constants.measured(), []
+    for one in STAGERS:
+        limits, cells = constants.limits(one.rate), []
+        for seconds in _INTERVALS.values():
+            needed = stagers_by_interval(_LARGE_BYTES, seconds, limits, constants.commit_seconds[0])
+            price = "" if needed is None else f": ${needed * _DOLLARS[one.name]:.2f}"
+            cells.append(f"{needed or f'over {WRITERS_MAX}'}{price}")
+        rows.append((one.name, f"{_size(limits.rate)}/s", limits.slowest, *cells))
+    names = ("stager", "one takes", "its limit", *(f"every {name}" for name in _INTERVALS))
+    title = f"{_size(_LARGE_BYTES)} on {RANKS} ranks: stagers, and US dollars per hour for all of them"
+    return Grid(title, names, tuple(rows))
+
+
+def _constants() -> Grid:
+    of = _Constants.measured()
+    rows = (
+        (
+            "stager's thread, receiving over TCP",
+            f"{of.receiving_seconds[0] * 1e9:.3f} CPU s/GB",
+            of.receiving_seconds[1],
+        ),
+        ("stager's thread, per frame", f"{of.frame_seconds[0] * 1e3:.3f} ms", of.frame_seconds[1]),
+        ("a frame", _size(of.frame_bytes), "computed: the layout of the 70 B parameters above"),
+        (
+            "connections to S3",
+            f"{_CONNECTIONS} of {_size(_CONNECTION_RATE)}/s",
+            "the most that `writers` admits; speed assumed",
+        ),
+        ("commit, beyond the bytes", f"{of.commit_seconds[0]:.2f} s", of.commit_seconds[1]),
+        ("prices", "see above", _DOLLARS_SOURCE),
+    )
+    return Grid("The constants", ("what", "value", "source"), rows)
 
 
 def _rings() -> Grid:
@@ -220,6 +326,8 @@ _TABLES: dict[str, Callable[[], Grid]] = {
     "load": _load,
     "split": _split,
     "stagers": _stagers,
+    "intervals": _intervals,
+    "constants": _constants,
     "rings": _rings,
     "against": _against,
     "machines": _machines,

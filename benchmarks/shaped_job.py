@@ -1,15 +1,17 @@
-"""A job whose ranks, and the stager beside them, are each in a network namespace with a link of a given width.
+"""A job whose ranks, and the stagers beside them, are each in a network namespace with a link of a given width.
 
-    rank 0 ── eth0, tbf ──┐
-    rank 1 ── eth0, tbf ──┼── bridge ── tbf ── eth0 ── stager, flusher
-    ...                   ┘
+    rank 0 ── eth0, tbf ──┐         ┌── tbf ── eth0 ── stager 1/S, flusher
+    rank 1 ── eth0, tbf ──┼── bridge┤
+    ...                   ┘         └── tbf ── eth0 ── stager S/S, flusher
 
-A rank's link is shaped towards the stager, the stager's where all of them come together. Needs root, `ip` and `tc`.
+A rank's link is shaped towards the stagers, a stager's where the ranks' bytes come together. Without a stager beside
+them, rank 0 starts one: then the link towards rank 0 is a stager's. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -19,22 +21,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from benchmarks.jobs import Job, StandingStager, started
+from holdfast.net.key import new_key
 
 __all__ = ["Links", "ShapedJob", "why_not"]
 
 _BURST_BYTES = 64 << 10
 _END_SECONDS_MAX = 60.0
-_STAGER = "10.79.1.1"
+_NETWORK = "10.79.1"  # each job has a bridge, which nothing else can be reached over
+_FIRST_STAGER, _FIRST_RANK = 1, 10
 _MASTER_PORT = "29500"  # in a namespace of its own nobody else has it
+_NUMBERS = itertools.count()  # several jobs of this process have links at the same time
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bits a second: of each rank's link, and of the stager's."""
+    """The links of a job.
+
+    Attributes:
+        rank_bits: Bits a second of each rank's.
+        stager_bits: Of each stager's.
+        stagers: How many receive a share of each image, at most 9. 0: rank 0 starts one beside it.
+    """
 
     rank_bits: int
     stager_bits: int
+    stagers: int = 1
 
 
 def why_not() -> str:
@@ -46,7 +60,7 @@ def why_not() -> str:
 
 
 class ShapedJob(Job):
-    """Arguments as of `Job`, and the links."""
+    """Arguments as of `Job`, the links, and the store that a stager of rank 0 writes to."""
 
     def __init__(
         self,
@@ -58,43 +72,76 @@ class ShapedJob(Job):
         environment: Mapping[str, str],
         folder: Path,
         links: Links,
+        store: str,
     ) -> None:
-        self.log = folder / f"{name}.log"
-        self._prefix = f"hfb{os.getpid() % 100_000}"
+        self.log, number = folder / f"{name}.log", next(_NUMBERS)
+        # A device's name has at most 15 characters.
+        self._prefix = f"hf{os.getpid() % 100_000}x{number % 100}"
+        self._spaces = f"holdfast-bench-{os.getpid()}-{number}"
         self._stack = contextlib.ExitStack()
+        self._stagers: list[StandingStager] = []
         self._ranks: list[subprocess.Popen[bytes]] = []
+        self._towards_stagers: list[str] = []
         with contextlib.ExitStack() as failing:
             failing.callback(self._stack.close)
             _run("ip", "link", "add", self._prefix, "type", "bridge")
             self._stack.callback(_run, "ip", "link", "delete", self._prefix)
             _run("ip", "link", "set", self._prefix, "up")
-            inside = self._space("s", _STAGER)
+            inside = [self._space(f"r{rank}", _rank(rank), links.rank_bits) for rank in range(ranks)]
+            if links.stagers:
+                joining = self._begin(links.stagers, last, environment, folder)
+            else:
+                self._towards_stagers.append(f"{self._prefix}r0")
+                # The ranks share a host name, so that rank 0 would take them to be on its own machine.
+                listen = f"{_rank(0)}:0"
+                joining = {"HOLDFAST_STAGER": "own", "HOLDFAST_STORE": store, "HOLDFAST_LISTEN": listen}
             self.widen(links.stager_bits)
-            stager = StandingStager(last, environment, folder, listen=_STAGER, inside=inside)
-            self._stager = self._stack.enter_context(stager)
             for rank in range(ranks):
-                inside = self._space(f"r{rank}", f"10.79.1.{rank + 10}", links.rank_bits)
                 own = {
                     **environment,
-                    **self._stager.joining,
+                    **joining,
                     "RANK": str(rank),
                     "WORLD_SIZE": str(ranks),
-                    "MASTER_ADDR": "10.79.1.10",
+                    "MASTER_ADDR": _rank(0),
                     "MASTER_PORT": _MASTER_PORT,
                     "GLOO_SOCKET_IFNAME": "eth0",
                 }
                 log = self.log if rank == 0 else folder / f"{name}-{rank}.log"
-                self._ranks.append(started([*inside, sys.executable, *trainer], own, log))
+                self._ranks.append(started([*inside[rank], sys.executable, *trainer], own, log))
             failing.pop_all()
         self._process = self._ranks[0]
 
+    def _begin(
+        self, count: int, command: Sequence[str], environment: Mapping[str, str], folder: Path
+    ) -> dict[str, str]:
+        """Start the stagers, each with its share; what the environment of their ranks has of them."""
+        key = new_key()
+        for index in range(count):
+            address, name = f"{_NETWORK}.{_FIRST_STAGER + index}", f"s{index}"
+            stager = StandingStager(
+                [*command, "--share", f"{index + 1}/{count}"] if count > 1 else command,
+                environment,
+                folder,
+                listen=address,
+                inside=self._space(name, address),
+                key=key,
+                name=f"stager-{index + 1}",
+            )
+            self._stagers.append(self._stack.enter_context(stager))
+            self._towards_stagers.append(self._prefix + name)
+        return {
+            "HOLDFAST_STAGER": ",".join(stager.address for stager in self._stagers),
+            "HOLDFAST_KEY": key,
+        }
+
     def widen(self, stager_bits: int) -> None:
-        """Give the stager's link this width from now on."""
-        _shape(f"{self._prefix}s", stager_bits)
+        """Give each stager's link this width from now on."""
+        for device in self._towards_stagers:
+            _shape(device, stager_bits)
 
     def _space(self, name: str, address: str, bits: int = 0) -> list[str]:
         """Make a namespace with that address; what a command in it begins with."""
-        space, wire = f"holdfast-bench-{os.getpid()}-{name}", f"{self._prefix}{name}"
+        space, wire = f"{self._spaces}-{name}", f"{self._prefix}{name}"
         _run("ip", "netns", "add", space)
         self._stack.callback(_run, "ip", "netns", "delete", space)
         _run("ip", "link", "add", wire, "type", "veth", "peer", "name", "eth0", "netns", space)
@@ -109,12 +156,19 @@ class ShapedJob(Job):
         return inside
 
     def find(self, word: str) -> int:
-        """As `Job`."""
-        return self._stager.process.pid if word == "stager" else super().find(word)
+        """As `Job`. Of several stagers, the first."""
+        if word == "stager" and self._stagers:
+            return self._stagers[0].process.pid
+        return super().find(word)
 
     def pids(self) -> list[int]:
         """As `Job`."""
-        return [self._stager.process.pid, *(rank.pid for rank in self._ranks)]
+        found = []
+        for begun in (*(stager.process.pid for stager in self._stagers), *(rank.pid for rank in self._ranks)):
+            found.append(begun)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [child.pid for child in psutil.Process(begun).children(recursive=True)]
+        return found
 
     @property
     def ended(self) -> bool:
@@ -122,10 +176,11 @@ class ShapedJob(Job):
         return any(rank.poll() is not None for rank in self._ranks)
 
     def end(self) -> int:
-        """As `Job`; the stager ends after it."""
+        """As `Job`; the stagers end after it."""
         deadline = time.monotonic() + _END_SECONDS_MAX
         codes = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in self._ranks]
-        self._stager.end()
+        for stager in self._stagers:
+            stager.end()
         return max(map(abs, codes))
 
     def __exit__(self, *_: object) -> None:
@@ -134,6 +189,11 @@ class ShapedJob(Job):
                 rank.kill()
                 rank.wait()
         self._stack.close()
+
+
+def _rank(number: int) -> str:
+    """Its address."""
+    return f"{_NETWORK}.{_FIRST_RANK + number}"
 
 
 def _shape(device: str, bits: int, inside: Sequence[str] = ()) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from benchmarks.experiments import launchers, restore, s3, sharded, transport
+from benchmarks.experiments import launchers, restore, s3, sharded, shares, transport
 from benchmarks.experiments.goodput import EFFECTIVE
 from benchmarks.experiments.makespan import overheads, shortest
 from benchmarks.experiments.table import medians, ratio
@@ -251,6 +251,24 @@ def _loss_beside(peer: str) -> Callable[[Document], Verdict]:
     return judge
 
 
+def _shared(way: str, limit: float) -> Callable[[Document], Verdict]:
+    """Of several stagers: staged and durable, each as a part of one stager's."""
+
+    def judge(document: Document) -> Verdict:
+        named = {"staged": _STAGED, "durable": _DONE}
+        return _worst(
+            {what: shares.against_one(document, way, figure) for what, figure in named.items()}, limit
+        )
+
+    return judge
+
+
+def _commit(document: Document) -> Verdict:
+    added = {way: shares.added_requests(document, way) for way, of in document["stagers"].items() if of > 1}
+    text = "; ".join(f"{way} stagers: {most}" for way, most in added.items())
+    return Verdict(text, all(most <= 2 for most in added.values()))
+
+
 _DONE, _STALL, _STAGED = "done_seconds", "stall_seconds", "staged_seconds"
 _SAVE = "torch.save+fsync"
 _OVER = "raw_over"
@@ -474,6 +492,9 @@ TARGETS = (
         "goodput",
         _loss_beside("dcp-thread"),
     ),
+    Target("two stagers / one, each behind a link of its own", "at most 0.6", "shares", _shared("2", 0.6)),
+    Target("four stagers / one, each behind a link of its own", "at most 0.35", "shares", _shared("4", 0.35)),
+    Target("store requests that the commit of several stagers adds", "at most 2", "shares", _commit),
     Target("CPU seconds of a checkpoint, all processes", "at most 0.8", "table", _cpu_seconds),
     Target("memory of a rank, N = 1", "slice + 64 MiB", "table", _memory),
     Target("memory over 200 checkpoints", "flat", "steady", _flat),

@@ -32,6 +32,7 @@ EXPERIMENTS = {
     "rings": "PGT by size of the stager's ring, smaller than the image included",
     "slices": "PGT and CST by number of ranks",
     "shards": "PGT by number of ranks, each with a link of its own, and where the stager's link is the limit; as root",
+    "shares": "One image by 1, 2 and 4 stagers behind a link each, and by the job's own stager; as root",
     "flights": "Slowdown by number of checkpoints in flight, 1 to 4, and by interval, over a slow store",
     "scaling": "What grows with 2 to 32 ranks and with 10 to 10,000 tensors",
     "growth": "What holdfast computes for 512 ranks, a terabyte, ten thousand tensors: parts alone, transport played",

@@ -124,6 +124,8 @@ def stager_per_frame(ranks: int, chunks: int, ring_chunks: int) -> dict[str, flo
 def _play(
     service: StagerService, port: StubPort, flusher: Channel, ring: Ring, layout: Layout
 ) -> dict[str, float]:
+    for rank in range(layout.ranks):  # no verdict comes before a rank is welcome
+        port.say(rank, Kind.HELLO, body=b"{}")
     port.say(0, Kind.LAYOUT, body=layout.to_bytes())
     service._turn()
     body = wire.to_json({"layout_digest": layout.digest})

@@ -8,4 +8,4 @@ from benchmarks.on_paper import PAGE, filled
 def test_the_page_is_what_is_computed() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert filled(text) == text, "run: python -m benchmarks.on_paper"
-    assert text.count("<!-- computed: ") == text.count("<!-- end -->") == 6
+    assert text.count("<!-- computed: ") == text.count("<!-- end -->") == 8
