@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from holdfast.errors import ConfigError, ProtocolError
+from holdfast.errors import ConfigError, ProtocolError, StoreError
 from holdfast.ring.directory import machine_error, open_private_file
 
 _BYTES_MAX = 1 << 28
@@ -51,10 +51,15 @@ def read_side_file(path: Path) -> bytes:
 
 
 def write_side_file(path: Path, data: bytes) -> None:
-    """Replace a file beside a ring, whole. Raises `StoreError` when the machine lacks room or descriptors."""
+    """Replace a file beside a ring, whole. Raises `StoreError`: the machine lacks room or descriptors, or the flusher
+    has ended and removed the ring.
+    """
     # In memory: a rename is enough, there is nothing to sync.
     temporary = path.with_name(f".new-{os.getpid()}-{path.name}")
-    fd = open_private_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        fd = open_private_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    except FileNotFoundError as error:
+        raise StoreError(f"{path.parent}: the ring is gone, because its flusher has ended") from error
     try:
         with open(fd, "wb") as file:  # noqa: PTH123
             file.write(data)

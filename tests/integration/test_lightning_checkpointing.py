@@ -5,11 +5,10 @@ holdfast's as well.
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.support.job import environment
-from tests.support.swift import free_port
+from tests.support.torchrun import torchrun_command
 
 SECONDS_MAX = 250.0
 _SCRIPT = """
@@ -18,6 +17,7 @@ import signal
 import sys
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 from trainer_side.frameworks.lightning import HoldfastCallback, HoldfastEnvironment
 
@@ -39,12 +39,12 @@ class Model(LightningModule):
     def on_train_start(self):
         print("begins at", self.trainer.global_step, flush=True)
 
-steps = sys.argv[1]
+steps, *more = sys.argv[1:]
 Trainer(
     accelerator="cpu",
     devices=1,
     plugins=[HoldfastEnvironment("gloo")],
-    callbacks=[HoldfastCallback(every=2)],
+    callbacks=[HoldfastCallback(every=2), *([ModelCheckpoint("best")] if more else [])],
     enable_checkpointing=False,
     enable_progress_bar=False,
     logger=False,
@@ -61,10 +61,8 @@ def test_holdfast_saves_and_lightning_does_not(tmp_path: Path) -> None:
 
     def fit(*arguments: str) -> subprocess.CompletedProcess[str]:
         env = {"HOLDFAST_TIERS": f"file:{disk}", "HOLDFAST_STORE": str(tmp_path / "store")}
-        env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return subprocess.run(
-            [sys.executable, str(script), *arguments],
+            torchrun_command(1, [str(script), *arguments]),
             env=environment(tmp_path / "runtime", **env),
             cwd=tmp_path,
             capture_output=True,
@@ -83,3 +81,7 @@ def test_holdfast_saves_and_lightning_does_not(tmp_path: Path) -> None:
     assert "rank 0 received a preemption notice" in done.stderr
     assert "Received SIGTERM" not in done.stderr
     assert not [*tmp_path.rglob("*.ckpt")]
+    # What Lightning saves itself is still switched off by name.
+    done = fit("8", "and its own")
+    assert done.returncode != 0
+    assert "MisconfigurationException" in done.stderr

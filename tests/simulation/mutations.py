@@ -201,8 +201,8 @@ MUTATIONS = {
             "proof_removed_alone",
             "verification of a checkpoint removes its proof",
             "flusher.verify_and_prune",
-            '            self._guarded(self._prune, "old checkpoints not removed")\n            if manifest is not None and (',
-            '            self._guarded(lambda: self._proofs.removed(key, known.file), "x")\n            if manifest is not None and (',
+            '            self._guarded(self._prune, "old checkpoints not removed")\n        finally:',
+            '            self._guarded(lambda: self._proofs.removed(key, known.file), "x")\n        finally:',
             900,
         ),
         _one(

@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 SMALL = ("--chunk-bytes", "64KiB", "--ring-bytes", "4MiB", "--keep-last", "0")
+_FLUSHER_SECONDS_MAX = 60.0
 _MAIN_JOB_KEYS = ("model", "optimizer", "scheduler", "data", "rng")
 
 
@@ -70,6 +71,7 @@ class Cluster:
     ) -> None:
         self.directory, self.store, self._env = directory, store, env
         self._script, self._stager, self._forked, self.started = script, stager, forked, 0
+        self._last: Job | None = None
 
     def start(
         self,
@@ -85,11 +87,14 @@ class Cluster:
         """A fresh cluster: nothing is left of the one before but the store. With `runtime`: on that machine. `rewrite`
         changes the mpirun line; `env` and `forked` are for this start alone.
         """
+        is_forked = self._forked if forked is None else forked
+        if is_forked and runtime is None and self._last is not None and self._last.process.poll() is not None:
+            self._await_last_flusher()
         self.started += 1
         name = f"cluster-{self.started}"
         self.runtime = runtime or self.directory / f"runtime-{self.started}"
-        make = ForkedJob if (self._forked if forked is None else forked) else Job
-        return make(
+        make = ForkedJob if is_forked else Job
+        self._last = make(
             ranks,
             [self._script, str(self.directory / name), *arguments],
             ["--store", self.store, *self._stager] if stager else None,
@@ -98,6 +103,20 @@ class Cluster:
             ulfm=ulfm,
             rewrite=rewrite,
         )
+        return self._last
+
+    def _await_last_flusher(self) -> None:
+        """The flusher of a job that was killed ends a moment after its stager, and owns the run until then."""
+        pid_file = runtime_directory(self.store, self.runtime) / "flusher.pid"
+        deadline = time.monotonic() + _FLUSHER_SECONDS_MAX
+        while time.monotonic() < deadline:
+            try:
+                pid = int(pid_file.read_text())
+            except (FileNotFoundError, ValueError):  # it has ended, or has just made the file
+                return
+            if not psutil.pid_exists(pid):
+                return
+            time.sleep(0.05)
 
     def out(self, number: int) -> Path:
         """Where the ranks of start `number` write."""

@@ -38,7 +38,9 @@ class JobState:
         self.attempt = attempt or 0  # the newest of them; 0 without a stager
         self.problem: HoldfastError | None = None  # why the stager is lost now
         self.staged_step = self.durable_step = -1  # the newest ones; -1 before the first
-        self._clock, self._new_pickle_reserve_bytes = clock, 0
+        self.new_pickle_reserve_bytes = 0  # for rank 0's pickle, once it has outgrown its reserve
+        self.group: JobState | None = None  # of all stagers, if there are several
+        self._clock = clock
         self._last_problem: HoldfastError | None = None
         self._lost_before, self._lost_at = TimesLost(), 0.0
 
@@ -59,13 +61,10 @@ class JobState:
         losses, seconds = self._lost_before
         return TimesLost(losses + 1, seconds + self._clock() - self._lost_at)
 
-    @property
-    def new_pickle_reserve_bytes(self) -> int:
-        """For rank 0's pickle, once it has outgrown its reserve; 0 before."""
-        return self._new_pickle_reserve_bytes
-
     def has_outgrown(self, new_reserve_bytes: int) -> None:
-        self._new_pickle_reserve_bytes = max(self._new_pickle_reserve_bytes, new_reserve_bytes)
+        self.new_pickle_reserve_bytes = max(self.new_pickle_reserve_bytes, new_reserve_bytes)
+        if self.group is not None:
+            self.group.has_outgrown(new_reserve_bytes)
 
     def has_lost(self, error: HoldfastError) -> bool:
         """Whether `error` is the last loss of the stager, even if it is reached again."""

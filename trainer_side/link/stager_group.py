@@ -54,10 +54,8 @@ class GroupState(JobState):
             clock=clock,
         )
         self._links = links
-
-    @property
-    def new_pickle_reserve_bytes(self) -> int:
-        return max(link.job.new_pickle_reserve_bytes for link in self._links)
+        for link in links:
+            link.job.group = self
 
     def has_lost(self, error: HoldfastError) -> bool:
         return super().has_lost(error) or any(link.job.has_lost(error) for link in self._links)

@@ -31,7 +31,7 @@ from trainer_side.ranks.c10d_store import JobStore, StoreMailbox, append, open_j
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import LonePeers, Peers
 from trainer_side.ranks.ports import no_stager
-from trainer_side.ranks.started_stager import StartedStager, connected
+from trainer_side.ranks.started_stager import StagerTarget, StartedStager, connected
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 _T = TypeVar("_T")
@@ -134,12 +134,10 @@ class C10dWorld:
         key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
         port = self._ports[index] = connected(
             config,
-            config.stagers[index],
-            key or None,
+            StagerTarget(config.stagers[index], key or None, lead_attempt),
             rank=self.rank,
             ranks=self.ranks,
             start=self._start(generation),
-            lead_attempt=lead_attempt,
             seconds_max=config.reconnect_seconds_max if generation else config.start_seconds_max,
         )
         return port

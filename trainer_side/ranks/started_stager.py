@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import IO, Protocol
+from typing import IO, NamedTuple, Protocol
 
 from holdfast.config import OWN_STAGER, StagerConfig, TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
@@ -294,8 +294,7 @@ class StartedStager:
             key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
         return connected(
             config,
-            self._place.address,
-            key or None,
+            StagerTarget(self._place.address, key or None),
             rank=self._rank,
             ranks=self._ranks,
             start=self._start._replace(generation=generation),
@@ -303,27 +302,33 @@ class StartedStager:
         )
 
 
+class StagerTarget(NamedTuple):
+    """A stager to connect to.
+
+    Attributes:
+        address: `HOST:PORT`.
+        key: None: that of a stager of this user on this machine.
+        lead_attempt: As `Hello.lead_attempt`.
+    """
+
+    address: str
+    key: bytes | None
+    lead_attempt: int = 0
+
+
 def connected(
-    config: TrainerConfig,
-    address: str,
-    key: bytes | None,
-    *,
-    rank: int,
-    ranks: int,
-    start: Start,
-    seconds_max: float,
-    lead_attempt: int = 0,
+    config: TrainerConfig, target: StagerTarget, *, rank: int, ranks: int, start: Start, seconds_max: float
 ) -> TcpStagerPort:
-    """The way to a stager at `address`, with the settings of `config`; raises as `TcpStagerPort.connect`."""
+    """The way to a stager, with the settings of `config`; raises as `TcpStagerPort.connect`."""
     return TcpStagerPort.connect(
-        address=address,
-        key=key,
+        address=target.address,
+        key=target.key,
         rank=rank,
         ranks=ranks,
         launch=start.launch,
         incarnation=start.incarnation,
         generation=start.generation,
-        lead_attempt=lead_attempt,
+        lead_attempt=target.lead_attempt,
         connections=config.connections,
         reconnect_seconds_max=config.reconnect_seconds_max,
         start_seconds_max=seconds_max,

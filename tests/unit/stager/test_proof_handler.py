@@ -54,6 +54,19 @@ def test_a_proof_is_written_when_all_ranks_have_said_it(tmp_path: Path) -> None:
     assert around.to_flusher == ["proof"]
 
 
+def test_a_proof_outlives_a_ring_that_its_flusher_has_taken_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    around = Around(tmp_path / "gone")
+    handler = _handler(around)
+    for rank in (0, 1):
+        _say(handler, rank)
+    assert "the ring is gone, because its flusher has ended" in caplog.text
+    around.flusher.ring.directory = tmp_path  # the next flusher's
+    handler.again()
+    assert read_proofs(tmp_path) == [_record(KEY)]
+
+
 def test_proofs_of_the_job_before_stay(tmp_path: Path) -> None:
     for step in (3, 7):
         handler = _handler(Around(tmp_path))

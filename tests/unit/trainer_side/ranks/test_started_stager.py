@@ -14,7 +14,7 @@ from holdfast.own_stager import OwnStagerPlace
 from tests.support.restoring import Ranks, ThreadPeers
 from trainer_side.ranks import started_stager
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.ranks.started_stager import StagerStarter, StartedStager
+from trainer_side.ranks.started_stager import StagerStarter, StagerTarget, StartedStager
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 NAMED, OWN = "node-9:29411", OwnStagerPlace("127.0.0.1:7", "k" * 32)
@@ -51,8 +51,7 @@ class Net:
     def _connected(
         self,
         _: TrainerConfig,
-        address: str,
-        key: bytes | None,
+        target: StagerTarget,
         *,
         rank: int,
         ranks: int,
@@ -60,6 +59,7 @@ class Net:
         seconds_max: float,
     ) -> TcpStagerPort:
         assert ranks >= 1
+        address, key = target.address, target.key
         self.asked.append((rank, address, key, start.generation))
         if address not in self.answer or rank in self.deaf:
             self.now += seconds_max
