@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 SMALL = ("--chunk-bytes", "64KiB", "--ring-bytes", "4MiB", "--keep-last", "0")
-_FLUSHER_SECONDS_MAX = 60.0
+_FLUSHER_SECONDS_MAX = 10.0
 _MAIN_JOB_KEYS = ("model", "optimizer", "scheduler", "data", "rng")
 
 
@@ -88,7 +88,7 @@ class Cluster:
         changes the mpirun line; `env` and `forked` are for this start alone.
         """
         is_forked = self._forked if forked is None else forked
-        if is_forked and runtime is None and self._last is not None and self._last.process.poll() is not None:
+        if runtime is None and self._last is not None and self._last.process.poll() is not None:
             self._await_last_flusher()
         self.started += 1
         name = f"cluster-{self.started}"
