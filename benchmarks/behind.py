@@ -27,7 +27,7 @@ def behind(document: Document) -> str:
 
 
 def _less(what: str, ours: float, others: Mapping[str, float], unit: str, digits: int) -> Iterator[str]:
-    """Those that have less than holdfast of what one wants little of."""
+    """Peers whose figure is below holdfast's, where less is better."""
     ahead = {name: value for name, value in others.items() if round(value, digits) < round(ours, digits)}
     if ahead:
         named = ", ".join(f"{name} {value:.{digits}f}{unit}" for name, value in ahead.items())
@@ -117,7 +117,7 @@ def _goodput(document: Document) -> Iterator[str]:
 
 
 def _more(what: str, ours: float, others: Mapping[str, float]) -> Iterator[str]:
-    """Those that have more than holdfast of what one wants much of."""
+    """Peers whose figure is above holdfast's, where more is better."""
     ahead = {name: value for name, value in others.items() if round(value, 1) > round(ours, 1)}
     if ahead:
         named = ", ".join(f"{name} {value:.1f} %" for name, value in ahead.items())

@@ -9,7 +9,7 @@ No figure is typed by hand.
 <!-- drawn: makespan resnet -->  pictures, those whose experiment was measured
 … <!-- end -->
 
-What stands under one heading was measured on one machine: a page that mixes two is refused.
+Figures under one heading come from one machine: a page that mixes two is refused.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _require_one_machine_each(text: str, documents: Mapping[str, dict[str, Any] 
 
 
 def _experiments(kind: str, what: str) -> list[str]:
-    """Whose figures a marker asks for; the targets have a table for each machine."""
+    """The experiments whose figures a marker asks for; the targets have a table for each machine."""
     if kind == "drawn":
         return list(
             dict.fromkeys(drawing.PICTURES[name][0] for name in what.split() if name in drawing.PICTURES)

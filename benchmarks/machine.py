@@ -62,7 +62,7 @@ def measured() -> dict[str, str]:
 
 
 def _git(root: Path, *words: str) -> str:
-    """What git said; empty where there is no git, or no repository."""
+    """The output of git; empty where there is no git, or no repository."""
     try:
         done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
     except OSError:

@@ -16,7 +16,7 @@ __all__ = ["StagerLimits", "checkpoint_seconds", "stagers_by_interval"]
 
 @dataclass(frozen=True)
 class StagerLimits:
-    """What one stager and its flusher let pass.
+    """Throughput of one stager and its flusher.
 
     Attributes:
         card_rate: Bytes a second of the network card, each way.

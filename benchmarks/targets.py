@@ -232,7 +232,7 @@ def _restored_memory(document: Document) -> Verdict:
 
 
 def _effective(document: Document) -> Verdict:
-    """Of a model: `goodput` says so."""
+    """Targets of a model, which `goodput` computes."""
     ours = {of["mtbf_hours"]: of["effective"] for of in document["effective"] if of["strategy"] == OURS}
     text = "; ".join(f"{100 * share:.1f} % at {60 * mtbf:.0f} min" for mtbf, share in ours.items())
     wanted = zip(ours.values(), EFFECTIVE.values(), strict=True)
@@ -252,7 +252,7 @@ def _loss_beside(peer: str) -> Callable[[Document], Verdict]:
 
 
 def _shared(way: str, limit: float) -> Callable[[Document], Verdict]:
-    """Of several stagers: staged and durable, each as a part of one stager's."""
+    """Targets of several stagers: staged and durable, each as a part of one stager's."""
 
     def judge(document: Document) -> Verdict:
         named = {"staged": _STAGED, "durable": _DONE}

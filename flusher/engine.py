@@ -141,7 +141,7 @@ class Engine:
             if key in self._opened:
                 self.listener.began(key, self._opened[key])
             return
-        # As its stager had it: the next one may be one of more or fewer.
+        # The number of shares when its stager began it: the next job may have more or fewer stagers.
         share = self._share_of(layout, self._ring.writers(key.attempt))
         if share is not None and not share.chunks:
             no_share = f"this flusher is {self._share}, and the image has only {share.shares.count} shares"

@@ -177,7 +177,7 @@ class ShareMachines:
 
     def __init__(self, place: Path, url: str, cell: ShareCell) -> None:
         self.place, self.url, self.sizes = place, url, SIZES[cell.store]
-        # Only where a share is gone for good it is waited for in vain.
+        # A flusher waits without end only for a share that is gone for good.
         self.waits_seconds = WAITS_SECONDS if cell.survives else WAITS_SECONDS_LOST
         self.images = {step: self._image(step) for step in (BEFORE, STEP, AFTER)}
         layout = self.images[STEP].layout
@@ -244,7 +244,7 @@ class ShareMachines:
             stager.channel.send("staged", attempt=attempt, step=STEP)
 
     def objects(self) -> dict[str, bytes]:
-        """What is published, byte by byte."""
+        """The published files, byte by byte."""
         store = open_store(self.url)
         return {info.name: store.read(info.name) for info in store.list() if info.name.startswith("step-")}
 

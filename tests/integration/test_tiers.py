@@ -134,7 +134,7 @@ def check_resumed_alone(cluster: Cluster, reference: Path, memory: Path, *, lost
         job.wait(60)
     if lost:
         check_refused_without_the_slices_of_a_rank(cluster, [memory, cluster.directory / "disk"], alone)
-        # The machine was started anew: what was in its memory is gone.
+        # The machine was restarted, so its memory is lost.
         for path in memory.iterdir():
             shutil.rmtree(path)
     with cluster.start(RANKS, *RUN, stager=False, env=alone, forked=True) as job:

@@ -55,7 +55,7 @@ KEY = CheckpointId(1, 5)
 
 
 class Store:
-    """What the flushers share."""
+    """The store that the flushers share."""
 
     def __init__(self, image: Image, shares: Shares) -> None:
         self.image, self.index, self.shares = image, LayoutIndex(image.layout), shares
