@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5150,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 86_750
+PRODUCT_LINES_MAX = 86_800
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

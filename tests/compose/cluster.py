@@ -16,8 +16,8 @@ import yaml  # type: ignore[import-untyped]
 
 from tests.compose.engine import BASE, BRIDGE, Engine
 from tests.support.cluster import wait_until
+from tests.support.free_port import free_port
 from tests.support.job import REPOSITORY
-from tests.support.swift import free_port
 
 __all__ = ["NFS", "ComposeCluster", "running_compose"]
 

@@ -22,8 +22,8 @@ import psutil
 
 from tests.infra.jobset_policies import JobSetPolicies
 from tests.support.cluster import wait_until
+from tests.support.free_port import free_port
 from tests.support.job import HOLDFAST, environment
-from tests.support.swift import free_port
 
 __all__ = ["PlayedJobSet", "PlayedPod"]
 

@@ -19,7 +19,7 @@ from tests.infra.sky_tasks import PlayedJobGroup
 from tests.infra.toolbox import INFRA
 from tests.integration.jobs import in_a_pod
 from tests.support.cluster import wait_until
-from tests.support.swift import free_port
+from tests.support.free_port import free_port
 
 __all__ = [
     "add_to_pod",

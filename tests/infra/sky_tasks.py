@@ -16,8 +16,8 @@ from typing import Any
 
 from tests.infra.engine import PlayedPod
 from tests.support.cluster import wait_until
+from tests.support.free_port import free_port
 from tests.support.job import environment
-from tests.support.swift import free_port
 
 __all__ = ["PlayedJobGroup"]
 

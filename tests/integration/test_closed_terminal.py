@@ -23,9 +23,9 @@ from operator_side.supervise.exit_codes import AGAIN
 from tests.integration.jobs import supervised, train
 from tests.integration.test_run import SETTINGS, Run, run
 from tests.support.cluster import SMALL, Cluster, wait_until
+from tests.support.free_port import free_port
 from tests.support.job import HOLDFAST, environment
 from tests.support.main_job import PAUSE_AT, RUN, SAVED
-from tests.support.swift import free_port
 from tests.support.torchrun import by_torchrun
 
 __all__ = ["run"]

@@ -19,22 +19,17 @@ from holdfast.telemetry.spans import root_ids
 from tests.integration.jobs import train
 from tests.support.cluster import SMALL, Cluster, wait_until
 from tests.support.collector import Collector, collecting
+from tests.support.free_port import free_port
 from tests.support.images import from_torch_file
 from tests.support.stager_client import FlusherProcess, StagerClient
 
 
 def two_free_ports() -> int:
     """A port that is free, as is the next one."""
-    for _ in range(100):
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
-    raise AssertionError("no two free ports side by side")
+    first, second = free_port(), free_port()
+    while second != first + 1:
+        first, second = second, free_port()
+    return first
 
 
 def test_a_port_in_use_is_a_warning_and_checkpoints_go_on(tmp_path: Path) -> None:

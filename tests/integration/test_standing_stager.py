@@ -23,11 +23,11 @@ from holdfast.net.key import new_key
 from tests.support.certificates import TestAuthority
 from tests.support.cluster import check_continued, check_loadable, load, losses, same, wait_until
 from tests.support.events import read_events
+from tests.support.free_port import free_port
 from tests.support.job import Job, environment
 from tests.support.main_job import EVERY, PAUSE_AT, RUN, SAVED, STEPS
 from tests.support.standing_scene import RANKS, Scene
 from tests.support.standing_stager import standing_stager
-from tests.support.swift import free_port
 from tests.support.torchrun import by_torchrun
 from trainer_side.ranks.connecting import Connector
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from tests.support.free_port import free_port
 from tests.support.job import HOLDFAST, Job
 from tests.support.rank_server import ForkedRanks
-from tests.support.swift import free_port
 
 __all__ = ["ForkedJob"]
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.swift import free_port
+from tests.support.free_port import free_port
 
 __all__ = ["running_moto"]
 

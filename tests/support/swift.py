@@ -14,7 +14,6 @@ import fcntl
 import http.client
 import logging
 import os
-import random
 import shutil
 import socket
 import subprocess
@@ -24,7 +23,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["SwiftServer", "free_port", "install", "running_swift"]
+from tests.support.free_port import free_port
+
+__all__ = ["SwiftServer", "install", "running_swift"]
 
 _log = logging.getLogger("holdfast.tests.swift")
 
@@ -72,18 +73,6 @@ def install() -> Path:
                 subprocess.run(command, check=True, capture_output=True, text=True)
             stamp.write_text(_REQUIREMENT)
     return _HOME / "bin"
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nothing listens on at this moment.
-
-    Below those that the kernel gives away: between now and the server's start another test may ask it for many.
-    """
-    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", random.randrange(10_000, max(first_given, 20_000))))
-            return int(probe.getsockname()[1])
 
 
 class SwiftServer:

@@ -6,7 +6,7 @@
     after close()  ─► SIGTERM ends the process, SIGUSR1 does nothing
 
 A second one within two seconds is the first one again: Slurm sends a signal to every process of a job, and torchrun
-and `holdfast rank` among them pass it on.
+and `holdfast rank` among them pass it on. SIGTERM ends a forked child as it would without the watch.
 
 The handler is Python's: it runs between two operations of the main thread, and so after the collective call or kernel
 launch that thread is in. A handler that the script had set before is called as well, each time. The handler stays until
@@ -100,3 +100,12 @@ class Signal:
         elif number == signal.SIGTERM and not (is_news or same):
             signal.signal(number, self._before if self._before is not None else signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _restore_sigterm() -> None:
+    """In a forked child: Python's handler would wait for the call that the child is in, such as a long sleep."""
+    if isinstance(source := getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Signal):
+        signal.signal(signal.SIGTERM, source._before if source._before is not None else signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_restore_sigterm)

@@ -15,13 +15,9 @@ from holdfast.config import FlusherConfig
 from holdfast.telemetry import metrics_server
 from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.metrics_page import serve_metrics
+from tests.support.free_port import free_port
 
 DEADLINE_SECONDS = 60.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def descriptors() -> int:
