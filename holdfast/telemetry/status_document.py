@@ -87,6 +87,13 @@ class StatusLine(_Words):
     text: _Text = ""
 
 
+class FailuresStatus(_Words):
+    """Attempts that were interrupted, and the seconds of all attempts."""
+
+    failures: _Whole
+    seconds: _Seconds
+
+
 class StatusDocument(_Words):
     """All that one process says.
 
@@ -99,6 +106,7 @@ class StatusDocument(_Words):
         waits_at: Standing stager without a job only: HOST:PORT, where it waits for one.
         resume: Stager only: how the first step of this job compares with that of the run before (`resume_proof`);
             `resume_text`: the same as a sentence; both empty where nothing was resumed.
+        seen: Flusher only: the failures of the run before the newest job; None: not known.
         interval_why: Stager that has brought the ranks to an interval (`every="auto"`): the reason, for people.
     """
 
@@ -119,6 +127,7 @@ class StatusDocument(_Words):
     stager_attached: bool | None = None
     work_ended_at_unix: _Number | None = None
     transport: Transport | None = None
+    seen: FailuresStatus | None = None
     interval_why: _Text = ""
     resume: Literal["", "verified resume", "differs", "not proven"] = ""
     resume_text: _Text = ""

@@ -16,7 +16,7 @@ from holdfast.command.output import plain, seconds, size, table
 from holdfast.telemetry.status_document import RankStatus, StatusLine
 from operator_side.page.words import dollars
 from operator_side.status.ring_files import RingCheckpoint
-from operator_side.status.run_status import LEVELS, RunStatus, Timings
+from operator_side.status.run_status import FAILURES, LEVELS, RunStatus, Timings
 from operator_side.status.status_text import age, head_lines, line_text, lost_steps, resumes_from
 
 _BAR_CELLS = 16
@@ -169,7 +169,10 @@ def _timings(status: RunStatus, ascii_only: bool) -> list[RenderableType]:
             Text(f"interval: every {every.steps} steps or {seconds(every.seconds)}, from the last two saves")
         )
         if every.why:  # the reason begins with the steps, which the line above has
-            found.append(Text(f"  auto: {plain(every.why).removeprefix(f'every {every.steps} steps: ')}"))
+            why = plain(every.why).partition(FAILURES)[0].removeprefix(f"every {every.steps} steps: ")
+            found.append(Text(f"  auto: {why}"))
+    if status.failures:
+        found.append(Text(plain(status.failures)))
     return found
 
 
