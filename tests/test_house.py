@@ -88,21 +88,21 @@ BUDGETS = {
     "stager": 4800,
     "stager/session": 1400,
     "trainer_side": 2250,
-    "trainer_side/convert": 2050,
-    "trainer_side/data": 950,
+    "trainer_side/convert": 1900,
+    "trainer_side/data": 900,
     "trainer_side/frameworks": 1150,
     "trainer_side/link": 2250,
     "trainer_side/notice": 1150,
     "trainer_side/pace": 500,
     "trainer_side/proof": 750,
     "trainer_side/ranks": 3050,
-    "trainer_side/restore": 7250,
-    "trainer_side/save": 6100,
-    "trainer_side/state": 4950,
-    "trainer_side/tiers": 5150,
+    "trainer_side/restore": 6800,
+    "trainer_side/save": 5950,
+    "trainer_side/state": 4750,
+    "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 86_800
+PRODUCT_LINES_MAX = 85_700
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
