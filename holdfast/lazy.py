@@ -14,11 +14,8 @@ def lazy_names(
     package: str, modules: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` for a package whose names are defined in modules that are expensive to import.
-
-    Args:
-        package: `__name__` of the package.
-        modules: Full name of a module, with the names that the package takes from it.
-        submodules: Modules of the package that are names of it themselves.
+    `modules`: full name of a module, with the names that the package takes from it. `submodules`: modules of the
+    package that are names of it themselves.
     """
     homes = {name: module for module, names in modules.items() for name in names}
 

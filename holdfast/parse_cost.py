@@ -46,12 +46,8 @@ def check_cost(cost: int, received_bytes: int, factor: int) -> None:
 
 
 def inflate_json(data: bytes | bytearray | memoryview, bytes_max: int) -> bytes:
-    """Decompress JSON that `zlib.compress` packed, within the limit.
-
-    Raises:
-        InputTooLarge: It is above `bytes_max`, or above the limit for what was received.
-        ValueError: It is truncated.
-        zlib.error: It is not zlib data.
+    """Decompress JSON that `zlib.compress` packed, within the limit. Raises `InputTooLarge`: it is above `bytes_max`,
+    or above the limit for what was received; `ValueError`: it is truncated; `zlib.error`: it is not zlib data.
     """
     inflater, received_bytes = zlib.decompressobj(), len(data)
     raw, cost = bytearray(), 0

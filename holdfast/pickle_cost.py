@@ -90,10 +90,7 @@ _TWO_LINES = {_CODES["GLOBAL"], _CODES["INST"]}
 
 def check_pickle(pickled: bytes | memoryview, tuples_max: int | None = None) -> int:
     """Refuse a pickle that takes more memory than the limit for its size. Returns how deep tuples are nested in it;
-    just above `tuples_max` where they are deeper.
-
-    Raises:
-        InputTooLarge: It does; says which opcode asks for it.
+    just above `tuples_max` where they are deeper. Raises `InputTooLarge`: it does; says which opcode asks for it.
     """
     return _Walk(bytes(pickled), tuples_max).run()
 

@@ -45,20 +45,14 @@ class StepRange(NamedTuple):
 
 
 class Rewound(NamedTuple):
-    """How `holdfast rewind` has brought training back to a checkpoint.
+    """How `holdfast rewind` has brought training back to a checkpoint."""
 
-    Attributes:
-        to_step: The step from which training goes on.
-        from_step: The newest step that had a checkpoint when the run was rewound.
-        skipped: First and last training step of each range whose batches are left out from here on, both included, in
-            the order in which they are left out.
-        reason: The text of `--reason`.
-    """
-
-    to_step: int
-    from_step: int
+    to_step: int  # the step from which training goes on
+    from_step: int  # the newest step that had a checkpoint when the run was rewound
+    # first and last training step of each range whose batches are left out from here on, both included, in the order in
+    # which they are left out
     skipped: tuple[StepRange, ...]
-    reason: str = ""
+    reason: str = ""  # the text of `--reason`
 
     def __str__(self) -> str:
         left_out = f", without the batches of steps {told(self.skipped)}" if self.skipped else ""
@@ -83,26 +77,20 @@ def told(ranges: Iterable[StepRange]) -> str:
 
 
 class Rewind(BaseModel):
-    """The record that `holdfast rewind` writes: the begin of a branch.
-
-    Attributes:
-        attempt: The claim under which it was made. Higher attempts write the branch.
-        to: Attempt and step of the checkpoint from which the branch goes on.
-        newest: The newest checkpoint of the line that was left.
-        skips: First and last training step of each range whose batches are left out, in ascending order. The numbers
-            are those of the training that goes on from `to` without leaving anything out.
-        made_at: For people.
-    """
+    """The record that `holdfast rewind` writes: the begin of a branch."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     format: Literal["holdfast-rewind/1"] = "holdfast-rewind/1"
+    # the claim under which it was made. Higher attempts write the branch.
     attempt: Annotated[int, Field(ge=1, lt=2**62)]
     write_id: Annotated[str, Field(max_length=1024)]
-    to: _Id
-    newest: _Id
+    to: _Id  # attempt and step of the checkpoint from which the branch goes on
+    newest: _Id  # the newest checkpoint of the line that was left
+    # first and last training step of each range whose batches are left out, in ascending order. The numbers are those
+    # of the training that goes on from `to` without leaving anything out.
     skips: Annotated[tuple[tuple[_Whole, _Whole], ...], Field(max_length=SKIPS_MAX)] = ()
-    made_at: Annotated[str, Field(max_length=64)] = ""
+    made_at: Annotated[str, Field(max_length=64)] = ""  # for people
     reason: Annotated[str, Field(max_length=REASON_CHARACTERS_MAX)] = ""
 
     @property
@@ -165,11 +153,8 @@ class Branches:
 
     @classmethod
     def read(cls, store: Store, objects: Sequence[ObjectInfo]) -> Self:
-        """The branches by a listing of the run; only records of rewinds are read.
-
-        Raises:
-            DamageError: A record cannot be read, or was renamed.
-            StoreError: The store failed.
+        """The branches by a listing of the run; only records of rewinds are read. Raises `DamageError`: a record cannot
+        be read, or was renamed; `StoreError`: the store failed.
         """
         found = []
         for info in objects:

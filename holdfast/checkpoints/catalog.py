@@ -38,25 +38,17 @@ _NEAR_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class CatalogItem:
-    """One manifest of the run, readable or not.
-
-    Attributes:
-        attempt: The attempt; of one that cannot be read and has it not in its name, the newest of the run.
-        manifest: The manifest; None when it cannot be read.
-        fault: Why restore does not use it, for people; empty when it may.
-        file_bytes: Size of the portable file in the store; None without the file.
-        has_proof: Whether a proof lies beside it, so that a resume from it can be proven.
-        unopened: The store lists the manifest and does not give it, which is the fault: nobody knows what it says.
-    """
+    """One manifest of the run, readable or not."""
 
     name: str
-    attempt: int
+    attempt: int  # the attempt; of one that cannot be read and has it not in its name, the newest of the run
     step: int
-    manifest: Manifest | None
-    fault: str
-    file_bytes: int | None
+    manifest: Manifest | None  # the manifest; None when it cannot be read
+    fault: str  # why restore does not use it, for people; empty when it may
+    file_bytes: int | None  # size of the portable file in the store; None without the file
+    # the store lists the manifest and does not give it, which is the fault: nobody knows what it says
     unopened: bool = False
-    has_proof: bool = False
+    has_proof: bool = False  # whether a proof lies beside it, so that a resume from it can be proven
 
     @property
     def order(self) -> CheckpointId:
@@ -93,13 +85,8 @@ class CatalogItem:
 
 
 class CatalogLook:
-    """One listing of a run, of which manifests are read one by one. May be used from any thread.
-
-    Args:
-        step: Only of this step; None: of all.
-
-    Attributes:
-        is_empty: Whether there is nothing at all at the URL.
+    """One listing of a run, of which manifests are read one by one. May be used from any thread. `step`: only of this
+    step; None: of all. `is_empty`: whether there is nothing at all at the URL.
     """
 
     def __init__(self, store: Store, step: int | None = None) -> None:
@@ -145,10 +132,8 @@ class CatalogLook:
         `progress`: told the bytes of each, in the calling thread.
 
         A manifest that is pruned meanwhile is left out. One that is listed and cannot be opened has that as its fault.
-
-        Raises:
-            StoreError: The store failed, and a retry may mend it. That a manifest is damaged or may not be read is no
-                error.
+        Raises `StoreError`: the store failed, and a retry may mend it. That a manifest is damaged or may not be read is
+        no error.
         """
         todo = deque(self.names if names is None else names)
         ahead: deque[tuple[ListedManifest, Future[bytes]]] = deque()
@@ -221,9 +206,7 @@ class CatalogLook:
 
 
 class Catalog:
-    """The checkpoints of one run. Holds no state but the store: each call looks again. May be used from any
-    thread.
-    """
+    """The checkpoints of one run. Holds no state but the store: each call looks again. May be used from any thread."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -240,10 +223,8 @@ class Catalog:
         """Every manifest, newest first, each read when its turn comes. One that cannot be read and does not have its
         attempt in its name stands where the newest attempt would have put it.
 
-        Sizes are compared, bytes are not read: restore checks every chunk's CRC as it reads.
-
-        Raises:
-            StoreError: The store failed. A manifest that is damaged, or vanishes meanwhile, is no error.
+        Sizes are compared, bytes are not read: restore checks every chunk's CRC as it reads. Raises `StoreError`: the
+        store failed. A manifest that is damaged, or vanishes meanwhile, is no error.
         """
         return self.look().items()
 
@@ -268,11 +249,9 @@ class Catalog:
         """The manifest of `step`, in its newest attempt of the current line, else of any; or without a step the newest
         good one of the current line, with a warning for each newer one that is not.
 
-        A step that is requested by number is returned even if its state is bad, so that people can inspect it.
-
-        Raises:
-            StoreMissing: No run, no checkpoint in it, or no such step; names the steps that are near.
-            DamageError: There is one, but it cannot be used; or a record of a rewind cannot be read.
+        A step that is requested by number is returned even if its state is bad, so that people can inspect it. Raises
+        `StoreMissing`: no run, no checkpoint in it, or no such step; names the steps that are near; `DamageError`:
+        there is one, but it cannot be used; or a record of a rewind cannot be read.
         """
         if step is not None:
             return self._of_step(step)

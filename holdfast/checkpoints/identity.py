@@ -13,18 +13,13 @@ from holdfast.process import boot_id
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The process and the machine of a writer.
-
-    Attributes:
-        pid_namespace: Pids mean something only within it: containers of one machine share host and boot.
-        started: Its start time in ticks since boot, 0 where the system does not tell.
-    """
+    """The process and the machine of a writer."""
 
     host: str
     boot_id: str
-    pid_namespace: str
+    pid_namespace: str  # pids mean something only within it: containers of one machine share host and boot
     pid: int
-    started: int
+    started: int  # its start time in ticks since boot, 0 where the system does not tell
 
     @classmethod
     def of_this_process(cls) -> Identity:
@@ -57,9 +52,7 @@ class Identity:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a process in ticks since boot; 0 if the system does not tell; None if there is no such
-    process.
-    """
+    """Start time of a process in ticks since boot; 0 if the system does not tell; None if there is no such process."""
     if not Path("/proc/self/stat").exists():
         return 0
     try:

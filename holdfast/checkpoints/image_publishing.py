@@ -52,17 +52,11 @@ class ChunkFinisher:
         return len(self._chunk_crcs)
 
     def finish(self, memory: memoryview, sources: tuple[Source, ...]) -> int:
-        """Fill the CRC fields of the next chunk.
-
-        Args:
-            memory: All of its bytes.
-            sources: Each sender, and the CRC-32 of its frame.
+        """Fill the CRC fields of the next chunk. `sources`: each sender, and the CRC-32 of its frame. Raises
+        `DamageError`: a frame has another CRC-32.
 
         Returns:
             The CRC-32 of the chunk as it is then.
-
-        Raises:
-            DamageError: A frame has another CRC-32.
         """
         chunk = self.chunk
         crcs = list(verify_chunk(memory, self.index, chunk, sources, key=self._key))

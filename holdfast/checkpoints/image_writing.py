@@ -79,10 +79,8 @@ def write_parts(
     limit of one writer, `upload` gets the parts in their order. `read`: from any thread.
 
     Memory is two parts where one is written at a time; else one for each request, within a quarter of the available
-    memory and 4 GiB, the copies among it that frames of several pieces take while they are read.
-
-    Raises:
-        ProtocolError: The parts are no multiple of the chunks.
+    memory and 4 GiB, the copies among it that frames of several pieces take while they are read. Raises
+    `ProtocolError`: the parts are no multiple of the chunks.
     """
     layout = image.layout
     nbytes_max = min(upload.part_bytes, layout.image_bytes)

@@ -111,10 +111,7 @@ def clear_intents(
     so does one whose write-id `is_wanted`: its upload goes on, or is another process's. `objects`: a listing of the
     run; None: it is listed. Returns the files that were removed.
 
-    Only for the run's one writer.
-
-    Raises:
-        StoreError: The store failed; may be called again.
+    Only for the run's one writer. Raises `StoreError`: the store failed; may be called again.
     """
     removed: list[str] = []
     for info in store.list() if objects is None else objects:

@@ -87,16 +87,11 @@ class _LeaseRecord(BaseModel):
 
 
 class LeasedRun(NamedTuple):
-    """A run that is ours.
+    """A run that is ours."""
 
-    Attributes:
-        store: The run; it looks at the claim in each try of what others can see.
-        check: Sees that the run is still ours, and beats; to be called often.
-    """
-
-    store: Store
+    store: Store  # the run; it looks at the claim in each try of what others can see
     attempt: int
-    check: Callable[[], None]
+    check: Callable[[], None]  # sees that the run is still ours, and beats; to be called often
 
 
 class Lease:
@@ -127,11 +122,8 @@ class Lease:
         stops at its next publish. `identity`: the holder; None: this process. `tried` gets the `write_id` of each claim
         that the store was asked to make: one of them may be there although no answer came.
 
-        Blocks for up to two heartbeats when the last writer was on another host and did not release its claim.
-
-        Raises:
-            FencedError: Another writer is alive, or was faster.
-            StoreError: The store failed.
+        Blocks for up to two heartbeats when the last writer was on another host and did not release its claim. Raises
+        `FencedError`: another writer is alive, or was faster; `StoreError`: the store failed.
         """
         identity = identity or Identity.of_this_process()
         for _ in range(_TAKE_ROUNDS_MAX):
@@ -172,11 +164,8 @@ class Lease:
 
     def check(self, *, at_once: bool = False) -> None:
         """Check that this process still holds the lease. Call before every act that others can see. `at_once`: ask the
-        store once, for a caller that tries again by itself.
-
-        Raises:
-            FencedError: A higher attempt exists, or our claim is another's or gone.
-            StoreError: The store failed, so it is not known.
+        store once, for a caller that tries again by itself. Raises `FencedError`: a higher attempt exists, or our claim
+        is another's or gone; `StoreError`: the store failed, so it is not known.
         """
         store, url, attempt = self._at_once if at_once else self._store, self._store.url, self.attempt
         attempts = _attempts(store)
@@ -209,8 +198,7 @@ class Lease:
     def release(self) -> None:
         """Say that this writer has ended in order, so that the next need not wait. May be called twice.
 
-        Not raised, only logged: that the run is another's by now, or that the store fails. It ends either
-        way.
+        Not raised, only logged: that the run is another's by now, or that the store fails. It ends either way.
         """
         with self._lock:
             if self._record.released:
@@ -245,10 +233,7 @@ def newest_attempt(store: Store) -> int:
 def names_tell(store: Store, objects: Sequence[ObjectInfo]) -> bool:
     """Whether a manifest without an attempt in its name is of attempt 1: no older version has ever written to this run.
 
-    Each claim says so if the one before it did, or if there was nothing yet.
-
-    Raises:
-        StoreError: The store failed.
+    Each claim says so if the one before it did, or if there was nothing yet. Raises `StoreError`: the store failed.
     """
     return _says_named(store, _attempts(store, objects))
 
@@ -266,10 +251,8 @@ def may_live(store: Store, before_attempt: int) -> str:
     """Holder of the newest attempt before this one, if it may still be at work; empty if it has ended.
 
     Never waits. In the same place its process is looked up, whatever its claim says: that of a job without a stager is
-    released from the first. Elsewhere a claim that is not released counts as alive.
-
-    Raises:
-        StoreError: The store failed.
+    released from the first. Elsewhere a claim that is not released counts as alive. Raises `StoreError`: the store
+    failed.
     """
     older = [attempt for attempt in _attempts(store) if attempt < before_attempt]
     record = _read(store, older[-1]) if older else None
@@ -284,10 +267,7 @@ def runs_here(store: Store) -> str:
     """A process other than this one that has claimed the run and still runs in this place; empty without one.
 
     Claims that are released count as well: those of jobs without a stager are, and a tool may have claimed the run
-    since.
-
-    Raises:
-        StoreError: The store failed.
+    since. Raises `StoreError`: the store failed.
     """
     mine = Identity.of_this_process()
     for attempt in reversed(_attempts(store)):
@@ -305,10 +285,7 @@ def _holder(record: _LeaseRecord) -> str:
 
 def note_attempt(store: Store, attempt: int) -> bool:
     """Leave word that this attempt is taken, by a job that has no claim: later ones get higher numbers. Returns False
-    if somebody else has taken it.
-
-    Raises:
-        StoreError: The store failed.
+    if somebody else has taken it. Raises `StoreError`: the store failed.
     """
     older = [one for one in _attempts(store) if one < attempt]
     record = _LeaseRecord(

@@ -36,8 +36,7 @@ def is_metric_name(name: Any) -> bool:
 class BestRule(BaseModel):
     """Which checkpoints are best: those with the lowest (`min`) or highest (`max`) value of a metric.
 
-    Where values are equal, the older checkpoint is better. Every checkpoint with a caveat comes
-    after those without.
+    Where values are equal, the older checkpoint is better. Every checkpoint with a caveat comes after those without.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)

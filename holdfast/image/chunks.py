@@ -36,10 +36,8 @@ def verify_chunk(
 ) -> tuple[int, ...]:
     """CRC every segment once; combine each sender's in the order of its frame and compare with what it stated.
 
-    The chunk's CRC fields in `memory` are zeroed. Returns the CRC of each segment.
-
-    Raises:
-        DamageError: naming rank, chunk and the tensors in its frame.
+    The chunk's CRC fields in `memory` are zeroed. Returns the CRC of each segment. Raises `DamageError`: naming rank,
+    chunk and the tensors in its frame.
     """
     layout = index.layout
     base = chunk * layout.chunk_bytes
@@ -99,9 +97,7 @@ def patch_chunk(
 
     These CRCs are taken from a copy that still has the verified CRCs: a bit that flipped in the ring since then, or
     flips after this, does not get a CRC that fits it. The segments are headers and the central directory, so small.
-
-    Raises:
-        DamageError: naming the chunk; a segment is no longer what was verified.
+    Raises `DamageError`: naming the chunk; a segment is no longer what was verified.
     """
     layout, fields = index.layout, index.fields[chunk]
     base, segments = chunk * layout.chunk_bytes, layout.segments(chunk)

@@ -56,15 +56,10 @@ _CHUNKS_KEPT = 64  # of a layout with patterns: whose pieces need not be found a
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one image for a given number of ranks. Immutable, the same on each rank.
-
-    Args:
-        chunk_bytes: Size of a chunk; a multiple of 4096.
-        spared: Ranks without a slice, ascending; not all of them. Empty but in layouts of older versions.
-
-    Raises:
-        ProtocolError: The parts contradict each other, or too many ranks send into one chunk. A layout also comes from
-            outside (wire, disk), so all that is used as an offset or a size is checked here.
+    """The layout of one image for a given number of ranks. Immutable, the same on each rank. `chunk_bytes`: size of a
+    chunk; a multiple of 4096. `spared`: ranks without a slice, ascending; not all of them. Empty but in layouts of
+    older versions. Raises `ProtocolError`: the parts contradict each other, or too many ranks send into one chunk. A
+    layout also comes from outside (wire, disk), so all that is used as an offset or a size is checked here.
     """
 
     image_bytes: int

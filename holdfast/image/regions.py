@@ -159,15 +159,9 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """How the tensors of one shape are split. Immutable.
-
-    Args:
-        regions: In any order; none of them empty.
-        holders: The ranks that hold each region, ascending; at least one.
-
-    Raises:
-        ProtocolError: The regions leave the tensor, overlap, or leave a gap; or a rank holds two of them. It also comes
-            from outside.
+    """How the tensors of one shape are split. Immutable. `regions`: in any order; none of them empty. `holders`: the
+    ranks that hold each region, ascending; at least one. Raises `ProtocolError`: the regions leave the tensor, overlap,
+    or leave a gap; or a rank holds two of them. It also comes from outside.
     """
 
     shape: tuple[int, ...]
@@ -296,10 +290,7 @@ class Pattern:
 
 def unite(shape: Sequence[int], item_bytes: int, held: Sequence[Region | None]) -> Pattern:
     """The pattern of a tensor from what each rank says it holds. `held`: by rank; None, or an empty region, where a
-    rank holds nothing.
-
-    Raises:
-        ProtocolError: See `Pattern`.
+    rank holds nothing. Raises `ProtocolError`: see `Pattern`.
     """
     holders: dict[Region, list[int]] = {}
     for rank, region in enumerate(held):

@@ -165,15 +165,11 @@ def drifted_groups(groups: Sequence[Sequence[int]], step: int) -> str:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Replicas that differ at one checkpoint.
-
-    Attributes:
-        drifted: rank → paths of tensors in which it differs from most ranks.
-        undecided: Paths in which no majority agrees, so that nobody can say who drifted → the groups of equal ranks.
-    """
+    """Replicas that differ at one checkpoint."""
 
     step: int
-    drifted: dict[int, list[str]]
+    drifted: dict[int, list[str]]  # rank → paths of tensors in which it differs from most ranks
+    # paths in which no majority agrees, so that nobody can say who drifted → the groups of equal ranks
     undecided: dict[str, list[list[int]]]
 
     @property

@@ -20,10 +20,8 @@ def new_key() -> str:
 
 
 def read_key(key: str | None, key_file: Path | None) -> bytes:
-    """The key that a process was given; empty if it was given none.
-
-    Raises:
-        ConfigError: Both are given; the file cannot be read, or other users may read it; the key is too short.
+    """The key that a process was given; empty if it was given none. Raises `ConfigError`: both are given; the file
+    cannot be read, or other users may read it; the key is too short.
     """
     if key is not None and key_file is not None:
         raise ConfigError("key and key_file are both set; set one of them")

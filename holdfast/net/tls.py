@@ -129,13 +129,9 @@ AnySocket = socket.socket | TlsSocket
 
 
 class StagerTls:
-    """The stager's side. A certificate that is renewed in its file is taken without a restart.
-
-    Args:
-        cert: File with the stager's certificate, and those between it and the authority that ranks trust.
-
-    Raises:
-        ConfigError: They cannot be read, or do not belong together.
+    """The stager's side. A certificate that is renewed in its file is taken without a restart. `cert`: file with the
+    stager's certificate, and those between it and the authority that ranks trust. Raises `ConfigError`: they cannot be
+    read, or do not belong together.
     """
 
     def __init__(self, cert: Path, key: Path) -> None:
@@ -189,13 +185,8 @@ def _no_password() -> str:
 
 
 class RankTls:
-    """A rank's side. Any thread.
-
-    Args:
-        ca: File with the certificates that are trusted: an authority's, or the stager's own.
-
-    Raises:
-        ConfigError: It cannot be read.
+    """A rank's side. Any thread. `ca`: file with the certificates that are trusted: an authority's, or the stager's
+    own. Raises `ConfigError`: it cannot be read.
     """
 
     def __init__(self, ca: Path) -> None:
@@ -215,11 +206,9 @@ class RankTls:
             ) from None
 
     def wrap(self, sock: socket.socket, address: Address) -> TlsSocket:
-        """A connection to this address, after the TLS handshake. The time-out of `sock` holds for it.
-
-        Raises:
-            ConfigError: The stager's certificate is not trusted, or it does not speak TLS.
-            OSError: The connection has ended.
+        """A connection to this address, after the TLS handshake. The time-out of `sock` holds for it. Raises
+        `ConfigError`: the stager's certificate is not trusted, or it does not speak TLS; `OSError`: the connection has
+        ended.
         """
         try:
             return TlsSocket(self._context.wrap_socket(sock, server_hostname=address.host))

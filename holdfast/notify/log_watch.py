@@ -22,11 +22,8 @@ _LOOK_SECONDS = 0.5
 
 
 class LogWatch(threading.Thread):
-    """See the module. Starts itself; lines that the log has already are not told.
-
-    Args:
-        events: The event log; it need not exist yet.
-        notifier: Closed by this thread at its end.
+    """See the module. Starts itself; lines that the log has already are not told. `events`: the event log; it need not
+    exist yet. `notifier`: closed by this thread at its end.
     """
 
     def __init__(self, events: Path, notifier: Notifier) -> None:

@@ -43,17 +43,9 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class Webhook:
-    """A URL that takes messages. Any thread.
-
-    Args:
-        url: The URL, as the user gave it.
-        timeout_seconds: Seconds of silence after which a try has failed.
-
-    Attributes:
-        name: The URL for people, without its secret part.
-
-    Raises:
-        ConfigError: It is no such URL; the message has no part of it but the scheme.
+    """A URL that takes messages. Any thread. `url`: the URL, as the user gave it. `timeout_seconds`: seconds of silence
+    after which a try has failed. `name`: the URL for people, without its secret part. Raises `ConfigError`: it is no
+    such URL; the message has no part of it but the scheme.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:

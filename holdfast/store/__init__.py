@@ -43,11 +43,8 @@ _PARTS_LOCAL, _PARTS_S3, _PARTS_OTHER = 2, 8, 4
 
 def open_store(url: str) -> Store:
     """The store of the run at `url`, with retries. Touches no network: `Store.check` does. `url`: a local path,
-    `file:///path`, `s3://bucket/prefix`, or any URL that an installed fsspec driver takes.
-
-    Raises:
-        ConfigError: The URL is empty or malformed, holds a password, or no driver for its scheme is
-            installed.
+    `file:///path`, `s3://bucket/prefix`, or any URL that an installed fsspec driver takes. Raises `ConfigError`: the
+    URL is empty or malformed, holds a password, or no driver for its scheme is installed.
     """
     from holdfast.store.retrying import Retrying
 
@@ -138,11 +135,9 @@ def refuse_missing_parent(store_url: str, *, create: bool) -> None:
     """Check that the parent of a run's directory exists. `create`: the setting; directories above the run's own may be
     made then. Only paths are looked at.
 
-    A parent that is missing is a file system that is not mounted, more often than a new place. Directories made on
-    the empty mount point would take checkpoints that nobody finds again, until the root disk is full.
-
-    Raises:
-        StoreError: Neither the run's directory nor the one above it exists.
+    A parent that is missing is a file system that is not mounted, more often than a new place. Directories made on the
+    empty mount point would take checkpoints that nobody finds again, until the root disk is full. Raises `StoreError`:
+    neither the run's directory nor the one above it exists.
     """
     if create or not is_local(store_url):
         return

@@ -96,18 +96,14 @@ class Upload(Protocol):
 
 
 class BegunUpload(NamedTuple):
-    """An upload that a dead process began, as far as it is known.
-
-    Attributes:
-        part_bytes: The upload's `part_bytes`.
-        crc32s: CRC-32 of parts as the caller recorded them; a part that the store is known to hold with another one
-            does not count as written.
-    """
+    """An upload that a dead process began, as far as it is known."""
 
     nbytes: int
-    part_bytes: int
+    part_bytes: int  # the upload's `part_bytes`
     write_id: str
     token: str
+    # CRC-32 of parts as the caller recorded them; a part that the store is known to hold with another one does not
+    # count as written
     crc32s: Mapping[int, int] = MappingProxyType({})
 
 
@@ -189,11 +185,8 @@ class Store(Protocol):
         """Go on with an upload that a dead process began with `begin`, under the same name.
 
         Only the run's single writer may call this. Parts that the dead process was still sending may or may not count.
-
-        Raises:
-            StoreMissing: Nothing of the upload is left (swept, aborted), or the token belongs to another one;
-                `begin_anew`.
-            StoreError: Not retriable: the backend cannot resume.
+        Raises `StoreMissing`: nothing of the upload is left (swept, aborted), or the token belongs to another one;
+        `begin_anew`; `StoreError`: not retriable: the backend cannot resume.
         """
         ...
 

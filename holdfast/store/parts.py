@@ -25,13 +25,8 @@ class Part(NamedTuple):
 
 
 class PartLedger:
-    """Counts the parts of one upload. Thread-safe.
-
-    Args:
-        nbytes: Size of the whole file; at least 1.
-
-    Raises:
-        StoreError: A size is not positive.
+    """Counts the parts of one upload. Thread-safe. `nbytes`: size of the whole file; at least 1. Raises `StoreError`: a
+    size is not positive.
     """
 
     def __init__(self, what: str, *, nbytes: int, part_bytes: int) -> None:

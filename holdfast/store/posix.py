@@ -160,9 +160,7 @@ class PosixStore:
             sync_directory(here)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file only if the name is free: a hard link to the finished temporary file, which is
-        atomic.
-        """
+        """Write a small file only if the name is free: a hard link to the finished temporary file, which is atomic."""
         path = self._path(name)
         temporary = self._prepare(path, name, data)
         with (

@@ -68,10 +68,8 @@ def sync_directory(directory: Path | int) -> None:
 def opened_directory(root: Path, directory: Path) -> Iterator[int]:
     """A descriptor of `directory`, which lies below `root`. No link on the way from `root` is followed.
 
-    Calls relative to it act in that very directory, even if its path leads elsewhere by then.
-
-    Raises:
-        StoreError: A part of the way is a symbolic link; names it.
+    Calls relative to it act in that very directory, even if its path leads elsewhere by then. Raises `StoreError`: a
+    part of the way is a symbolic link; names it.
     """
     descriptor, place = os.open(root, _DIRECTORY), root
     try:
@@ -92,10 +90,8 @@ def opened_directory(root: Path, directory: Path) -> Iterator[int]:
 def refuse_links(root: Path, directory: Path) -> None:
     """Check that no directory between `root` and `directory` is a symbolic link, which might lead out of the run.
 
-    The run's own directory, and what is above it, may be links: a person has set them.
-
-    Raises:
-        StoreError: One is; names it.
+    The run's own directory, and what is above it, may be links: a person has set them. Raises `StoreError`: one is;
+    names it.
     """
     place = root
     for part in directory.relative_to(root).parts:

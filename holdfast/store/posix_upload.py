@@ -53,16 +53,10 @@ _TOKEN = re.compile(r"inode-([0-9]{1,20})")
 
 
 class PosixUpload(PartedUpload):
-    """Upload to a temporary file; `publish` gives it its name. `write_part` may be called from any thread.
-
-    Args:
-        temporary: Where it is written; on the same file system.
-        token: Token of an upload that another process began; None begins one.
-        room: Room of a retired file, which a new upload may use.
-
-    Raises:
-        StoreMissing: Nothing of the upload that `token` names is left.
-        StoreError: No room (needed and free bytes in the message), no permission.
+    """Upload to a temporary file; `publish` gives it its name. `write_part` may be called from any thread. `temporary`:
+    where it is written; on the same file system. `token`: token of an upload that another process began; None begins
+    one. `room`: room of a retired file, which a new upload may use. Raises `StoreMissing`: nothing of the upload that
+    `token` names is left; `StoreError`: no room (needed and free bytes in the message), no permission.
     """
 
     def __init__(
@@ -96,9 +90,7 @@ class PosixUpload(PartedUpload):
         return f"inode-{self._inode}"
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:  # noqa: ARG002
-        """Write a part to its place. The buffers' bytes are what is read back later; the file system checks
-        no CRC.
-        """
+        """Write a part to its place. The buffers' bytes are what is read back later; the file system checks no CRC."""
         if self._failure is not None:
             raise self._failure
         views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]

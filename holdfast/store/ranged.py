@@ -17,13 +17,8 @@ if TYPE_CHECKING:
 
 
 class RangedFile(io.RawIOBase):
-    """Seekable and read-only. Has a position, so each thread takes its own.
-
-    Args:
-        nbytes: Its size in bytes if known; else the store is asked.
-
-    Raises:
-        StoreMissing: There is no such object.
+    """Seekable and read-only. Has a position, so each thread takes its own. `nbytes`: its size in bytes if known; else
+    the store is asked. Raises `StoreMissing`: there is no such object.
     """
 
     def __init__(self, store: Store, name: str, nbytes: int | None = None) -> None:

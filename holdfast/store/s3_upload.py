@@ -43,10 +43,8 @@ def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
     """How large the parts of an image of `nbytes` are: a multiple of `chunk_bytes`.
 
     As many parts as keep all connections busy to the end: a 256th of the image, but at most 32 MiB and four chunks.
-    Beyond that only as much as S3 asks for: at least 5 MiB, and at most 10,000 parts.
-
-    Raises:
-        StoreError: Not even 5 GiB parts would do, or a size is not positive.
+    Beyond that only as much as S3 asks for: at least 5 MiB, and at most 10,000 parts. Raises `StoreError`: not even 5
+    GiB parts would do, or a size is not positive.
     """
     if nbytes <= 0 or chunk_bytes <= 0:
         raise StoreError(f"cannot upload {nbytes} bytes in chunks of {chunk_bytes}; both must be at least 1")
@@ -63,16 +61,14 @@ def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
 
 
 class S3Upload(PartedUpload):
-    """One multipart upload. `write_part` may be called from any thread.
+    """One multipart upload. `write_part` may be called from any thread. Raises `StoreMissing`: the server does not know
+    the upload `begun`.
 
     Args:
         record: Key of the record that names this upload for a sweep.
         part_bytes: Size of every part but the last; from `part_bytes_for`.
         write_id: Kept as metadata of the object; tells it from another writer's.
         begun: The upload of another process to resume; None begins a new one.
-
-    Raises:
-        StoreMissing: The server does not know the upload `begun`.
     """
 
     def __init__(
@@ -124,9 +120,7 @@ class S3Upload(PartedUpload):
                 }
 
     def publish(self) -> None:
-        """Complete the upload and see by HEAD that the object is ours. May be called again after a retriable
-        error.
-        """
+        """Complete the upload and see by HEAD that the object is ours. May be called again after a retriable error."""
         if self._published:
             self._end()
             return
@@ -157,8 +151,7 @@ class S3Upload(PartedUpload):
         self._end()
 
     def abort(self) -> None:
-        """Abort the upload. Waits for parts under way first: S3 keeps, and bills, a part that arrives after
-        the abort.
+        """Abort the upload. Waits for parts under way first: S3 keeps, and bills, a part that arrives after the abort.
         """
         if self._published:
             return
@@ -257,9 +250,7 @@ class S3Upload(PartedUpload):
         began this upload: its list takes longer than most requests, and the checkpoint waits for it.
 
         A failure here is tried again like any other, but only a few times: what is published must not wait for it.
-
-        Raises:
-            StoreError: Retriable: the same call continues here.
+        Raises `StoreError`: retriable: the same call continues here.
         """
         self._ledger.close()
         if self._ended:

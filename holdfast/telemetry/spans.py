@@ -67,11 +67,8 @@ def root_ids(run: str, attempt: int, step: int) -> tuple[int, int]:
 
 
 class Spans:
-    """The spans of one stager or flusher. `hear` may be called from any thread, as events are.
-
-    Args:
-        run: URL of the run, as the flusher says it.
-        processors: Where finished spans go. None may wait for anybody.
+    """The spans of one stager or flusher. `hear` may be called from any thread, as events are. `run`: URL of the run,
+    as the flusher says it. `processors`: where finished spans go. None may wait for anybody.
     """
 
     def __init__(

@@ -164,11 +164,8 @@ def fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[
 
 
 def ask(path: Path, *, seconds_max: float) -> StatusDocument | None:
-    """The document of the process that answers at `path`; None if none does.
-
-    Raises:
-        PeerLost: It does not answer in time.
-        ProtocolError: It is another user's process, or says nonsense.
+    """The document of the process that answers at `path`; None if none does. Raises `PeerLost`: it does not answer in
+    time; `ProtocolError`: it is another user's process, or says nonsense.
     """
     try:
         channel = connect(path)

@@ -102,21 +102,18 @@ class Kind(IntEnum):
 class Frame:
     """One control message. The meaning of `chunk`, `flags`, `arg` and `body` depends on `kind`; unused fields are 0 or
     empty.
-
-    Attributes:
-        attempt: Fencing epoch of the run; 0 before WELCOME.
-        flags: SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.StepWord`. FETCH and
-            FETCHED: what is asked for (`holdfast.ring.remains.Asked`). PROOF: `holdfast.wire.step_proof.ProofPart`.
-        arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of
-            the proposal. FETCH, PROOF: attempt of the checkpoint. FETCHED: 1 if it is there. SEALED, SKIPPED, COMPLETE,
-            VOID: number of the tier. ROOM: bytes.
     """
 
     kind: Kind
-    attempt: int = 0
+    attempt: int = 0  # fencing epoch of the run; 0 before WELCOME
     step: int = 0
     chunk: int = 0
+    # SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.StepWord`. FETCH and FETCHED: what is
+    # asked for (`holdfast.ring.remains.Asked`). PROOF: `holdfast.wire.step_proof.ProofPart`.
     flags: int = 0
+    # CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of the
+    # proposal. FETCH, PROOF: attempt of the checkpoint. FETCHED: 1 if it is there. SEALED, SKIPPED, COMPLETE, VOID:
+    # number of the tier. ROOM: bytes.
     arg: int = 0
     body: bytes = b""
 

@@ -14,15 +14,11 @@ from holdfast.wire.frames import wholes
 
 @dataclass(frozen=True)
 class HeldRegions:
-    """The regions that one rank holds of the split tensors in its table. Many rows have the same one.
+    """The regions that one rank holds of the split tensors in its table. Many rows have the same one."""
 
-    Attributes:
-        regions: `(bytes of one element, region)`; a region without elements where the rank holds nothing.
-        rows: `(row of the table, which of the regions)`, rows ascending.
-    """
-
+    # `(bytes of one element, region)`; a region without elements where the rank holds nothing
     regions: tuple[tuple[int, Region], ...] = ()
-    rows: tuple[tuple[int, int], ...] = ()
+    rows: tuple[tuple[int, int], ...] = ()  # `(row of the table, which of the regions)`, rows ascending
 
     @classmethod
     def of(cls, held: Iterable[tuple[int, int, Region]]) -> Self:

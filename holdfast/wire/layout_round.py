@@ -173,11 +173,8 @@ def _refused(proposals: Mapping[int, Proposal]) -> HoldfastError | None:
 
 
 def _agreed(proposals: Sequence[Proposal]) -> Agreement:
-    """The answer to what all ranks, by rank, have proposed.
-
-    Raises:
-        StateError: It does not fit; names rank, tensor and what to do.
-        ProtocolError: A rank's message contradicts itself.
+    """The answer to what all ranks, by rank, have proposed. Raises `StateError`: it does not fit; names rank, tensor
+    and what to do; `ProtocolError`: a rank's message contradicts itself.
     """
     first = proposals[0]
     for rank, proposal in enumerate(proposals):
@@ -252,11 +249,8 @@ def _patterns(
 ) -> tuple[tuple[Pattern, ...], tuple[tuple[int, int], ...]]:
     """The patterns of split tensors, from the regions that each rank holds; and the pattern of each of their rows.
     `saids`: for each split row, the number of the region that each group holds; None if it does not have the tensor.
-    `members`: by rank, its group. `sums`: by rank, one for each row.
-
-    Raises:
-        StateError: Regions overlap or leave a gap, or ranks with the same region hold other bytes there; names the
-            tensor.
+    `members`: by rank, its group. `sums`: by rank, one for each row. Raises `StateError`: regions overlap or leave a
+    gap, or ranks with the same region hold other bytes there; names the tensor.
     """
     numbers: dict[Pattern, int] = {}
     # The regions of a row → its pattern. Most rows are alike.

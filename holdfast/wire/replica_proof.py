@@ -70,15 +70,10 @@ def decode_sums(data: bytes, rows: int) -> array[int]:
 
 @dataclass(frozen=True)
 class ReplicaProof:
-    """Result of the comparison.
+    """Result of the comparison."""
 
-    Attributes:
-        refusal: Why nothing can be saved; empty if replicas are replicas.
-        rank0_only: Paths of tensors of which other ranks hold other bytes than rank 0, whose are saved.
-    """
-
-    refusal: str
-    rank0_only: tuple[str, ...]
+    refusal: str  # why nothing can be saved; empty if replicas are replicas
+    rank0_only: tuple[str, ...]  # paths of tensors of which other ranks hold other bytes than rank 0, whose are saved
 
 
 def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> ReplicaProof:

@@ -54,18 +54,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class StateUnion:
-    """The tree of the file, the same for all ranks.
+    """The tree of the file, the same for all ranks."""
 
-    Attributes:
-        table: Rows `[path, dtype, shape, owner]` of all tensors, in the order in which the file has them.
-        outline: As that of `Stage`, with rows of this table.
-        groups: Optimizer → names of the parameters of each group.
-    """
-
-    table: list[list[Any]]
+    table: list[list[Any]]  # rows `[path, dtype, shape, owner]` of all tensors, in the order in which the file has them
     staged: frozenset[int]
-    outline: _Outline
-    groups: Mapping[str, list[list[str]]]
+    outline: _Outline  # as that of `Stage`, with rows of this table
+    groups: Mapping[str, list[list[str]]]  # optimizer → names of the parameters of each group
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -111,11 +105,8 @@ def unite_trees(
     tables: Sequence[Sequence[Sequence[Any]]], stages: Sequence[Stage]
 ) -> tuple[list[str], _Outline, dict[str, list[list[str]]]]:
     """Unite the trees of all ranks. Returns the paths of all tensors in the order of the file, the outline with their
-    numbers, and the groups of the optimizers.
-
-    Raises:
-        StateError: They do not fit each other; names rank and place.
-        ProtocolError: An outline is malformed.
+    numbers, and the groups of the optimizers. Raises `StateError`: they do not fit each other; names rank and place;
+    `ProtocolError`: an outline is malformed.
     """
     trees = []
     for rank, (table, stage) in enumerate(zip(tables, stages, strict=True)):

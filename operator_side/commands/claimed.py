@@ -26,11 +26,8 @@ _HEARTBEAT_SECONDS = 5.0
 def claimed(store: Store) -> Iterator[LeasedRun]:
     """Hold the claim on the run.
 
-    Uploads that an earlier tool left unfinished are removed first.
-
-    Raises:
-        FencedError: Another writer holds the claim.
-        StoreError: The store failed.
+    Uploads that an earlier tool left unfinished are removed first. Raises `FencedError`: another writer holds the
+    claim; `StoreError`: the store failed.
     """
     claim = Lease.take(store, heartbeat_seconds=_HEARTBEAT_SECONDS)
     try:

@@ -84,12 +84,9 @@ def pull(
 
 def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> int:
     """Copy the file of `manifest` to `path` and check it. Bytes that an earlier call fetched are not fetched again;
-    returns their number.
-
-    Raises:
-        BusyError: Another process is fetching the same file.
-        DamageError: The bytes differ from those that were written.
-        StoreError: The store failed, or the file cannot be written. The part that was fetched is kept.
+    returns their number. Raises `BusyError`: another process is fetching the same file; `DamageError`: the bytes differ
+    from those that were written; `StoreError`: the store failed, or the file cannot be written. The part that was
+    fetched is kept.
     """
     kept_bytes = 0
     with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:

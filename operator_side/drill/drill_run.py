@@ -47,17 +47,13 @@ _LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Setup:
-    """The job of a drill.
-
-    Attributes:
-        notice_seconds: Time from a notice to the kill, as told to the ranks.
-    """
+    """The job of a drill."""
 
     command: Sequence[str]
     ranks: int
     settings: Sequence[str]
     options: Sequence[str] = ()
-    notice_seconds: float = 30.0
+    notice_seconds: float = 30.0  # time from a notice to the kill, as told to the ranks
     gives_notice: bool = False
     launcher: str = "mpirun"
 
@@ -65,10 +61,8 @@ class Setup:
 class DrillRun:
     """A running `holdfast run`, which restarts the job by itself and writes `status.jsonl`.
 
-    On leaving the context, none of its processes runs any more.
-
-    Args:
-        kills: How many restarts there are to be; 0: the first failure ends the run.
+    On leaving the context, none of its processes runs any more. `kills`: how many restarts there are to be; 0: the
+    first failure ends the run.
     """
 
     def __init__(self, setup: Setup, folder: Path, *, kills: int) -> None:

@@ -29,24 +29,20 @@ _RUNS: Mapping[str, type[DrillRun]] = {"mpirun": DrillRun, "torchrun": TorchrunR
 
 @dataclass
 class DrillOutcome:
-    """The result of a drill.
-
-    Attributes:
-        before: Files from before the first kill that differ: the script itself is not deterministic.
-        constant: Names of values that differ between the runs, but never change within a run.
-        samples: Comparison of the samples; None: they were not seen.
-        counters: Numbers on modules that no checkpoint has, and that a resume did not bring back.
-        measured: Names of values that were not compared, since a clock has measured them.
-    """
+    """The result of a drill."""
 
     planned: list[Kill]
     findings: list[KillFinding] = field(default_factory=list)
     files: list[Compared] = field(default_factory=list)
+    # files from before the first kill that differ: the script itself is not deterministic
     before: list[Compared] = field(default_factory=list)
+    # names of values that differ between the runs, but never change within a run
     constant: set[str] = field(default_factory=set)
-    samples: Samples | None = None
+    samples: Samples | None = None  # comparison of the samples; None: they were not seen
+    # numbers on modules that no checkpoint has, and that a resume did not bring back
     counters: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    # names of values that were not compared, since a clock has measured them
     measured: set[str] = field(default_factory=set)
 
     @property
@@ -78,7 +74,8 @@ def run_drill(
     seconds_max: float,
     say: Callable[[str], None],
 ) -> DrillOutcome:
-    """Play a drill.
+    """Play a drill. Raises `ConfigError`: the script cannot be drilled: it fails by itself, or saves too seldom;
+    `PeerLost`: the drill took too long, or the job did not answer.
 
     Args:
         setup: The job.
@@ -88,10 +85,6 @@ def run_drill(
         seed: Seed of the random choice of kills.
         seconds_max: Seconds that the whole drill may take.
         say: Called with a line of text for each thing that happens.
-
-    Raises:
-        ConfigError: The script cannot be drilled: it fails by itself, or saves too seldom.
-        PeerLost: The drill took too long, or the job did not answer.
     """
     check_folder(folder)
     deadline = time.monotonic() + seconds_max
@@ -145,10 +138,8 @@ def disturb(
 ) -> list[Struck]:
     """Follow a run to its end and kill it as planned. Returns the kills that came, in order.
 
-    None comes before the run has staged a checkpoint: there would be nothing to resume from.
-
-    Raises:
-        PeerLost: The drill took too long, or there was no process to kill.
+    None comes before the run has staged a checkpoint: there would be nothing to resume from. Raises `PeerLost`: the
+    drill took too long, or there was no process to kill.
     """
     sequence = Sequence(kills, notice_seconds=notice_seconds)
     progress = RunProgress("the run with kills", say, time.monotonic(), steps=steps)

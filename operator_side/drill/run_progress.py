@@ -18,11 +18,8 @@ def number_of_steps(steps: Collection[int]) -> int:
 
 
 class RunProgress:
-    """See the module.
-
-    Args:
-        now: Seconds of a clock that only goes forward.
-        steps: Number of steps of the whole run; 0: not known.
+    """See the module. `now`: seconds of a clock that only goes forward. `steps`: number of steps of the whole run; 0:
+    not known.
     """
 
     def __init__(self, run: str, say: Callable[[str], None], now: float, *, steps: int = 0) -> None:

@@ -25,11 +25,8 @@ _PAGE = "docs/drill.md#a-script-that-is-not-deterministic"
 
 
 def advice_on_seeding(reference: Lines, drilled: Lines) -> str:
-    """A sentence that names the calls which make the two runs equal before any kill.
-
-    Args:
-        reference: Diary of the undisturbed run.
-        drilled: Diary of the run with kills.
+    """A sentence that names the calls which make the two runs equal before any kill. `reference`: diary of the
+    undisturbed run. `drilled`: diary of the run with kills.
     """
     want, got = _first_batches(reference), _first_batches(drilled)
     ranks = want.keys() & got.keys()

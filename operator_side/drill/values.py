@@ -63,10 +63,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def values_of(pickled: bytes, *, source: str) -> dict[str, str]:
-    """The values of a data.pkl by path. Tensors are described without their bytes.
-
-    Raises:
-        DamageError: The file is not a pickle.
+    """The values of a data.pkl by path. Tensors are described without their bytes. Raises `DamageError`: the file is
+    not a pickle.
     """
     try:
         return _priced(_leaves("", _tree(pickled)), len(pickled))

@@ -106,12 +106,8 @@ def exception_of(lines: list[str]) -> str:
 
 
 class Output:
-    """The log files of one attempt.
-
-    Args:
-        directory: Made if needed.
-        ranks: Number of trainers; the process after them is the stager.
-        relay: Called with (stream, text) for each line, to show it.
+    """The log files of one attempt. `ranks`: number of trainers; the process after them is the stager. `relay`: called
+    with (stream, text) for each line, to show it.
     """
 
     def __init__(self, directory: Path, ranks: int, relay: Callable[[str, str], None]) -> None:

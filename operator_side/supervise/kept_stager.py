@@ -34,11 +34,8 @@ class KeptStager:
 
     `arguments` are those of `holdfast stager`, without its address; `pause_seconds` gives the pause before restart
     number n (1, 2, …) in a row. Raises `ConfigError`: the runtime directory belongs to another user, or others may
-    write to it.
-
-    Attributes:
-        address: Where it listens.
-        restarts: Restarts in a row; the owner sets it to 0 when there is a newer checkpoint.
+    write to it. `address`: where it listens. `restarts`: restarts in a row; the owner sets it to 0 when there is a
+    newer checkpoint.
     """
 
     def __init__(

@@ -101,12 +101,10 @@ class FleetWatch(threading.Thread):
 
 
 class Supervisor:
-    """Runs a job until it is done, stopped, or not worth another attempt. Main thread: it handles signals.
-
-    Args:
-        watch: Asks the fleet for its hosts; started here.
-        last_look: Gives the verdict to end with, once the flusher has ended or is left to itself.
-        tell: Called with each event of the run, as a line of the event log has it; must return at once.
+    """Runs a job until it is done, stopped, or not worth another attempt. Main thread: it handles signals. `watch`:
+    asks the fleet for its hosts; started here. `last_look`: gives the verdict to end with, once the flusher has ended
+    or is left to itself. `tell`: called with each event of the run, as a line of the event log has it; must return at
+    once.
     """
 
     def __init__(

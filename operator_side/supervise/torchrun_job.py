@@ -87,18 +87,15 @@ def as_supervisor(said: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class TorchrunJob:
-    """See the module. Main thread: it handles signals.
+    """See the module. Main thread: it handles signals. `newest_step`: the newest step that was staged or became
+    durable; at first the newest in the store, or -1.
 
     Args:
-        stager: Just started.
         line: The command line of torchrun.
         environment: Environment of torchrun and the ranks; the address of the stager is added.
         events: The event log of stager and flusher.
         grace_seconds: Seconds that the ranks have to end after they were told to.
         tell: Called with each event of the run, for messages to people; must return at once.
-
-    Attributes:
-        newest_step: The newest step that was staged or became durable; at first the newest in the store, or -1.
     """
 
     def __init__(
