@@ -49,12 +49,8 @@ _UNBOUNDED = (
 
 
 class _Value:
-    """Stands for an object.
-
-    Attributes:
-        weight: About its bytes with all that is in it: what a copy of it would take.
-        name: If it is a class or function: its name without the module.
-        holds_list: Whether it is a list, dict or set, or a tuple that holds one.
+    """Stands for an object. `weight`: about its bytes, with all that is in it. `name`: of a class or function, without
+    the module. `holds_list`: it is a list, dict or set, or a tuple that holds one.
     """
 
     number = depth = 0
@@ -89,9 +85,7 @@ _TWO_LINES = {_CODES["GLOBAL"], _CODES["INST"]}
 
 
 def check_pickle(pickled: bytes | memoryview, tuples_max: int | None = None) -> int:
-    """Refuse a pickle that takes more memory than the limit for its size. Returns how deep tuples are nested in it;
-    just above `tuples_max` where they are deeper. Raises `InputTooLarge`: it does; says which opcode asks for it.
-    """
+    """Refuse a pickle that would take too much memory; returns how deep tuples are nested. Raises `InputTooLarge`."""
     return _Walk(bytes(pickled), tuples_max).run()
 
 

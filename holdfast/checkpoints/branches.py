@@ -114,9 +114,7 @@ class Rewind(BaseModel):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Self:
-        """Read what `to_bytes` wrote. Raises `DamageError`: it is damaged, or of a format that this version does not
-        know.
-        """
+        """Read what `to_bytes` wrote. Raises `DamageError`: it is damaged, or of a format that is not known."""
         body = unseal(data, _CRC_FIELD)
         problem = "its CRC-32 does not hold"
         if body is not None:
@@ -138,14 +136,7 @@ def rewound_attempt(name: str) -> int | None:
 
 
 class Branches:
-    """The branches of a run. Pure.
-
-    Args:
-        rewinds: All of the run, in any order.
-
-    Attributes:
-        rewinds: The same, oldest first.
-    """
+    """The branches of a run. `rewinds`: all of the run, in any order; kept oldest first."""
 
     def __init__(self, rewinds: Iterable[Rewind] = ()) -> None:
         self.rewinds = tuple(sorted(rewinds, key=lambda one: one.attempt))
@@ -153,9 +144,7 @@ class Branches:
 
     @classmethod
     def read(cls, store: Store, objects: Sequence[ObjectInfo]) -> Self:
-        """The branches by a listing of the run; only records of rewinds are read. Raises `DamageError`: a record cannot
-        be read, or was renamed; `StoreError`: the store failed.
-        """
+        """The branches by a listing of the run. Raises `DamageError`: a record cannot be read, or was renamed."""
         found = []
         for info in objects:
             attempt = rewound_attempt(info.name)
@@ -203,13 +192,11 @@ class Branches:
         return f"branch {number}: rewound from {made.left} to {made.fork}{left_out}, {made.made_at}{reason}"
 
     def rewound(self, order: CheckpointId) -> Rewound | None:
-        """The rewind that a checkpoint of the current line does not know of, for training that goes on from it; None if
-        the checkpoint was written after the rewind.
+        """The rewind that a checkpoint of the current line does not know of; None if it was written after the rewind.
 
-        An older checkpoint than the fork, which is taken where that is damaged, may lie before several rewinds. Their
-        ranges come in the order in which they are left out one after the other: `skipped[1]` counts the steps of a
-        training that leaves out `skipped[0]`. The ranges of one rewind come from the last to the first, because none of
-        them moves the ones before it.
+        A checkpoint older than the fork may lie before several rewinds. Their ranges come in the order in which they
+        are left out: `skipped[1]` counts the steps of a training that leaves out `skipped[0]`. The ranges of one rewind
+        come from the last to the first, because none of them moves the ones before it.
         """
         unknown = [one for one in reversed(self._line) if order.attempt <= one.attempt]
         if not unknown:

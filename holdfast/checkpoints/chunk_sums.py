@@ -67,9 +67,7 @@ def sums_of_chunk(
     contents: tuple[EntryBounds, Mapping[int, FloatFormat]],
     buffer: memoryview,
 ) -> ChunkSums:
-    """Read one chunk and look at it. Any thread. `contents`: the bounds of the entries, and the format of each that has
-    one. `buffer` is read into; a chunk may take several reads. Raises `StoreError`: the store failed.
-    """
+    """Read one chunk into `buffer` and look at it. Any thread. `contents`: bounds of the entries, and their formats."""
     bounds, formats = contents
     offset = chunk * manifest.chunk_bytes
     end = offset + bytes_of_chunk(manifest, chunk)

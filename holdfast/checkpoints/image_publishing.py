@@ -100,11 +100,9 @@ def publish_image(
     progress: Callable[[int], None] | None,
     facts: ManifestFacts,
 ) -> Manifest:
-    """Publish an image as a portable file, and then its manifest. Blocks. `ours`: the run, whose claim is checked
-    before each part and each visible act. `progress`: called from the calling thread with the bytes newly written.
-
-    Returns the manifest as it stands in the store: durable, not read back. Raises `BusyError`: this checkpoint is
-    already published; `FencedError`: the run is another's; `StoreError`: the store failed.
+    """Publish an image as a portable file, and then its manifest. `ours`: the run, whose claim is checked before each
+    visible act. Returns the manifest as it stands in the store: durable, not read back. Raises `BusyError`: it is
+    already published; `FencedError`: the run is another's.
     """
     store, attempt, check = ours
     layout, finisher = image.layout, ChunkFinisher(key, image.layout)

@@ -44,12 +44,9 @@ class Finished:
 
 
 def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
-    """The name under which a checkpoint is published. No other attempt ever writes it, however late it wakes up.
-    `taken`: names that other checkpoints on their way have chosen.
-
-    The first attempt of a run has the plain names, each later one carries its number. A name that is in use is left
-    alone, whoever wrote it. Raises `BusyError`: this step of this attempt is already published, or foreign files stand
-    at its names; `StoreError`: the store failed.
+    """The name under which a checkpoint is published; no other attempt ever writes it. `taken`: names that others on
+    their way have chosen. The first attempt of a run has plain names, each later one carries its number. Raises
+    `BusyError`: this step of this attempt is published, or foreign files stand at its names.
     """
     names = names_of(key)
     for name in names:
@@ -93,9 +90,8 @@ def _exists(store: Store, name: str) -> bool:
 
 
 def publish_manifest(store: Store, manifest: Manifest) -> Manifest:
-    """Write the manifest of a published file, which makes it a checkpoint. Nothing that stands there is replaced.
-    Returns the manifest as it stands in the store: of an earlier try, if its answer was lost. Raises `BusyError`: the
-    manifest of another write stands there; `StoreError`: the store failed.
+    """Write the manifest of a published file, which makes it a checkpoint; returns it as it stands, of an earlier try
+    if its answer was lost. Replaces nothing. Raises `BusyError`: the manifest of another write stands there.
     """
     name = manifest_name(manifest.file)
     if store.create(name, manifest.to_bytes()):

@@ -107,12 +107,10 @@ def verify_file(
     progress: Callable[[int], None] | None = None,
 ) -> VerifyReport:
     """Read the file of `manifest` once, and check every chunk, every entry, the whole, and the zip's own CRC fields.
-    `threads`: how many read and check at once; None: 2 from a directory, from S3 as many as make it faster.
-    `buffer_bytes`: largest single read. `progress` is called from the calling thread with the number of bytes newly
-    checked.
 
-    Blocks until it is done; memory is a buffer for each read, 256 MiB in all, whatever the manifest says. Raises
-    `StoreError`: the store failed, so nothing is known. A missing or short file is damage, and is in the report.
+    `threads`: None: 2 from a directory, from S3 as many as make it faster. `buffer_bytes`: largest single read.
+    `progress`: called from the calling thread with the bytes newly checked. Memory is 256 MiB at most. A missing or
+    short file is damage, and in the report. Raises `StoreError`: nothing is known.
     """
 
     def report(
@@ -290,9 +288,7 @@ def _crc_damage(
 
 
 class _Tensors:
-    """Paths of tensors by where their bytes lie. Looked up, not searched: a file of zeros has a fault in every entry.
-    `manifest`: its entries are in order and do not overlap.
-    """
+    """Paths of tensors by where their bytes lie. Looked up: a file of zeros has a fault in every entry."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._filled = [(index, entry) for index, entry in enumerate(manifest.entries) if entry.nbytes]

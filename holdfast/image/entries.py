@@ -35,9 +35,7 @@ class Segment(NamedTuple):
 
 
 class SentPart(NamedTuple):
-    """The bytes of one segment that one rank sends. `inside`: number of its first byte among those that the rank holds
-    of the entry; of literals 0.
-    """
+    """The bytes of one segment that one rank sends. `inside`: its first byte among the rank's own; 0 for literals."""
 
     entry: int | None
     inside: int

@@ -187,9 +187,7 @@ class Manifest(_ManifestRecord):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Manifest:
-        """Read what `to_bytes` wrote. `source`: where they come from, for the message. Raises `DamageError`: truncated,
-        altered, or not a manifest of this format.
-        """
+        """Read what `to_bytes` wrote. `source`: for the message. Raises `DamageError`: truncated or altered."""
         body = _unsealed(data, source)
         try:
             check_cost(json_cost(body), len(data), PLAIN_FACTOR)
@@ -215,10 +213,8 @@ class Manifest(_ManifestRecord):
 
     @classmethod
     def head_from_bytes(cls, data: bytes, *, source: str) -> Manifest:
-        """The same without what stands behind the entries' begin: no entries, tensors, splits, counts and record.
-
-        For who wants to know whose file it is: a manifest of tens of thousands of tensors takes half a second to read.
-        Raises `DamageError`: as `from_bytes`; of what stands behind nothing but its CRC-32 is looked at.
+        """The same without entries, tensors, splits, counts and record, of which only the CRC-32 is looked at. For who
+        wants to know whose file it is: a manifest of tens of thousands of tensors takes half a second to read.
         """
         head, found, _ = _unsealed(data, source).partition(_CONTENTS)
         if found:  # quotes in a text are escaped, so it is no text

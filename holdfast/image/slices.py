@@ -101,9 +101,7 @@ class SliceSeal(BaseModel):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> SliceSeal:
-        """Read what `to_bytes` wrote. Raises `DamageError`: truncated, altered, or not a seal of this format. `source`
-        names where it comes from.
-        """
+        """Read what `to_bytes` wrote. `source`: for the message. Raises `DamageError`: truncated or altered."""
         body = unseal(data, _CRC_FIELD)
         if body is None:
             raise DamageError(f"{source}: the seal is truncated or altered; the slice is not used")

@@ -29,9 +29,7 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str) -> Address:
-    """The address that `text` names. Raises `ValueError`: it is not `HOST:PORT`; the message says what was expected,
-    and not what was given.
-    """
+    """The address that `text` names. Raises `ValueError`: it is not `HOST:PORT`; does not repeat what was given."""
     host, colon, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

@@ -71,9 +71,7 @@ class StepAnswer:
 
     @classmethod
     def from_frame(cls, frame: Frame) -> StepAnswer:
-        """Read an AT or a HERE. The further fields are checked by those who use them. Raises `ProtocolError`: the frame
-        does not hold what it should.
-        """
+        """Read an AT or a HERE; who uses further fields checks them. Raises `ProtocolError`."""
         body = wire.json_body(frame)
         seconds = body.get("step_seconds")
         if seconds is not None and not (

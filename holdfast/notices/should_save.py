@@ -122,10 +122,7 @@ class Measures:
         self._taken.append((nbytes, seconds))
 
     def staged_seconds(self) -> float | None:
-        """How long a checkpoint as large as the last will take; None before the first.
-
-        The time is that of the slowest remembered one, in proportion if that was smaller.
-        """
+        """How long a checkpoint as large as the last will take, by the slowest remembered; None before the first."""
         if not self._taken:
             return None
         wanted = self._taken[-1][0]

@@ -52,10 +52,9 @@ class Answers(Enum):
 
 
 class StepAgreement:
-    """See the module. `now` is the time of a clock that only goes forward. `margin`: how far ahead steps are proposed.
-    `tries_max`: largest number of proposals, the first question included. `answer_seconds_max`: how long to wait for
-    answers. `open`: whether ranks may be waiting for a decision. `step`: the step that was proposed or appointed last.
-    `number`: that proposal's; `tries`: proposals since `begin`.
+    """`now`: time of a clock that only goes forward. `margin`: how far ahead steps are proposed. `tries_max`: most
+    proposals, the first question included. `open`: ranks may be waiting. `step`, `number`, `tries`: of the last
+    proposal.
     """
 
     def __init__(self, ranks: int, margin: Margin, *, tries_max: int, answer_seconds_max: float) -> None:

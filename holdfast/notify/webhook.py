@@ -43,9 +43,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class Webhook:
-    """A URL that takes messages. Any thread. `url`: the URL, as the user gave it. `timeout_seconds`: seconds of silence
-    after which a try has failed. `name`: the URL for people, without its secret part. Raises `ConfigError`: it is no
-    such URL; the message has no part of it but the scheme.
+    """A URL that takes messages. Any thread. `timeout_seconds`: of silence. `name`: the URL without its secret part.
+    Raises `ConfigError`: it is no such URL; has nothing of it but the scheme.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:

@@ -26,9 +26,7 @@ _REQUEST_BYTES = 16 << 20  # behind most of these is a network
 
 
 class GenericStore:
-    """An fsspec file system's folder as a store. All methods may be called from any thread. Raises `ConfigError`: no
-    driver for the scheme is installed, or its settings are refused.
-    """
+    """An fsspec file system's folder as a store. Any thread. Raises `ConfigError`: no driver, or settings refused."""
 
     def __init__(self, url: str) -> None:
         self._folder = GenericFolder(url)

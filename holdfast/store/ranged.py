@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 class RangedFile(io.RawIOBase):
-    """Seekable and read-only. Has a position, so each thread takes its own. `nbytes`: its size in bytes if known; else
-    the store is asked. Raises `StoreMissing`: there is no such object.
-    """
+    """Seekable and read-only, with a position: one per thread. `nbytes`: if known. Raises `StoreMissing`: no object."""
 
     def __init__(self, store: Store, name: str, nbytes: int | None = None) -> None:
         super().__init__()

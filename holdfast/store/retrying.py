@@ -44,9 +44,7 @@ check is several requests and starts over when one fails: of a store that fails 
 
 
 class Retrying(StoreWrapper):
-    """A store whose calls are tried again, those of its uploads as well. `sleep`: waits a number of seconds; tests hand
-    in their own.
-    """
+    """A store whose calls are tried again, and those of its uploads."""
 
     def __init__(
         self, inner: Store, *, budget: RetryBudget | None = None, sleep: Callable[[float], None] = time.sleep

@@ -50,9 +50,7 @@ class Log:
 
 
 def read_logs(paths: Iterable[Path]) -> Log:
-    """Read event logs, each with the files that were full before; of a directory, as `holdfast run` leaves one, its
-    status.jsonl and events.jsonl. Raises `ConfigError`: a file is not there, or cannot be read.
-    """
+    """Read event logs with their full files; of a directory status.jsonl and events.jsonl. Raises `ConfigError`."""
     log = Log()
     read: set[tuple[int, int]] = set()
     for path in paths:

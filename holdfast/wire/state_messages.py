@@ -118,9 +118,7 @@ class ProposalReader:
         self._sums = (b"", array("I"))
 
     def read(self, frame: Frame) -> Proposal:
-        """Read one; never unpacks more than a named limit, nor what costs more than the message is worth. Raises
-        `ProtocolError`: it is not readable, or a field is not what it should be.
-        """
+        """Read one, within named limits. Raises `ProtocolError`: it is not readable, or a field is wrong."""
         body = memoryview(frame.body)
         ends = (0, 0)
         if len(body) >= _PARTS.size:

@@ -29,9 +29,7 @@ _Outline = Any
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank's description of its tree, if the ranks have different tensors. `groups`: names and settings (as text)
-    per group of each optimizer that is keyed by parameter name.
-    """
+    """One rank's tree, if ranks differ. `groups`: per optimizer group that is keyed by name, names and settings."""
 
     outline: _Outline
     groups: Mapping[str, Sequence[tuple[Sequence[str], str]]]
@@ -104,9 +102,8 @@ class _Leaf:
 def unite_trees(
     tables: Sequence[Sequence[Sequence[Any]]], stages: Sequence[Stage]
 ) -> tuple[list[str], _Outline, dict[str, list[list[str]]]]:
-    """Unite the trees of all ranks. Returns the paths of all tensors in the order of the file, the outline with their
-    numbers, and the groups of the optimizers. Raises `StateError`: they do not fit each other; names rank and place;
-    `ProtocolError`: an outline is malformed.
+    """Unite the trees of all ranks: the paths in the order of the file, the outline, and the groups of the optimizers.
+    Raises `StateError`: they do not fit; names rank and place; `ProtocolError`: an outline is malformed.
     """
     trees = []
     for rank, (table, stage) in enumerate(zip(tables, stages, strict=True)):

@@ -33,9 +33,7 @@ class UnionTable(NamedTuple):
 
 
 def union_of(proposals: Sequence[Proposal], stages: Sequence[Stage]) -> UnionTable:
-    """Unite what all ranks have. Raises `StateError`: a tensor has another dtype, shape or role on two ranks, or cannot
-    be sent as it lies; or the trees do not fit each other; `ProtocolError`: an outline is malformed.
-    """
+    """Unite what all ranks have. Raises `StateError`: tensors or trees do not fit; `ProtocolError`: malformed."""
     paths, outline, groups = unite_trees([one.table for one in proposals], stages)
     rows = [{str(row[0]): number for number, row in enumerate(one.table)} for one in proposals]
     regions = [dict(one.held.rows) for one in proposals]

@@ -29,9 +29,7 @@ class Welcome:
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Welcome:
-        """Read one. Raises `HoldfastError`: the stager could not start; its error, of its class; `ProtocolError`: the
-        message does not hold what it should.
-        """
+        """Read one. Raises `HoldfastError`: the stager's own error; `ProtocolError`: it is malformed."""
         document = json_body(frame)
         error = document.get("error")
         if isinstance(error, dict):

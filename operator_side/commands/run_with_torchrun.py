@@ -42,9 +42,8 @@ _OF_STANDING = ("listen", "ranks", "key", "key_file", "tls_cert", "tls_key")
 
 
 def check_options(settings: dict[str, str]) -> None:
-    """Refuse what torchrun on one machine cannot do. `settings`: settings of the stager, as `--set` names them. Raises
-    `ConfigError`: an option is mpirun's; a setting is of a stager for several machines; the job has a stager already;
-    or torch is not installed.
+    """Refuse what torchrun on one machine cannot do: mpirun's options, settings for several machines, a second stager,
+    no torch. `settings`: as `--set` names them. Raises `ConfigError`.
     """
     context = click.get_current_context()
     for name, option in _OF_MPIRUN.items():

@@ -48,11 +48,8 @@ class Compared(NamedTuple):
 
 
 def constants(files: Sequence[Compared], before_step: int) -> set[str]:
-    """Names of values that never change within a run, but differ between the runs.
-
-    Examples are a random generator that is neither seeded nor used, and a time of start. Such a value is correct if no
-    kill has changed it. `before_step`: the step after which the first kill came; at least one file must be from before
-    it.
+    """Names of values that never change within a run but differ between the runs, as an unseeded generator or a start
+    time: correct unless a kill has changed them. `before_step`: the first kill came after it; a file is from before it.
     """
     if not any(one.step <= before_step for one in files):
         return set()
@@ -64,9 +61,7 @@ def constants(files: Sequence[Compared], before_step: int) -> set[str]:
 
 
 def compare(reference: Store, drilled: Store) -> list[Compared]:
-    """Compare every file of the drilled run whose step the reference has, in the order of steps. Raises `StoreError`: a
-    store failed; `DamageError`: a file cannot be read.
-    """
+    """Compare every file whose step both runs have, in order. Raises `DamageError`: a file cannot be read."""
     expected = {item.step: item.manifest for item in Catalog(reference).list() if item.manifest is not None}
     found = []
     for item in Catalog(drilled).list():

@@ -59,10 +59,8 @@ class Setup:
 
 
 class DrillRun:
-    """A running `holdfast run`, which restarts the job by itself and writes `status.jsonl`.
-
-    On leaving the context, none of its processes runs any more. `kills`: how many restarts there are to be; 0: the
-    first failure ends the run.
+    """A running `holdfast run`, which restarts the job and writes `status.jsonl`; no process outlives the context.
+    `kills`: restarts to come; 0: the first failure ends the run.
     """
 
     def __init__(self, setup: Setup, folder: Path, *, kills: int) -> None:

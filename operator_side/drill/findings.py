@@ -173,10 +173,7 @@ def shortened(names: Sequence[Difference]) -> str:
 
 
 def samples(reference: Lines, drilled: Lines) -> Samples | None:
-    """Compare the samples of the two runs, over the steps up to the one from which the next attempt resumed.
-
-    None: the script's data was not seen.
-    """
+    """Compare the samples of the runs up to the step that the next attempt resumed from. None: no data was seen."""
     want, got = (_each(Counter(_counted(diary))) for diary in (reference, drilled))
     if not want and not got:
         return None
@@ -185,10 +182,7 @@ def samples(reference: Lines, drilled: Lines) -> Samples | None:
 
 
 def counters(reference: Lines, drilled: Lines) -> list[str]:
-    """Numbers on modules that differ between the runs at their last steps, each with both values.
-
-    No checkpoint has them, so a resume begins them from the script's own values.
-    """
+    """Numbers on modules, which no checkpoint has, that differ between the runs at their last steps: both values."""
     (last, want), (drilled_last, got) = _counters(reference), _counters(drilled)
     if last != drilled_last:
         return []

@@ -92,9 +92,7 @@ class Strike(NamedTuple):
 
 
 class Sequence:
-    """Says when each kill is due. The clock is handed in. `notice_seconds`: seconds from a notice to the kill, if
-    holdfast does not answer the notice earlier.
-    """
+    """Says when each kill is due. `notice_seconds`: from notice to kill, if holdfast does not answer earlier."""
 
     def __init__(self, kills: Listed[Kill], *, notice_seconds: float) -> None:
         self._left = list(kills)

@@ -74,17 +74,9 @@ def run_drill(
     seconds_max: float,
     say: Callable[[str], None],
 ) -> DrillOutcome:
-    """Play a drill. Raises `ConfigError`: the script cannot be drilled: it fails by itself, or saves too seldom;
-    `PeerLost`: the drill took too long, or the job did not answer.
-
-    Args:
-        setup: The job.
-        folder: New or empty folder.
-        kills: Number of kills.
-        ways: `notice`, `none`, `both` or `wrapper`.
-        seed: Seed of the random choice of kills.
-        seconds_max: Seconds that the whole drill may take.
-        say: Called with a line of text for each thing that happens.
+    """Play a drill in a new or empty `folder`. `ways`: `notice`, `none`, `both` or `wrapper`. `seconds_max`: for all of
+    it. `say`: called with a line for each thing that happens. Raises `ConfigError`: the script fails by itself, or
+    saves too seldom; `PeerLost`: the drill took too long, or the job did not answer.
     """
     check_folder(folder)
     deadline = time.monotonic() + seconds_max
@@ -136,10 +128,8 @@ def disturb(
     *,
     steps: int = 0,
 ) -> list[Struck]:
-    """Follow a run to its end and kill it as planned. Returns the kills that came, in order.
-
-    None comes before the run has staged a checkpoint: there would be nothing to resume from. Raises `PeerLost`: the
-    drill took too long, or there was no process to kill.
+    """Follow a run to its end and kill it as planned, never before a checkpoint is staged; returns the kills in order.
+    Raises `PeerLost`: it took too long, or there was no process to kill.
     """
     sequence = Sequence(kills, notice_seconds=notice_seconds)
     progress = RunProgress("the run with kills", say, time.monotonic(), steps=steps)

@@ -9,18 +9,12 @@ SECONDS_BETWEEN = 10.0
 
 
 def number_of_steps(steps: Collection[int]) -> int:
-    """How many steps a run has done, from the numbers that it gave to `Checkpointer.step`; at least one.
-
-    Some have no number among them: at the end of an epoch, and before a validation, Lightning's callback does not call
-    `step`.
-    """
+    """How many steps a run did; at least one. Lightning's callback leaves numbers out, as at the end of an epoch."""
     return max(steps) + (1 if min(steps) == 0 else 0)
 
 
 class RunProgress:
-    """See the module. `now`: seconds of a clock that only goes forward. `steps`: number of steps of the whole run; 0:
-    not known.
-    """
+    """`now`: seconds of a clock that only goes forward. `steps`: of the whole run; 0: not known."""
 
     def __init__(self, run: str, say: Callable[[str], None], now: float, *, steps: int = 0) -> None:
         self._run, self._say, self._steps = run, say, steps

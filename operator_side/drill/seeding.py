@@ -25,9 +25,7 @@ _PAGE = "docs/drill.md#a-script-that-is-not-deterministic"
 
 
 def advice_on_seeding(reference: Lines, drilled: Lines) -> str:
-    """A sentence that names the calls which make the two runs equal before any kill. `reference`: diary of the
-    undisturbed run. `drilled`: diary of the run with kills.
-    """
+    """A sentence that names the calls which make the two runs, by their diaries, equal before any kill."""
     want, got = _first_batches(reference), _first_batches(drilled)
     ranks = want.keys() & got.keys()
     differ = sorted(rank for rank in ranks if want[rank] != got[rank])

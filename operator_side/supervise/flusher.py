@@ -17,9 +17,7 @@ _STARTED_FIELD = 19  # of `stat_fields`
 
 
 class KeptFlusher:
-    """The flusher, which a stager started and whose process id is in its pid file. Raises `ConfigError`: the directory
-    belongs to another user, or others may write to it.
-    """
+    """The flusher that a stager started, by its pid file. Raises `ConfigError`: others may write to the directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -64,20 +62,14 @@ _VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 
 
 class Segments:
-    """The folder for the shared-memory segments of one supervisor's MPI jobs, named by its process id. `ring`: runtime
-    directory of the run; the folder is made beside it.
-    """
+    """The folder, beside `ring`, for the shared-memory segments of one supervisor's MPI jobs; its pid names it."""
 
     def __init__(self, ring: Path) -> None:
         self._stem = f"{ring.name}-mpi-"
         self._folder = ring.with_name(f"{self._stem}{os.getpid()}")
 
     def make(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Make the folder, and name it in the environment of a job. Folders of supervisors that are gone are removed.
-
-        An environment that names such a folder already is not changed. Raises `ConfigError`: the folder belongs to
-        another user, or others may write to it.
-        """
+        """Make the folder and name it in a job's environment, unless one is named; remove those of dead supervisors."""
         if _VARIABLE in environment:
             return dict(environment)
         for left in self._folder.parent.glob(f"{self._stem}*"):

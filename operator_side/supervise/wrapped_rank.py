@@ -58,9 +58,7 @@ class WrappedRank:
         self._own_group = not os.isatty(_STDIN)
 
     def run(self) -> Seen:
-        """Run the command to its end. The signals that were passed on are ignored from then on. Raises `ConfigError`:
-        the command cannot be started, or there is no place for the reports of the ranks.
-        """
+        """Run the command to its end; then passed-on signals are ignored. Raises `ConfigError`: it cannot start."""
         if "TORCHELASTIC_RUN_ID" in os.environ:
             tie()  # the rank below asks for the same, and its parent is this process
         killed_before = memory_kills()
