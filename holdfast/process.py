@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 
 def yield_to_training(niceness: int) -> None:
@@ -59,6 +60,35 @@ def boot_id() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
+
+
+class ProcessStat(NamedTuple):
+    """A process that has not ended, as /proc/PID/stat has it."""
+
+    parent: int
+    session: int
+    started: int  # ticks since boot: tells apart two processes with one id
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """None for a process that has ended, also if it is a zombie."""
+    try:
+        # The command's name may have spaces and parentheses: the fields are counted from behind its last one.
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else ProcessStat(int(fields[1]), int(fields[3]), int(fields[19]))
+
+
+def running_processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def parent_of(pid: int) -> int:
+    """The process that started this one; 0 if it is gone."""
+    stat = process_stat(pid)
+    return stat.parent if stat else 0
 
 
 def wait_readable(descriptors: Iterable[int], seconds: float | None) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.process import boot_id
+from holdfast.process import boot_id, process_stat
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,5 @@ def start_ticks(pid: int) -> int | None:
     """Start time of a process in ticks since boot; 0 if the system does not tell; None if there is no such process."""
     if not Path("/proc/self/stat").exists():
         return 0
-    try:
-        line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
-    except OSError:
-        return None
-    # The name, in parentheses, may hold spaces and parentheses itself: count the fields from its end.
-    fields = line.rpartition(")")[2].split()
-    if len(fields) < 20 or fields[0] in "ZX":  # a zombie writes nothing any more
-        return None
-    return int(fields[19])
+    stat = process_stat(pid)
+    return stat.started if stat else None
