@@ -6,7 +6,7 @@ The folder of a drill has `reference/` and `drilled/`, each with a store, logs a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from operator_side.drill.compare import Compared, compare, constants
 from operator_side.drill.drill_run import DrillRun, Setup, wait_until
 from operator_side.drill.findings import KillFinding, Samples, Struck, counters, examine, samples, shortened
 from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, Strike, plan
-from operator_side.drill.run_progress import RunProgress, number_of_steps
 from operator_side.drill.seeding import advice_on_seeding
 from operator_side.drill.torchrun_run import TorchrunRun
 
+PROGRESS_SECONDS = 10.0  # between two lines
 _ANSWERS = {"emergency_staged", "emergency_failed"}
 _RUNS: Mapping[str, type[DrillRun]] = {"mpirun": DrillRun, "torchrun": TorchrunRun}
 
@@ -237,3 +237,30 @@ def _judge(outcome: DrillOutcome, struck: list[Struck], reference: DrillRun, dri
         except HoldfastError as error:
             faults = [str(error)]
         outcome.wrong += faults
+
+
+def number_of_steps(steps: Collection[int]) -> int:
+    """How many steps a run did; at least one. Lightning's callback leaves numbers out, as at the end of an epoch."""
+    return max(steps) + (1 if min(steps) == 0 else 0)
+
+
+class RunProgress:
+    """`now`: seconds of a clock that only goes forward. `steps`: of the whole run; 0: not known."""
+
+    def __init__(self, run: str, say: Callable[[str], None], now: float, *, steps: int = 0) -> None:
+        self._run, self._say, self._steps = run, say, steps
+        self._began_at = self._said_at = now
+        self._step = self._said_step = -1
+
+    def look(self, diary: Iterable[Mapping[str, Any]], now: float) -> None:
+        """Take the new lines of the diary; say the first step at once, and how far it is every ten seconds."""
+        for line in diary:
+            if "step" in line:
+                self._step = int(line["step"])
+        is_first = self._said_step < 0 <= self._step
+        if not is_first and now < self._said_at + PROGRESS_SECONDS:
+            return
+        self._said_at, self._said_step = now, self._step
+        of = f" of {self._steps}" if self._steps else ""
+        where = f"step {self._step}{of} is done" if self._step >= 0 else "no step is done yet"
+        self._say(f"{self._run}: {where}, {now - self._began_at:.0f} s after its start")
