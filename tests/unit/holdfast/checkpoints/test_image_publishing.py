@@ -46,7 +46,7 @@ class _Taken(PartedUpload):
         self.order: list[int] = []
         self.parts: dict[int, bytes] = {}
 
-    def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:  # noqa: ARG002
+    def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         with self._ledger.entry(index, buffers):
             self.order.append(index)
             self.parts[index] = b"".join(buffers)
@@ -60,7 +60,9 @@ def _measured(width: int) -> ConcurrencyLimit:
     return ConcurrencyLimit(64, AdaptiveLimit(width, least=width, most=64))
 
 
-def _written(upload: _Taken, limit: ConcurrencyLimit, image: _Numbered | None = None) -> Generator[int, None, None]:
+def _written(
+    upload: _Taken, limit: ConcurrencyLimit, image: _Numbered | None = None
+) -> Generator[int, None, None]:
     image = image or _Numbered()
     return write_image(upload, image, ChunkFinisher(CheckpointId(1, 1), image.layout), limit)
 
@@ -82,14 +84,16 @@ def test_after_a_part_that_failed_no_other_begins() -> None:
     several = threading.Event()
 
     class Lost(_Taken):
-        def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:  # noqa: ARG002
+        def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
             self.order.append(index)
             several.wait(10)
             raise StoreError("lost")
 
     class Told(_Numbered):
         def write_chunk(self, chunk: int, memory: memoryview) -> None:
-            if chunk == 2:  # the part before it has the one request that is allowed, and the next will wait for it
+            if (
+                chunk == 2
+            ):  # the part before it has the one request that is allowed, and the next will wait for it
                 several.set()
             super().write_chunk(chunk, memory)
 
