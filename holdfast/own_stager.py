@@ -64,7 +64,7 @@ def _say(line: bytes) -> None:
 
 
 def heard(line: bytes) -> OwnStagerPlace:
-    """The place in the first line of a stager. Raises `ValueError`: it is none; `HoldfastError`: the stager's own."""
+    """The place in the first line of a stager. Raises `ValueError`: not a place; `HoldfastError`: the stager's own."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         raise peer_error(*json.loads(line)["error"])
     return OwnStagerPlace.from_bytes(line)

@@ -215,15 +215,12 @@ class _Walk:
         self._push(value, _CONTAINER_BYTES)
 
     def container_of_marked(self, _begin: int, _end: int) -> None:
-        items = self._stack
-        self._stack = self._below.pop()
+        items = self._marked()
         self.container(0, 0)
         self._fill(items)
 
     def tuple_of_marked(self, _begin: int, _end: int) -> None:
-        items = self._stack
-        self._stack = self._below.pop()
-        self._tuple(items)
+        self._tuple(self._marked())
 
     def tuple_of_last(self, _begin: int, _end: int) -> None:
         count = self._pickled[self._begin] - _CODES["TUPLE1"] + 1
@@ -253,18 +250,14 @@ class _Walk:
         self._fill([self._stack.pop()], _PLACE_BYTES)
 
     def append_marked(self, _begin: int, _end: int) -> None:
-        items = self._stack
-        self._stack = self._below.pop()
-        self._fill(items, _PLACE_BYTES)
+        self._fill(self._marked(), _PLACE_BYTES)
 
     def set_item(self, _begin: int, _end: int) -> None:
         value, key = self._stack.pop(), self._stack.pop()
         self._fill([key, value])
 
     def fill_with_marked(self, _begin: int, _end: int) -> None:
-        items = self._stack
-        self._stack = self._below.pop()
-        self._fill(items)
+        self._fill(self._marked())
 
     def _fill(self, items: list[_Value], nbytes: int = _PAIR_BYTES) -> None:
         target = self._stack[-1]
@@ -288,7 +281,13 @@ class _Walk:
             self._stack = self._below.pop()
 
     def pop_marked(self, _begin: int, _end: int) -> None:
+        self._marked()
+
+    def _marked(self) -> list[_Value]:
+        """Take what is on the stack above the last mark."""
+        items = self._stack
         self._stack = self._below.pop()
+        return items
 
     def again(self, _begin: int, _end: int) -> None:
         self._push(self._stack[-1])
@@ -342,8 +341,7 @@ class _Walk:
         self._call(function, arguments)
 
     def call_marked(self, begin: int, end: int) -> None:
-        items = self._stack
-        self._stack = self._below.pop()
+        items = self._marked()
         if self._pickled[self._begin] == _CODES["INST"]:
             self.named(begin, end)
             function = self._stack.pop()

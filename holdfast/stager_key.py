@@ -54,7 +54,7 @@ class StagerKey:
 
 
 def key_found(address: Address) -> bytes:
-    """The key of this user's stager here, which it writes before it answers. Raises `ConfigError`: there is none."""
+    """The key of this user's stager here, which it writes before it answers. Raises `ConfigError`: not found."""
     path = stager_key_path(address)
     try:
         file = open_private_file(path, os.O_RDONLY)

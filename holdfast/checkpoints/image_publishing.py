@@ -178,7 +178,9 @@ def write_image(
                     yield oldest()
                 memory = free.pop() if free else direct_window(nbytes_max)
                 chunks, crcs = list[memoryview](), list[tuple[int, int]]()
-                for chunk in range(first, min(first + upload.part_bytes // layout.chunk_bytes, layout.chunks)):
+                for chunk in range(
+                    first, min(first + upload.part_bytes // layout.chunk_bytes, layout.chunks)
+                ):
                     begin = (chunk - first) * layout.chunk_bytes
                     chunks.append(memory[begin : begin + layout.chunk_extent(chunk).nbytes])
                     image.write_chunk(chunk, chunks[-1])

@@ -10,14 +10,12 @@
                                    ▼
           beat() now and then · check() before every publish · release() at the end
 
-The number of the claim is the *attempt*: it only grows, and the highest one owns the run. Nobody has to be
-told that they lost it: a writer that finds a higher attempt than its own stops (`FencedError`), however long
-it was asleep.
+The number of the claim is the *attempt*: it only grows, and the highest one owns the run. Nobody has to be told that
+they lost it: a writer that finds a higher attempt than its own stops (`FencedError`), however long it was asleep.
 
-Whether the newest claim is alive needs no clock shared between hosts. In the same place (host, boot, pid
-namespace) its process is looked up, with its start time, because pids are reused. Elsewhere its `beat` is
-watched: a live writer changes it within two heartbeats. A claim file that cannot be read counts as dead,
-with a warning.
+Whether the newest claim is alive needs no clock shared between hosts. In the same place (host, boot, pid namespace) its
+process is looked up, with its start time, because pids are reused. Elsewhere its `beat` is watched: a live writer
+changes it within two heartbeats. A claim file that cannot be read counts as dead, with a warning.
 """
 
 from __future__ import annotations

@@ -110,11 +110,15 @@ class Manifest(_ManifestRecord):
     layout_digest: _Text
     write_id: _Text  # random, names this one write; also on the object itself where the store keeps metadata
     created: _Text
-    pgt1_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # from the first `save()` of a rank to staged
+    pgt1_seconds: Annotated[
+        float, Field(ge=0, allow_inf_nan=False)
+    ]  # from the first `save()` of a rank to staged
     pgt2_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # to durable
     # numbers that the script gave for this state, such as its validation loss
     metrics: Metrics = Field(default_factory=dict)
-    best: BestRule | None = None  # the rule by which the writer kept the best checkpoints of the run; None: by none
+    best: BestRule | None = (
+        None  # the rule by which the writer kept the best checkpoints of the run; None: by none
+    )
     entries: Annotated[tuple[EntryRecord, ...], FailFast()]
     tensors: Annotated[tuple[TensorRecord, ...], FailFast()]
     nonfinite: NonfiniteRecord | None = None  # numbers that are not finite; None: they were not counted

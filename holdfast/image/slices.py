@@ -80,7 +80,9 @@ class SliceSeal(BaseModel):
     rank: Annotated[int, Field(ge=0, lt=2**31)]  # whose slice
     ranks: Annotated[int, Field(gt=0, lt=2**31)]  # of how many
     layout_digest: Annotated[str, Field(max_length=128)]
-    frame_crc32s: tuple[_Crc, ...]  # one for each of `frames_of(layout, rank)`, of its `nbytes` without the padding
+    frame_crc32s: tuple[
+        _Crc, ...
+    ]  # one for each of `frames_of(layout, rank)`, of its `nbytes` without the padding
     # when it was sealed, for people and reports; 0 where nobody said so
     sealed_at_unix: Annotated[float, Field(ge=0, lt=2**33, allow_inf_nan=False)] = 0.0
     # times and bytes, for people and reports; and `job`, a random name that all ranks of a job share: slices of two

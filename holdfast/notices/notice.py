@@ -89,7 +89,9 @@ class Terms:
     save: bool  # whether a checkpoint is taken
     reason: str  # why, or why not
     notice: Notice  # the notice, and the rank that heard it
-    factor: int = 1  # how many times as frequent checkpoints are from then on, up to step `until_step`; 1: as before
+    factor: int = (
+        1  # how many times as frequent checkpoints are from then on, up to step `until_step`; 1: as before
+    )
     until_step: int = 0
 
     def to_json(self) -> dict[str, Any]:

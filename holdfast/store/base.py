@@ -165,8 +165,8 @@ class Store(Protocol):
         ...
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:
-        """Remove what unfinished uploads left; returns it in words. Of those with a write-id in `keep` everything stays
-        that `resume` needs. Only for the run's single writer.
+        """Remove what unfinished uploads left; returns it in words. All that `resume` needs for a write-id in `keep`
+        stays. Only for the run's single writer.
         """
         ...
 

@@ -2,9 +2,8 @@
 
     entry ─► part is struck out ─► bytes travel ─► part is entered      close ─► no new entry; the last one out is told
 
-Every backend's upload keeps one, so that a missing, short or late part is found in one place and in the same
-words. A part is struck out before it is sent again: a half-finished replacement must not count as the part it
-replaces.
+Every backend's upload keeps one, so that a missing, short or late part is found in one place and in the same words. A
+part is struck out before it is sent again: a half-finished replacement must not count as the part it replaces.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class PosixUpload(PartedUpload):
                 raise
 
     def _resume(self, token: str) -> None:
-        """Take up what a dead process left, under its temporary name or its own. What was reserved stays."""
+        """Take up what a dead process left, under its temporary name or its own. The room that it reserved stays."""
         match, nbytes = _TOKEN.fullmatch(token), self._ledger.nbytes
         self._inode = int(match[1]) if match else -1
         with translated("resume", self._path):

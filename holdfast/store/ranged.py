@@ -1,7 +1,6 @@
 """A stored object as a read-only file: what `zipfile` and `torch.load` want, over `Store.read_into`.
 
-Each read becomes one ranged read of just the bytes asked for; wrap it in `io.BufferedReader` for many small
-ones.
+Each read becomes one ranged read of just the bytes asked for; wrap it in `io.BufferedReader` for many small ones.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ class RetryBudget:
     seconds_max: float = 180.0  # no new attempt is begun after this many seconds
     first_wait_seconds: float = 0.2  # upper end of the first random wait; it doubles with each attempt
     wait_seconds_max: float = 20.0  # upper end of any wait, also of one that the server asks for
-    is_told: bool = True  # whether the log has each attempt that failed; the error at the end names the last one anyway
+    is_told: bool = (
+        True  # whether the log has each attempt that failed; the error at the end names the last one anyway
+    )
 
 
 _CHECK_BUDGET = RetryBudget(attempts_max=6, seconds_max=8.0, wait_seconds_max=2.0, is_told=False)

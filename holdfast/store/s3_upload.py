@@ -144,8 +144,7 @@ class S3Upload(PartedUpload):
         self._end()
 
     def abort(self) -> None:
-        """Abort the upload. Waits for parts under way first: S3 keeps, and bills, a part that arrives after the abort.
-        """
+        """Abort the upload, once no part is under way: S3 keeps, and bills, a part that arrives after the abort."""
         if self._published:
             return
         self._ledger.close()

@@ -48,7 +48,7 @@ def numbered(path: Path) -> list[tuple[int, Path]]:
 
 
 def open_all(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """Every file of the log, oldest first, each open while it is given. Raises `OSError`: there is none to read."""
+    """Every file of the log, oldest first, each open while it is given. Raises `OSError`: no file can be read."""
     with contextlib.ExitStack() as stack:
         # First: what it is renamed to meanwhile is in the list then, and known by its inode.
         try:

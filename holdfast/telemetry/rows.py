@@ -56,7 +56,9 @@ class CheckpointRow:
 
     attempt: int
     step: int
-    state: str = "saving"  # `saving`, `staged`, `durable`, `verified`, `drifted`, `doubtful`, `bad`, or `failed`
+    state: str = (
+        "saving"  # `saving`, `staged`, `durable`, `verified`, `drifted`, `doubtful`, `bad`, or `failed`
+    )
     in_store: bool = False
     note: str = ""
     image_bytes: int | None = None

@@ -49,7 +49,9 @@ class CheckpointStatus(_Words):
     # `verified`, `drifted`, `doubtful`, `bad`, or `verify_failed`, once it was read back
     read_back: Literal["", "verified", "drifted", "doubtful", "bad", "verify_failed"] = ""
     read_back_at_unix: _Number | None = None
-    nonfinite: _Whole | None = None  # how many of its numbers are not finite (NaN or infinite); None: not counted
+    nonfinite: _Whole | None = (
+        None  # how many of its numbers are not finite (NaN or infinite); None: not counted
+    )
     held: _Text = ""  # why it waits for the store; empty if it does not
     failed: _Text = ""  # why it came to nothing; empty if it did not
 
@@ -90,7 +92,9 @@ class StatusDocument(_Words):
     checkpoints: Annotated[tuple[CheckpointStatus, ...], Field(max_length=CHECKPOINTS_MAX)] = ()
     # causes of declined and failed steps, counted
     not_taken: Annotated[dict[str, _Whole], Field(max_length=_CAUSES_MAX)] = Field(default_factory=dict)
-    declined: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()  # the last of them, newest last
+    declined: Annotated[
+        tuple[StatusLine, ...], Field(max_length=LINES_MAX)
+    ] = ()  # the last of them, newest last
     notices: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
     problems: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
     stager_attached: bool | None = None

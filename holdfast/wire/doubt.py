@@ -16,7 +16,9 @@ class Doubt(NamedTuple):
     """One rank's doubt."""
 
     rank: int
-    steps: tuple[int, int] | None  # the first and the last of its steps that may be torn, both included; None: none is
+    steps: (
+        tuple[int, int] | None
+    )  # the first and the last of its steps that may be torn, both included; None: none is
     reason: str
     # attempts of the same job before it lost a stager and reached one again: the steps may be theirs, too
     earlier_attempts: tuple[int, ...] = ()

@@ -206,7 +206,8 @@ def _agreed(proposals: Sequence[Proposal]) -> Agreement:
     return Agreement(
         pickle_reserve_bytes=pickle_reserve_bytes(sum(maker.pickle_bytes for maker in makers)),
         per_rank_reserve_bytes={
-            name: _round_up(max(proposal.per_rank_bytes[name] for proposal in proposals))
+            name: -(-max(proposal.per_rank_bytes[name] for proposal in proposals) // _PAGE_BYTES)
+            * _PAGE_BYTES
             for name in first.per_rank_bytes
         },
         rank0_only=proven.rank0_only[:_NAMED_MAX],
@@ -333,7 +334,3 @@ def _what(row: list[Any]) -> str:
     _, dtype, shape, owner = row
     held = "replicated" if owner == -1 else f"of rank {owner}"
     return f"({dtype} {json.dumps(shape)}, {held})"
-
-
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES

@@ -71,7 +71,9 @@ class ReplicaProof:
     """Result of the comparison."""
 
     refusal: str  # why nothing can be saved; empty if replicas are replicas
-    rank0_only: tuple[str, ...]  # paths of tensors of which other ranks hold other bytes than rank 0, whose are saved
+    rank0_only: tuple[
+        str, ...
+    ]  # paths of tensors of which other ranks hold other bytes than rank 0, whose are saved
 
 
 def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> ReplicaProof:

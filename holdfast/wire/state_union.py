@@ -54,7 +54,9 @@ class Stage:
 class StateUnion:
     """The tree of the file, the same for all ranks."""
 
-    table: list[list[Any]]  # rows `[path, dtype, shape, owner]` of all tensors, in the order in which the file has them
+    table: list[
+        list[Any]
+    ]  # rows `[path, dtype, shape, owner]` of all tensors, in the order in which the file has them
     staged: frozenset[int]
     outline: _Outline  # as that of `Stage`, with rows of this table
     groups: Mapping[str, list[list[str]]]  # optimizer → names of the parameters of each group
