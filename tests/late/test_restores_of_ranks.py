@@ -37,7 +37,7 @@ CHUNK_BYTES = 1 << 16
 
 
 class Sent(NamedTuple):
-    """One section: of so many pieces, and what of the window they span."""
+    """One section: of this many pieces, and what of the window they span."""
 
     parts: int
     nbytes: int

@@ -1,7 +1,7 @@
 """A byte of a stored file flips: restore takes the step before and names both, `verify` names exactly the tensors.
 
 Every byte of the file lies under a chunk's CRC: zip headers, the pickle, its padding, tensor bytes, descriptors, the
-central directory. So there is no harmless flip here: all must be seen.
+central directory. No flip is harmless here: all must be seen.
 """
 
 from __future__ import annotations

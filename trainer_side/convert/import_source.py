@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import ConfigError, DamageError, StateError
-from holdfast.image.checkpoint_id import CheckpointId
 from trainer_side.convert.dcp_in import read_dcp
 from trainer_side.convert.dcp_names import read_names
 from trainer_side.convert.dcp_parts import StoredTensor
@@ -60,8 +59,8 @@ class ImportedState:
     def image_bytes(self) -> int:
         return self._skeleton.layout.image_bytes
 
-    def image(self, key: CheckpointId) -> StateImage:
-        return StateImage(key, self._tree, self._skeleton, self._stored, self._trailer)
+    def image(self) -> StateImage:
+        return StateImage(self._tree, self._skeleton, self._stored, self._trailer)
 
 
 def open_import_source(

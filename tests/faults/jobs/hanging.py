@@ -27,7 +27,7 @@ RESTORE_SECONDS_MAX, START_SECONDS_MAX = 10.0, 1.0
 
 
 def main() -> None:
-    """Restore, report, begin anew."""
+    """Restore, report, begin again."""
     run, tiers, out = map(Path, sys.argv[1:4])
     peers = MpiWorld.join().peers()
     tier, store, live = tier_of(tiers, run, peers.rank), CountingStore(run), model(0)

@@ -67,7 +67,7 @@ def bring_back(
 
 
 def assert_step(results: Sequence[Restored | None], targets: Sequence[Vector], step: int) -> list[Restored]:
-    """Every rank has restored this step, to the bit."""
+    """Every rank has restored this step, bit for bit."""
     found = []
     for result, target in zip(results, targets, strict=True):
         assert result is not None

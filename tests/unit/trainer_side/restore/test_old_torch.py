@@ -23,7 +23,7 @@ def bring_back(state: dict[str, torch.Tensor], root: Path) -> None:
 
 
 def make_larger(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Have `torch.load` make storages as those versions do, for elements of so many bytes."""
+    """Have `torch.load` make storages as those versions do, for elements of this many bytes."""
     plain = torch.load
 
     def load(file: Any, map_location: Callable[[Any, str], Any], weights_only: bool) -> Any:
