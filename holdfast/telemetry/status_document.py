@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ProtocolError
+from holdfast.image.shares import WRITERS_MAX
 
 CHECKPOINTS_MAX = 64
 LINES_MAX = 16
@@ -41,6 +42,8 @@ class CheckpointStatus(_Words):
         stall_seconds: The longest that a rank's training thread was held up by it.
         read_back: `verified`, `drifted`, `doubtful`, `bad`, or `verify_failed`, once it was read back.
         nonfinite: How many of its numbers are not finite (NaN or infinite); None: not counted.
+        share: With several stagers: which share of it this process writes, as K/S.
+        sealed: The shares that are written, as far as this process knows; the flusher of the first share knows of all.
         held: Why it waits for the store; empty if it does not.
         failed: Why it came to nothing; empty if it did not.
     """
@@ -57,6 +60,8 @@ class CheckpointStatus(_Words):
     read_back: Literal["", "verified", "drifted", "doubtful", "bad", "verify_failed"] = ""
     read_back_at_unix: _Number | None = None
     nonfinite: _Whole | None = None
+    share: _Text = ""
+    sealed: Annotated[tuple[_Text, ...], Field(max_length=WRITERS_MAX)] = ()
     held: _Text = ""
     failed: _Text = ""
 
