@@ -60,7 +60,7 @@ def test_a_map_names_all_rooms_and_files(room: str) -> None:
 # Lines that a room may have, the files of its folders included: what it has, rounded up to the next 50. A room that
 # grows pays for it here, on purpose; one that has shrunk by more than GIVEN_BACK_AT lines writes its new budget.
 BUDGETS = {
-    "flusher": 5400,
+    "flusher": 5750,
     "holdfast": 2600,
     "holdfast/checkpoints": 2850,
     "holdfast/command": 700,
@@ -83,9 +83,9 @@ BUDGETS = {
     "operator_side/page": 250,
     "operator_side/report": 1300,
     "operator_side/simulate": 1750,
-    "operator_side/status": 950,
+    "operator_side/status": 1100,
     "operator_side/supervise": 3000,
-    "stager": 4800,
+    "stager": 4900,
     "stager/session": 1400,
     "trainer_side": 2250,
     "trainer_side/convert": 1900,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 84_250
+PRODUCT_LINES_MAX = 84_900
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
