@@ -61,9 +61,8 @@ class SectionWindow:
         self.section, self.address = section, section.data_ptr()
         self.bytes: np.ndarray = section.numpy()
         self.memory = self.bytes.data
-        self.crossed: StreamEvent | None = (
-            None  # when what was sent from it is on the device; None: nothing was
-        )
+        # when what was sent from it is on the device; None: nothing was
+        self.crossed: StreamEvent | None = None
 
 
 class DeviceSections:
