@@ -176,7 +176,6 @@ class SliceReader:
         return near, [unit for unit in units if unit not in near]
 
     def _in_ring(self, slice_rank: int) -> list[Holder]:
-        """The holders of a slice in the stager's ring."""
         holders = self.candidate.slices.get(slice_rank, ())
         return [one for one in holders if one.nearness == NEARNESS_OF_RING]
 

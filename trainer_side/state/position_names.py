@@ -209,8 +209,6 @@ class SavedNames:
 
 
 class Parameters:
-    """The parameters of some optimizers, as they are in their groups now."""
-
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self._sizes = [sizes(one.param_groups) for one in optimizers]
