@@ -97,12 +97,12 @@ BUDGETS = {
     "trainer_side/proof": 750,
     "trainer_side/ranks": 3050,
     "trainer_side/restore": 6800,
-    "trainer_side/save": 5950,
-    "trainer_side/state": 4750,
+    "trainer_side/save": 5900,
+    "trainer_side/state": 4700,
     "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 84_900
+PRODUCT_LINES_MAX = 84_850
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
