@@ -36,9 +36,8 @@ class Flat(NamedTuple):
     name: str
     path: str
     tensor: torch.Tensor
-    tied_to: str = (
-        ""  # flat name of the first tensor at this place with this shape; empty for the first itself
-    )
+    # Flat name of the first tensor at this place with this shape; empty for the first itself.
+    tied_to: str = ""
 
 
 class Contents:
