@@ -242,7 +242,7 @@ class StandingStager:
 
 
 class TorchrunJob(Job):
-    """One torchrun, and a stager that stands alone beside it. Arguments as of `Job`."""
+    """One torchrun, and a stager that stands alone beside it. Arguments as of `Job`; `inside` as of that stager."""
 
     def __init__(
         self,
@@ -253,8 +253,9 @@ class TorchrunJob(Job):
         *,
         environment: Mapping[str, str],
         folder: Path,
+        inside: Sequence[str] = (),
     ) -> None:
-        self._stager = StandingStager(last, environment, folder)
+        self._stager = StandingStager(last, environment, folder, inside=inside)
         kept = {name: value for name, value in environment.items() if name not in OF_RENDEZVOUS}
         self._launch(torchrun_line(ranks, trainer), {**kept, **self._stager.joining}, folder / f"{name}.log")
 

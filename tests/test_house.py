@@ -60,7 +60,7 @@ def test_a_map_names_all_rooms_and_files(room: str) -> None:
 # Lines that a room may have, the files of its folders included: what it has, rounded up to the next 50. A room that
 # grows pays for it here, on purpose; one that has shrunk by more than GIVEN_BACK_AT lines writes its new budget.
 BUDGETS = {
-    "flusher": 5400,
+    "flusher": 5750,
     "holdfast": 2600,
     "holdfast/checkpoints": 2850,
     "holdfast/command": 700,
@@ -83,26 +83,26 @@ BUDGETS = {
     "operator_side/page": 250,
     "operator_side/report": 1300,
     "operator_side/simulate": 1750,
-    "operator_side/status": 950,
+    "operator_side/status": 1100,
     "operator_side/supervise": 3000,
-    "stager": 4800,
+    "stager": 4900,
     "stager/session": 1400,
     "trainer_side": 2250,
-    "trainer_side/convert": 2000,
-    "trainer_side/data": 950,
+    "trainer_side/convert": 1900,
+    "trainer_side/data": 900,
     "trainer_side/frameworks": 1150,
     "trainer_side/link": 2250,
     "trainer_side/notice": 1150,
     "trainer_side/pace": 500,
     "trainer_side/proof": 750,
     "trainer_side/ranks": 3050,
-    "trainer_side/restore": 7250,
-    "trainer_side/save": 6100,
-    "trainer_side/state": 4950,
-    "trainer_side/tiers": 5150,
+    "trainer_side/restore": 6800,
+    "trainer_side/save": 5950,
+    "trainer_side/state": 4750,
+    "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 85_350
+PRODUCT_LINES_MAX = 84_900
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

@@ -116,9 +116,8 @@ class Manifest(_ManifestRecord):
     pgt2_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # to durable
     # numbers that the script gave for this state, such as its validation loss
     metrics: Metrics = Field(default_factory=dict)
-    best: BestRule | None = (
-        None  # the rule by which the writer kept the best checkpoints of the run; None: by none
-    )
+    # the rule by which the writer kept the best checkpoints of the run; None: by none
+    best: BestRule | None = None
     entries: Annotated[tuple[EntryRecord, ...], FailFast()]
     tensors: Annotated[tuple[TensorRecord, ...], FailFast()]
     nonfinite: NonfiniteRecord | None = None  # numbers that are not finite; None: they were not counted

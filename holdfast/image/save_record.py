@@ -33,18 +33,16 @@ class SaveRecord:
     slice_bytes: int | None = None
     save_seconds: float | None = None  # in `save()`
     host: str | None = None
-    copied_inside: bool | None = (
-        None  # whether the copy was finished inside `save()`, so that nothing could tear it
-    )
+    # whether the copy was finished inside `save()`, so that nothing could tear it
+    copied_inside: bool | None = None
     in_flight: int | None = None
     copy_seconds: float | None = None
     gate_seconds: float | None = None  # waited at the gate
     cst_seconds: float | None = None  # both, the stall
     replicas_digest: str | None = None
     fingerprint_seconds: float | None = None
-    sending_seconds: float | None = (
-        None  # from `save()` to this state of the transfer; so the other names of states
-    )
+    # from `save()` to this state of the transfer; so the other names of states
+    sending_seconds: float | None = None
     crc_seconds: float | None = None
     sent_bytes: int | None = None
     sent_seconds: float | None = None

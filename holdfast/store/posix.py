@@ -116,7 +116,7 @@ class PosixStore:
 
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         path = self._path(name)
-        with translated("read", path), open(open_regular(path, 0), "rb") as file:  # noqa: PTH123 (a descriptor)
+        with translated("read", path), open(self._open_now(path), "rb") as file:  # noqa: PTH123 (a descriptor)
             nbytes = os.fstat(file.fileno()).st_size
             refuse_large(str(path), nbytes, bytes_max)
             data = file.read(nbytes + 1)
@@ -124,6 +124,15 @@ class PosixStore:
                 data += file.read(bytes_max + 1)
         refuse_large(str(path), len(data), bytes_max)
         return data
+
+    def _open_now(self, path: Path) -> int:
+        try:
+            return open_regular(path, 0)
+        except FileNotFoundError:
+            # An NFS client remembers up to a minute long that a name was not there; to open its directory asks the
+            # server. Flushers of several stagers look again and again for what another machine writes.
+            with self._opened(path):
+                return open_regular(path, 0)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset`; page-aligned ones go past the page cache."""

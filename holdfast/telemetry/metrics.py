@@ -43,7 +43,10 @@ _SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0
 _STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 300.0)
 _OUTCOMES = {
     "stager": ("staged", "declined", "failed"),
-    "flusher": ("durable", "verified", "drifted", "doubtful", "bad", "verify_failed", "flush_failed"),
+    "flusher": (
+        *("share_sealed", "durable"),
+        *("verified", "drifted", "doubtful", "bad", "verify_failed", "flush_failed"),
+    ),
 }
 _SAVED_KEPT = 64  # of checkpoints that may still be read back
 _LEVELS = {"stager": ("staged",), "flusher": ("durable", "verified")}
@@ -153,6 +156,9 @@ class Metrics:
                 self._is_read_back(event, fields, step)
             case "declined" | "failed" | "flush_failed":
                 self._ends_badly(event, fields, step)
+            case "share_sealed":
+                self._checkpoints.labels(event).inc()
+                self._held.discard(step)
             case "flush_held":
                 self._held.add(step)
             case "flush_resumed":

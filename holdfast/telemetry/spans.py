@@ -141,6 +141,8 @@ class Spans:
                 self._end_flush(key, now, event_text(fields))
                 if not self._attached:
                     self._ends_badly("failed", key, now, fields)
+            case "share_sealed" if not fields["share"].startswith("1/"):
+                self._end_flush(key, now, "")  # the lead's flush goes on until it has published
             case "durable":
                 self._end_flush(key, now, "")
                 self._is_durable(key, now, fields)

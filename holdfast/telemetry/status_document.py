@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ProtocolError
+from holdfast.image.shares import WRITERS_MAX
 
 CHECKPOINTS_MAX = 64
 LINES_MAX = 16
@@ -49,9 +50,11 @@ class CheckpointStatus(_Words):
     # `verified`, `drifted`, `doubtful`, `bad`, or `verify_failed`, once it was read back
     read_back: Literal["", "verified", "drifted", "doubtful", "bad", "verify_failed"] = ""
     read_back_at_unix: _Number | None = None
-    nonfinite: _Whole | None = (
-        None  # how many of its numbers are not finite (NaN or infinite); None: not counted
-    )
+    # how many of its numbers are not finite (NaN or infinite); None: not counted
+    nonfinite: _Whole | None = None
+    share: _Text = ""  # with several stagers: the share of it that this process writes, as K/S
+    # the shares that are written, as far as this process knows; the flusher of the first share knows of all
+    sealed: Annotated[tuple[_Text, ...], Field(max_length=WRITERS_MAX)] = ()
     held: _Text = ""  # why it waits for the store; empty if it does not
     failed: _Text = ""  # why it came to nothing; empty if it did not
 

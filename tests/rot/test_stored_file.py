@@ -23,8 +23,8 @@ from tests.rot.flips import COUNT, Flip, flips
 from tests.support.cluster import same
 from tests.support.restoring import Ranks, publish
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore.restore import RestoreOptions, restore
-from trainer_side.restore.restore_attempt import Restored
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import Restored, RestoreOptions
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.per_rank_blob import encode
 

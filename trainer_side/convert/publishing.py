@@ -24,11 +24,7 @@ _RANK = 0  # the one that has it all
 
 
 def plan_state(tree: Mapping[str, Any], trailer: bytes) -> Skeleton:
-    """Lay out a state that one rank holds; `trailer`: see `capture`.
-
-    Raises:
-        StateError: Something in it cannot be saved, or not be loaded with `weights_only=True`; names its path.
-    """
+    """Lay out a state that one rank holds; `trailer`: see `capture`. StateError: something in it cannot be saved."""
     proposed = table(tree, tree, rank=_RANK, ranks=1, beside_bytes=len(trailer))
     return plan(
         tree,

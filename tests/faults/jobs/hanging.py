@@ -18,7 +18,8 @@ from holdfast.errors import StoreError
 from tests.integration.jobs.tiers import model, tier_of
 from tests.support.restoring import CountingStore
 from trainer_side.ranks.mpi_world import MpiWorld
-from trainer_side.restore.restore import RestoreOptions, restore
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import RestoreOptions
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.tier_inventory import take_inventory
 

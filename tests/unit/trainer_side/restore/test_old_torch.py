@@ -13,7 +13,8 @@ from holdfast.errors import DamageError
 from tests.support.restoring import CountingStore, publish
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore import structure
-from trainer_side.restore.restore import RestoreOptions, restore
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import RestoreOptions
 
 
 def bring_back(state: dict[str, torch.Tensor], root: Path) -> None:
