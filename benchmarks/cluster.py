@@ -60,7 +60,7 @@ class Shape:
         folder: Where all peers write; None is the place for temporary files.
         launcher: `mpirun`, with the stager in the job; or `torchrun`, beside one that stands alone.
         stager_inside: What the command of a stager that stands alone begins with, such as one that enters a cgroup.
-        links: Of ranks and stagers, each in a network namespace, without a launcher; None: all are on this machine.
+        links: For ranks and stagers, each in a network namespace, without a launcher; None: all are on this machine.
     """
 
     model: str = "gpt2"
@@ -273,7 +273,7 @@ class Cluster:
         return jobs.flusher_pids(self.folders.runtime)
 
     def pids(self) -> dict[str, int]:
-        """Of stager, flusher and rank 0. Of several stagers, the first."""
+        """Stager, flusher and rank 0; with several stagers, the first."""
         return {
             "stager": self.job.find("stager"),
             "flusher": self.flusher_pids[0],
