@@ -25,7 +25,7 @@ __all__ = ["ADAPTIVE", "ALONE", "STATIC", "grids", "measure", "overheads"]
 
 _ROUNDS = 5
 _MODEL, _IMAGE_BYTES, _RING_BYTES = "resnet50", 205_000_000, 256 << 20
-_TOY_IMAGE_BYTES = 24 << 20
+_TOY_IMAGE_BYTES = 3 << 20
 _ITERATION_SECONDS = 0.05
 _WRITE_ITERATIONS = 10
 _LEFT = 1 / 3
