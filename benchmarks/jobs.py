@@ -279,7 +279,7 @@ class TorchrunJob(Job):
 
 
 def torchrun_line(ranks: int, trainer: Sequence[str], *, restarts: int = 0) -> list[str]:
-    """Starts so many ranks on this machine; `trainer`: arguments after the Python interpreter."""
+    """Starts this many ranks on this machine; `trainer`: arguments after the Python interpreter."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*line, "--max-restarts", str(restarts), *trainer]
 
@@ -301,7 +301,7 @@ def flusher_pids(runtime: Path) -> list[int]:
     """Process ids of the flushers whose rings lie under `runtime`: one for each stager, the first one's first.
 
     Raises:
-        RuntimeError: There is none.
+        RuntimeError: No flusher runs there.
     """
     found = [int(file.read_text().split()[0]) for file in sorted(runtime.glob("*/flusher.pid"))]
     if not found:

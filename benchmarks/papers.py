@@ -28,7 +28,7 @@ class PaperResult:
     """One table or figure.
 
     Attributes:
-        experiment: Whose JSON `judge` reads; empty: there is none, and `judge` gives the reason.
+        experiment: The one whose JSON `judge` reads; empty: no experiment, and `judge` gives the reason.
     """
 
     paper: str

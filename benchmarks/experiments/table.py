@@ -63,7 +63,7 @@ class RawTransfer:
         )
 
     def seconds(self, of: int = 1) -> float:
-        """Of one transfer, the best of so many: the first after a pause may take several times as long as the next."""
+        """The best of several runs of one transfer: the first after a pause may take several times as long."""
         return min(self._ask({"do": "transfer"})["end"] for _ in range(of))
 
     def pipeline(self) -> dict[str, float]:

@@ -75,7 +75,7 @@ class Peer(Protocol):
 
         Raises:
             IncompleteError: It is not what was saved.
-            OSError: There is none.
+            OSError: No checkpoint is there.
         """
         ...
 
