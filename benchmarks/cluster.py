@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import psutil
 
@@ -47,6 +47,7 @@ _LOOK_AGAIN_SECONDS = 0.02
 _LOOK_AGAIN_REMOTE_SECONDS = 0.5  # the server shares the cores with what is waited for
 
 Progress = Callable[[str], None]
+_Peer = TypeVar("_Peer")
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Shape:
         return replace(self, ring_bytes=ring, chunk_bytes=_TOY_CHUNK_BYTES)
 
 
-def turn(peers: Sequence[str], number: int) -> list[str]:
+def turn(peers: Sequence[_Peer], number: int) -> list[_Peer]:
     """Order of the peers in round `number`: turned by one each time, so that no place is anybody's."""
     first = number % len(peers) if peers else 0
     return [*peers[first:], *peers[:first]]
