@@ -59,7 +59,7 @@ def _parts(
     status: RunStatus, ascii_only: bool, shown: tuple[int, int, int], *, without: Sequence[str] = ()
 ) -> list[RenderableType]:
     ranks, flights, lines = shown
-    idle = bool(status.waits_at) and not status.flights
+    idle = not status.is_running and not status.flights
     loss: list[RenderableType] = [] if idle else [_loss(status), Text()]
     found: list[RenderableType] = [*_head(status), Text(), _levels(status), Text(), *loss]
     rest: dict[str, list[RenderableType]] = {
