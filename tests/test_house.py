@@ -76,15 +76,15 @@ BUDGETS = {
     "holdfast/wire": 1850,
     "operator_side": 200,
     "operator_side/cluster": 900,
-    "operator_side/commands": 4200,
+    "operator_side/commands": 4250,
     "operator_side/doctor": 650,
-    "operator_side/drill": 1450,
-    "operator_side/live": 400,
+    "operator_side/drill": 1500,
+    "operator_side/live": 450,
     "operator_side/page": 250,
-    "operator_side/report": 1300,
+    "operator_side/report": 1350,
     "operator_side/simulate": 1750,
     "operator_side/status": 1100,
-    "operator_side/supervise": 3000,
+    "operator_side/supervise": 2950,
     "stager": 4900,
     "stager/session": 1400,
     "trainer_side": 2250,
@@ -93,7 +93,7 @@ BUDGETS = {
     "trainer_side/frameworks": 1150,
     "trainer_side/link": 2250,
     "trainer_side/notice": 1150,
-    "trainer_side/pace": 500,
+    "trainer_side/pace": 550,
     "trainer_side/proof": 750,
     "trainer_side/ranks": 3050,
     "trainer_side/restore": 6800,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 84_850
+PRODUCT_LINES_MAX = 84_950
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
