@@ -52,6 +52,8 @@ def main() -> None:
     )
     path = given.out / f"attempt-{attempt}.jsonl" if rank == 0 else Path(os.devnull)
     peer = _restarting(given.peer, workload, given.out, attempt, given.every) if given.peer else None
+    # A group of its own: async_save meets the other ranks in the default one, from a thread beside this.
+    trains = dist.new_group(backend="gloo") if peer else None
     with _joined(workload, given.every, bare=given.bare) as checkpointer, path.open("w") as log:
         begun = time.monotonic()
         step = checkpointer.restore() if checkpointer else peer.restore() if peer else 0
@@ -61,7 +63,7 @@ def main() -> None:
         log.flush()
         while True:
             time.sleep(given.compute_seconds)
-            dist.barrier()
+            dist.barrier(group=trains)
             if peer:
                 peer.before_update()
             workload.update()
