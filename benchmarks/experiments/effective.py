@@ -233,7 +233,7 @@ def grids(document: dict[str, Any]) -> list[Grid]:
     for number, one in enumerate(document["rounds"], 1):
         for way, of in one["ways"].items():
             cells = (f"{100 * of['real'][part]:.1f} / {100 * of['predicted'][part]:.1f}" for part in PARTS)
-            rows.append((f"{number}: {way}, {of['real']['kills']} kills", f"{of['every']}", *cells))
+            rows.append((f"{number}: {way}, kills: {of['real']['kills']}", f"{of['every']}", *cells))
     seconds = statistics.median(one["seconds"] for one in document["rounds"])
     apart = statistics.median(one["apart_seconds"] for one in document["rounds"])
     title = f"Ranks killed every {apart:.0f} s on average, {seconds:.0f} s: percent of the time, measured / predicted"
