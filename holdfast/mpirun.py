@@ -47,12 +47,13 @@ def mpirun_command(
     trainer: Sequence[str],
     *,
     stager: Sequence[str] | None = None,
+    stagers: int = 1,
     ulfm: bool = True,
     hosts: Mapping[str, int] | None = None,
     stager_host: str = "",
     options: Sequence[str] = (),
 ) -> list[str]:
-    """Build the command line of one MPI job: `ranks` trainers, and one stager if asked for.
+    """Build the command line of one MPI job: `ranks` trainers, and one stager or several if asked for.
 
     Leftovers of a killed mpirun in the temporary directory are removed: the next one that gets its process id would
     not start ("The PMIx server's listener thread failed to start"). In a container that starts again that is the
@@ -62,9 +63,10 @@ def mpirun_command(
         ranks: Number of training ranks.
         trainer: Their command, such as `[sys.executable, "train.py"]`.
         stager: The stager's command, such as `["holdfast", "stager", "--store", url]`, or None.
+        stagers: Number of stagers, with `stager`.
         ulfm: Ask for fault tolerance, so that the job survives a rank's death.
         hosts: How many of them on which host; None: all on this machine.
-        stager_host: With `hosts`: the stager's, as mpirun knows it.
+        stager_host: With `hosts`: that of all stagers, as mpirun knows it.
         options: More options for mpirun.
 
     Raises:
@@ -74,7 +76,7 @@ def mpirun_command(
     _remove_dead_sessions(Path(tempfile.gettempdir()))
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")  # mpirun refuses root otherwise; containers run as root
-    processes = ranks + (stager is not None)
+    processes = ranks + (stagers if stager is not None else 0)
     if hosts is not None or processes > (os.cpu_count() or 1):
         command.append("--oversubscribe")  # with hosts: their slots say how many; mpirun would count cores
     if ulfm:
@@ -89,7 +91,8 @@ def mpirun_command(
         command += ["--host", ",".join(f"{name}:{slots}" for name, slots in hosts.items())]
     command += ["-n", str(ranks), *trainer]
     if stager is not None:
-        command += [":", *(("--host", f"{stager_host}:1") if hosts is not None else ()), "-n", "1", *stager]
+        place = ("--host", f"{stager_host}:{stagers}") if hosts is not None else ()
+        command += [":", *place, "-n", str(stagers), *stager]
     return command
 
 

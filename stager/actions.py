@@ -15,7 +15,9 @@ from collections.abc import Callable
 
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
+from holdfast.image.layout import Layout
 from holdfast.image.save_record import StepRecord
+from holdfast.image.shares import ImageShare
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
@@ -44,7 +46,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class Actions:
-    """The session's hands. For the loop's thread."""
+    """The session's hands. For the loop's thread. `share`: that of an image which this stager receives; None: all."""
 
     def __init__(
         self,
@@ -55,9 +57,10 @@ class Actions:
         notices: Notices,
         events: EventLog,
         *,
+        share: Callable[[Layout], ImageShare] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._session, self._clock = session, clock
+        self._session, self._share, self._clock = session, share, clock
         self.line, self.trainers, self.payloads = line, trainers, payloads
         self.notices, self.events = notices, events
         self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
@@ -174,10 +177,9 @@ class Actions:
         ring.write_checkpoint(attempt, action.step, "staged", action.layout.digest, record.to_json())
         reach(Point.STAGED)
         self.line.send("staged", attempt=attempt, step=action.step)
-        self.events.emit(
-            "staged",
-            {"pgt1_seconds": pgt1_seconds, "image_bytes": action.layout.image_bytes},
-            step=action.step,
-        )
+        told: dict[str, object] = {"pgt1_seconds": pgt1_seconds, "image_bytes": action.layout.image_bytes}
+        if self._share is not None:
+            told["share"] = str(self._share(action.layout).number)
+        self.events.emit("staged", told, step=action.step)
         self._tell(Tell(None, Kind.STAGED, action.step, {"pgt1_seconds": pgt1_seconds}))
         self.notices.staged(action.step, action.layout.image_bytes, now - offered_at)

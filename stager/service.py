@@ -21,7 +21,7 @@ from collections.abc import Callable
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.image.layout import Layout
-from holdfast.image.shares import Shares
+from holdfast.image.shares import ImageShare, Shares
 from holdfast.process import yield_to_training
 from holdfast.ring.ring_keeper import is_kept
 from holdfast.store import part_chunks_for
@@ -38,7 +38,7 @@ from stager.actions import Actions
 from stager.doubt_handler import DoubtHandler
 from stager.flusher_handler import FlusherHandler, slot_owners
 from stager.flusher_line import FlusherLine
-from stager.flusher_process import Flusher, FlusherAhead, attach, reap
+from stager.flusher_process import Flusher, attach, reap
 from stager.notices import Notices
 from stager.payloads import Payloads
 from stager.previous_jobs import PreviousJobs
@@ -84,6 +84,7 @@ class StagerService:
         self._payloads = Payloads(port, flusher.ring)
         free_slots, flusher_slots = slot_owners(flusher.ring)
         share = _share(config, flusher.store_url)
+        chunks = None if share is None else lambda layout: share(layout).chunks
         self._session = Session(
             ranks=port.ranks,
             free_slots=free_slots,
@@ -91,7 +92,7 @@ class StagerService:
             offer_seconds_max=config.offer_seconds_max,
             chunk_seconds_max=config.chunk_seconds_max,
             on_divergence=config.on_divergence,
-            share=share,
+            share=chunks,
         )
         notices = Notices(
             config,
@@ -103,7 +104,14 @@ class StagerService:
         )
         doubts = DoubtHandler(self._line, self._trainers, events)
         self._actions = Actions(
-            self._session, self._line, self._trainers, self._payloads, notices, events, clock=clock
+            self._session,
+            self._line,
+            self._trainers,
+            self._payloads,
+            notices,
+            events,
+            share=share,
+            clock=clock,
         )
         proofs = ProofHandler(self._line, events, ranks=port.ranks)
 
@@ -112,7 +120,7 @@ class StagerService:
             proofs.again()
 
         previous_jobs = PreviousJobs(
-            config.start_seconds_max / 2, share=share, clock=clock
+            config.start_seconds_max / 2, share=chunks, clock=clock
         )  # the ranks wait, too
         self._rank_handler = RankHandler(
             config, port, self._actions, doubts, proofs, previous_jobs, clock=clock
@@ -260,17 +268,17 @@ class StagerService:
         )
 
 
-def _share(config: StagerConfig, store_url: str) -> Callable[[Layout], range] | None:
-    """The chunks of an image that this stager receives, as the ranks know it, too; None for all of them."""
+def _share(config: StagerConfig, store_url: str) -> Callable[[Layout], ImageShare] | None:
+    """The share of an image that this stager receives, as the ranks know it, too; None for all of it."""
     index, writers = config.share.index, config.share.writers
     if writers == 1:
         return None
 
-    def chunks_of(layout: Layout) -> range:
+    def share_of(layout: Layout) -> ImageShare:
         part_chunks = part_chunks_for(store_url, layout.image_bytes, layout.chunk_bytes)
-        return Shares.of(layout, writers, part_chunks).chunks_of(index)
+        return ImageShare(Shares.of(layout, writers, part_chunks), index)
 
-    return chunks_of
+    return share_of
 
 
 class StartRefused(Exception):
@@ -286,15 +294,13 @@ def serve(
     config: StagerConfig | None,
     problem: HoldfastError | None = None,
     attached: Flusher | None = None,
-    ahead: FlusherAhead | None = None,
     is_stopping: Callable[[], bool] = lambda: False,
     lead_attempt: int = 0,
 ) -> set[int]:
     """Receive until the ranks have left, or the stager is stopping, and all that is staged is in the store.
 
     `problem`: why it cannot; without a `config`, where the settings are wrong. `attached`: the flusher, if this stager
-    has attached to it already; `ahead`: one that waits to begin; `lead_attempt`: see `attach`. Returns the ranks that
-    were lost, or are left alone.
+    has attached to it already; `lead_attempt`: see `attach`. Returns the ranks that were lost, or are left alone.
 
     Raises:
         StartRefused: There is no flusher, or there are no settings, and the ranks were told.
@@ -306,7 +312,7 @@ def serve(
             raise problem
         assert config is not None
         segments = SegmentList(config.runtime_dir)
-        flusher = attached or attach(config, ahead=ahead, lead_attempt=lead_attempt)
+        flusher = attached or attach(config, lead_attempt=lead_attempt)
     except HoldfastError as error:
         is_told = refuse_start(port, error, is_stopping)
         if segments is not None:

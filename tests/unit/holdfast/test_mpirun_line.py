@@ -28,3 +28,8 @@ def test_chosen_transports_are_not_overruled(monkeypatch: pytest.MonkeyPatch) ->
     assert _value_of_btl(mpirun_command(2, ["true"], options=["--mca", "btl", "tcp,self"])) == ["tcp,self"]
     monkeypatch.setenv("OMPI_MCA_btl", "self,sm")
     assert _value_of_btl(mpirun_command(2, ["true"])) == []
+
+
+def test_several_stagers_are_started_on_their_host() -> None:
+    line = mpirun_command(2, ["train"], stager=["stager"], stagers=3, hosts={"a": 2}, stager_host="b")
+    assert line[line.index(":") :] == [":", "--host", "b:3", "-n", "3", "stager"]
