@@ -73,6 +73,11 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     "--min-ranks",
     "Smallest number of training ranks to start with where hosts are missing. Default: the value of --ranks.",
 )
+@count(
+    "--stagers",
+    "Number of stagers on this machine, each of which receives and writes a share of every checkpoint.",
+    1,
+)
 @click.option(
     "--launcher",
     type=click.Choice(["mpirun", "torchrun"]),
@@ -233,7 +238,9 @@ def _supervised(
         is_done = verdict.cause is Cause.DONE
         return _unless_not_durable(verdict, core.newest_step, config.store) if is_done else verdict
 
-    files = RunFiles(runtime_directory(config.store, config.runtime_dir), logs, events)
+    shares = range(options["stagers"])
+    rings = tuple(runtime_directory(config.store, config.runtime_dir, share=share) for share in shares)
+    files = RunFiles(rings, logs, events)
     job = JobProcesses(line, environment_of_job(), files, _relay)
     watch = FleetWatch(fleet, options["poll_seconds"])
     return Supervisor(core, job, watch, files, last_look=last_look, tell=notifier.tell), job
@@ -245,6 +252,7 @@ def _limits(options: dict[str, Any]) -> Limits:
     return Limits(
         ranks=options["ranks"],
         ranks_min=options["min_ranks"] or options["ranks"],
+        stagers=options["stagers"],
         **{name: options[name] for name in _LIMITS},
     )
 
@@ -429,6 +437,7 @@ def _mpirun(
         launch.ranks,
         [*keeper, TRAINER, *command],
         stager=stager,
+        stagers=options["stagers"],
         ulfm=options["ulfm"],
         hosts=hosts,
         stager_host=options["stager_host"] or socket.gethostname(),

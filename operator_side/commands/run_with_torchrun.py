@@ -23,6 +23,7 @@ from operator_side.supervise.torchrun_job import TorchrunJob, torchrun_arguments
 RESTARTS_MAX = 3  # torchrun counts all of them, and not those in a row without progress
 _OF_MPIRUN = {
     "min_ranks": "--min-ranks",
+    "stagers": "--stagers",
     "hosts": "--hosts",
     "slurm": "--slurm",
     "cluster": "--cluster",

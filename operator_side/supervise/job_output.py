@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.shares import WHOLE, ShareNumber
 from holdfast.supervised import LAST_WORDS, MARK
 from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise.supervisor_messages import (
@@ -110,14 +111,17 @@ class Output:
 
     Args:
         directory: Made if needed.
-        ranks: Number of trainers; the process after them is the stager.
+        ranks: Number of trainers; the processes after them are stagers.
+        stagers: How many.
         relay: Called with (stream, text) for each line, to show it.
     """
 
-    def __init__(self, directory: Path, ranks: int, relay: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, directory: Path, ranks: int, relay: Callable[[str, str], None], *, stagers: int = 1
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        self._ranks, self._relay = ranks, relay
+        self._ranks, self._stagers, self._relay = ranks, stagers, relay
         self._files: dict[int | None, IO[str]] = {}
         self._tails: dict[int | None, deque[str]] = {}
         self._rest = b""
@@ -141,7 +145,11 @@ class Output:
     def path(self, rank: int | None) -> Path:
         if rank is None:
             return self.directory / "mpirun.log"
-        return self.directory / ("stager.log" if rank == self._ranks else f"rank-{rank}.log")
+        if rank < self._ranks:
+            return self.directory / f"rank-{rank}.log"
+        return self.directory / (
+            "stager.log" if self._stagers == 1 else f"stager-{rank - self._ranks + 1}.log"
+        )
 
     def tail(self, rank: int | None, lines_max: int = 25) -> list[str]:
         return list(self._tails.get(rank, ()))[-lines_max:]
@@ -157,7 +165,7 @@ class Output:
         return report
 
     def _keep(self, line: OutputLine) -> None:
-        if line.rank is not None and line.rank > self._ranks:
+        if line.rank is not None and line.rank >= self._ranks + self._stagers:
             line = OutputLine(None, line.stream, line.text)
         tail = self._tails.setdefault(line.rank, deque(maxlen=_TAIL_LINES))
         if not line.text and not (tail and tail[-1]):
@@ -170,13 +178,22 @@ class Output:
         self._relay(line.stream, line.text)
 
 
+def _share(said: object) -> ShareNumber | None:
+    """The share of one of several stagers; None: it cannot be read."""
+    try:
+        return WHOLE if said is None else ShareNumber.of_text(str(said))
+    except ValueError:
+        return None
+
+
 def meaning(said: dict[str, Any]) -> Told | None:
     """The event for the core in one line of an event log; None if it does not matter."""
     step, role = said.get("step"), said.get("role")
     if type(step) is int:
         match said.get("event"), role:
             case "staged", "stager":
-                return StepStaged(step)
+                share = _share(said.get("share"))
+                return None if share is None else StepStaged(step, share)
             case "durable" | "recovered", "flusher":
                 attempt = said.get("attempt")
                 return StepDurable(step, attempt if type(attempt) is int else 0)
