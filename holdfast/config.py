@@ -544,8 +544,8 @@ class StagerConfig(_RingConfig):
         share = info.data.get("share", WHOLE)
         if value is None and share != WHOLE:
             raise ValueError(
-                f"HOST:PORT where share is {share}: under mpirun a stager has the share of its place among those of the "
-                "job, so leave the setting share out"
+                f"HOST:PORT where share is {share}: under mpirun a stager has the share of its place in the job, so "
+                "leave the setting share out"
             )
         return value
 

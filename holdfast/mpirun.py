@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from holdfast.errors import ConfigError
 from holdfast.extras import install_line
@@ -42,15 +43,21 @@ def find_mpirun() -> str:
     return mpirun
 
 
+class Stagers(NamedTuple):
+    """Number of stagers of a job; with `hosts` also the host of all of them, as mpirun knows it."""
+
+    number: int = 1
+    host: str = ""
+
+
 def mpirun_command(
     ranks: int,
     trainer: Sequence[str],
     *,
     stager: Sequence[str] | None = None,
-    stagers: int = 1,
+    stagers: Stagers | None = None,
     ulfm: bool = True,
     hosts: Mapping[str, int] | None = None,
-    stager_host: str = "",
     options: Sequence[str] = (),
 ) -> list[str]:
     """Build the command line of one MPI job: `ranks` trainers, and one stager or several if asked for.
@@ -63,10 +70,9 @@ def mpirun_command(
         ranks: Number of training ranks.
         trainer: Their command, such as `[sys.executable, "train.py"]`.
         stager: The stager's command, such as `["holdfast", "stager", "--store", url]`, or None.
-        stagers: Number of stagers, with `stager`.
+        stagers: How many of them, and where; None: one.
         ulfm: Ask for fault tolerance, so that the job survives a rank's death.
-        hosts: How many of them on which host; None: all on this machine.
-        stager_host: With `hosts`: that of all stagers, as mpirun knows it.
+        hosts: How many trainers on which host; None: all on this machine.
         options: More options for mpirun.
 
     Raises:
@@ -76,7 +82,8 @@ def mpirun_command(
     _remove_dead_sessions(Path(tempfile.gettempdir()))
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")  # mpirun refuses root otherwise; containers run as root
-    processes = ranks + (stagers if stager is not None else 0)
+    number, host = stagers or Stagers()
+    processes = ranks + (number if stager is not None else 0)
     if hosts is not None or processes > (os.cpu_count() or 1):
         command.append("--oversubscribe")  # with hosts: their slots say how many; mpirun would count cores
     if ulfm:
@@ -91,8 +98,8 @@ def mpirun_command(
         command += ["--host", ",".join(f"{name}:{slots}" for name, slots in hosts.items())]
     command += ["-n", str(ranks), *trainer]
     if stager is not None:
-        place = ("--host", f"{stager_host}:{stagers}") if hosts is not None else ()
-        command += [":", *place, "-n", str(stagers), *stager]
+        at = ("--host", f"{host}:{number}") if hosts is not None else ()
+        command += [":", *at, "-n", str(number), *stager]
     return command
 
 

@@ -15,9 +15,8 @@ from collections.abc import Callable
 
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
-from holdfast.image.layout import Layout
 from holdfast.image.save_record import StepRecord
-from holdfast.image.shares import ImageShare
+from holdfast.image.shares import WHOLE
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
@@ -46,7 +45,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class Actions:
-    """The session's hands. For the loop's thread. `share`: that of an image which this stager receives; None: all."""
+    """The session's hands. For the loop's thread."""
 
     def __init__(
         self,
@@ -57,10 +56,9 @@ class Actions:
         notices: Notices,
         events: EventLog,
         *,
-        share: Callable[[Layout], ImageShare] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._session, self._share, self._clock = session, share, clock
+        self._session, self._clock = session, clock
         self.line, self.trainers, self.payloads = line, trainers, payloads
         self.notices, self.events = notices, events
         self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
@@ -178,8 +176,9 @@ class Actions:
         reach(Point.STAGED)
         self.line.send("staged", attempt=attempt, step=action.step)
         told: dict[str, object] = {"pgt1_seconds": pgt1_seconds, "image_bytes": action.layout.image_bytes}
-        if self._share is not None:
-            told["share"] = str(self._share(action.layout).number)
+        share = self.line.share_of(action.layout).number
+        if share != WHOLE:
+            told["share"] = str(share)
         self.events.emit("staged", told, step=action.step)
         self._tell(Tell(None, Kind.STAGED, action.step, {"pgt1_seconds": pgt1_seconds}))
         self.notices.staged(action.step, action.layout.image_bytes, now - offered_at)

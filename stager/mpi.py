@@ -72,7 +72,7 @@ class MpiStagers:
         share: The share of this stager. The first stager leads: its flusher gives the attempt of the job.
     """
 
-    def __init__(self, stagers: MPI.Intracomm) -> None:
+    def __init__(self, stagers: MPI.Comm) -> None:
         self._comm = stagers
         self.share = ShareNumber(stagers.rank, stagers.size)
         self._telling: list[tuple[MPI.Request, bytes]] = []
@@ -81,12 +81,10 @@ class MpiStagers:
         """Send the others the attempt, or why there is none; a stager that does not lead tells nothing."""
         if not self.share.leads:
             return
-        failed = isinstance(attempt, HoldfastError)
-        message = (
-            wire.encode(Kind.REFUSED, body=wire.error_body(attempt))
-            if failed
-            else wire.encode(Kind.WELCOME, attempt=attempt)
-        )
+        if isinstance(attempt, HoldfastError):
+            message = wire.encode(Kind.REFUSED, body=wire.error_body(attempt))
+        else:
+            message = wire.encode(Kind.WELCOME, attempt=attempt)
         for other in range(1, self.share.writers):
             try:
                 self._telling.append((self._comm.Isend([message, MPI.BYTE], other, CONTROL_TAG), message))

@@ -20,11 +20,9 @@ from collections.abc import Callable
 
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
-from holdfast.image.layout import Layout
-from holdfast.image.shares import ImageShare, Shares
+from holdfast.image.shares import WHOLE
 from holdfast.process import yield_to_training
 from holdfast.ring.ring_keeper import is_kept
-from holdfast.store import part_chunks_for
 from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.metrics_page import serve_metrics
 from holdfast.telemetry.status_document import RankStatus, Transport
@@ -83,8 +81,7 @@ class StagerService:
         self._trainers = Trainers(port, rank_seconds_max=config.rank_seconds_max, clock=clock)
         self._payloads = Payloads(port, flusher.ring)
         free_slots, flusher_slots = slot_owners(flusher.ring)
-        share = _share(config, flusher.store_url)
-        chunks = None if share is None else lambda layout: share(layout).chunks
+        share = None if config.share == WHOLE else lambda layout: self._line.share_of(layout).chunks
         self._session = Session(
             ranks=port.ranks,
             free_slots=free_slots,
@@ -92,7 +89,7 @@ class StagerService:
             offer_seconds_max=config.offer_seconds_max,
             chunk_seconds_max=config.chunk_seconds_max,
             on_divergence=config.on_divergence,
-            share=chunks,
+            share=share,
         )
         notices = Notices(
             config,
@@ -104,14 +101,7 @@ class StagerService:
         )
         doubts = DoubtHandler(self._line, self._trainers, events)
         self._actions = Actions(
-            self._session,
-            self._line,
-            self._trainers,
-            self._payloads,
-            notices,
-            events,
-            share=share,
-            clock=clock,
+            self._session, self._line, self._trainers, self._payloads, notices, events, clock=clock
         )
         proofs = ProofHandler(self._line, events, ranks=port.ranks)
 
@@ -120,7 +110,7 @@ class StagerService:
             proofs.again()
 
         previous_jobs = PreviousJobs(
-            config.start_seconds_max / 2, share=chunks, clock=clock
+            config.start_seconds_max / 2, share=share, clock=clock
         )  # the ranks wait, too
         self._rank_handler = RankHandler(
             config, port, self._actions, doubts, proofs, previous_jobs, clock=clock
@@ -266,19 +256,6 @@ class StagerService:
             f"then start the job, or `holdfast flusher --store {flusher.store_url}`: it publishes what is in "
             f"{flusher.ring.directory}"
         )
-
-
-def _share(config: StagerConfig, store_url: str) -> Callable[[Layout], ImageShare] | None:
-    """The share of an image that this stager receives, as the ranks know it, too; None for all of it."""
-    index, writers = config.share.index, config.share.writers
-    if writers == 1:
-        return None
-
-    def share_of(layout: Layout) -> ImageShare:
-        part_chunks = part_chunks_for(store_url, layout.image_bytes, layout.chunk_bytes)
-        return ImageShare(Shares.of(layout, writers, part_chunks), index)
-
-    return share_of
 
 
 class StartRefused(Exception):

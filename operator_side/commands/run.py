@@ -415,7 +415,7 @@ def _unless_not_durable(done: Verdict, step: int, store: str) -> Verdict:
 def _mpirun(
     launch: Launch, command: Sequence[str], config: StagerConfig, events: Path, options: dict[str, Any]
 ) -> list[str]:
-    from holdfast.mpirun import mpirun_command
+    from holdfast.mpirun import Stagers, mpirun_command
     from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
     from operator_side.supervise.rank import STAGER, TRAINER
 
@@ -437,10 +437,9 @@ def _mpirun(
         launch.ranks,
         [*keeper, TRAINER, *command],
         stager=stager,
-        stagers=options["stagers"],
+        stagers=Stagers(options["stagers"], options["stager_host"] or socket.gethostname()),
         ulfm=options["ulfm"],
         hosts=hosts,
-        stager_host=options["stager_host"] or socket.gethostname(),
         options=more,
     )
 

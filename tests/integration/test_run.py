@@ -208,7 +208,8 @@ def test_a_job_with_two_stagers_goes_on_from_both_rings(run: Run, reference: Pat
         "stager-1.log",
         "stager-2.log",
     }
-    writers = [json.loads(path.read_text())["record"]["flusher"] for path in run.folder.glob("step-*.json")]
+    manifests = [path.with_suffix(".json") for path in run.folder.glob("step-*.pt")]
+    writers = [json.loads(path.read_text())["record"]["flusher"] for path in manifests]
     assert {writer["shares"] for writer in writers} == {2}, (
         "a stager wrote all of it, so the ring of one is enough"
     )

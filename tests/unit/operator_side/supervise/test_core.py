@@ -145,7 +145,7 @@ def test_all_stagers_say_that_the_processes_have_met() -> None:
     assert [note.event for note in story.of(Note)][-1] == "joined"
 
 
-def test_one_stager_may_end_before_the_others() -> None:
+def test_a_stager_that_ends_before_the_others_ends_no_attempt() -> None:
     story = Story(stagers=2, lost_seconds_max=30).launch().tell(Joined(), Joined(), Ended(3, 0))
     story.tell(ClockTick(), seconds=60)
     assert not story.of(Terminate)
