@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from holdfast import faultpoint
@@ -28,6 +30,7 @@ from tests.support.events import read_events
 from tests.support.job import Job
 from tests.support.main_job import EVERY, PAUSE_AT, RUN, SAVED, STEPS
 from tests.support.mpi_stagers import with_stagers
+from tests.support.two_hosts import two_hosts, why_not
 
 pytestmark = [pytest.mark.mpi]
 
@@ -102,8 +105,12 @@ def test_two_stagers_of_one_mpirun_write_the_file_that_one_writes(tmp_path: Path
         assert [path.name for path in scenes[other].files] == [path.name for path in scenes["one"].files]
         for one, several in zip(scenes["one"].files, scenes[other].files, strict=True):
             assert one.read_bytes() == several.read_bytes(), one.name
-            shares = json.loads(several.with_suffix(".json").read_text())["record"]["flusher"]["shares"]
-            assert shares == 2, "one stager wrote it alone, so the comparison shows nothing"
+            assert _shares(several) == 2, "one stager wrote it alone, so the comparison shows nothing"
+
+
+def _shares(file: Path) -> int:
+    """How many flushers have written it."""
+    return int(json.loads(file.with_suffix(".json").read_text())["record"]["flusher"]["shares"])
 
 
 @pytest.mark.parametrize("then", [1, 3])
@@ -172,6 +179,35 @@ def test_training_goes_on_without_checkpoints_when_a_stager_is_lost(
     ):  # for the next stager, which removes what is named there
         left.unlink()
     assert_nothing_left(scene.runtime)
+
+
+def test_stagers_on_two_hosts_write_one_file(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    scene = Scene(tmp_path)
+    with two_hosts(tmp_path) as hosts:
+
+        def rewrite(line: list[str]) -> list[str]:
+            """The ranks over there, the first stager here, the second one over there."""
+            placed = hosts.rewrite(line)
+            stager = placed[placed.index(":") + 3 :]
+            return [*placed, ":", "--host", f"{hosts.there}:1", *stager]
+
+        with scene.start(RANKS, *RUN, rewrite=rewrite, env={"TRAIN_STEP_SECONDS": "0.2"}) as job:
+            wait_until(lambda: _stager_among(hosts.pids()), SECONDS_MAX, job.output)
+            job.succeed(SECONDS_MAX)
+        assert_nothing_left(scene.runtime)
+    assert len(scene.files) == len(STEPS_SAVED)
+    assert {_shares(path) for path in scene.files} == {2}
+    check_loadable(scene.files)
+
+
+def _stager_among(pids: Sequence[int]) -> bool:
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "stager" in psutil.Process(pid).cmdline():
+                return True
+    return False
 
 
 def test_flushers_that_die_in_the_middle_of_their_shares_cost_nothing(tmp_path: Path) -> None:
