@@ -187,7 +187,7 @@ def _take_part(config: StagerConfig | None, problem: HoldfastError | None, peopl
     """As a process of an MPI job."""
     # Here and not above: importing `stager.mpi` starts MPI, which waits for all ranks; `holdfast --help` must not.
     from stager.flusher_process import FlusherAhead
-    from stager.service import StartRefused, serve
+    from stager.service import StartRefused, serve, tell_end
 
     ahead = FlusherAhead(config) if config else None
     from stager.mpi import MpiTrainersPort
@@ -204,7 +204,8 @@ def _take_part(config: StagerConfig | None, problem: HoldfastError | None, peopl
     except HoldfastError as error:
         if problem is not None or port.stagers.share.writers == 1:
             raise
-        # The ranks may still be there: they, and the other stagers, must see a death, as below.
+        # The ranks may still be there, and at the end of MPI each process would wait for them.
+        tell_end(port, error)
         _log.error("%s", error)
         _close(people, {"event": "gave_up", "message": str(error)})
         logging.shutdown()

@@ -59,6 +59,7 @@ _IDLE_PAUSE_SECONDS_MAX = 5e-3
 # A full ring waits for the store: a look at the ranks every moment finds nothing.
 _PAUSE_PER_SECOND_WAITED = 0.02
 _REFUSAL_PAUSE_SECONDS = 5e-3
+_LAST_WORDS_SECONDS_MAX = 2.0
 _STREAMING_SECONDS = 0.02  # scattered payloads come in fragments that move only while we poll
 
 
@@ -360,3 +361,14 @@ def refuse_start(
         waiting -= {rank for rank, _ in seen.lost}
         time.sleep(_REFUSAL_PAUSE_SECONDS)
     return is_told
+
+
+def tell_end(port: TrainersPort, error: HoldfastError) -> None:
+    """Tell every rank that this stager ends by `error`; without that they would wait until it was silent for long."""
+    ended = ProtocolError(f"it has ended: {error}")  # a lost peer would be another rank
+    for rank in range(port.ranks):
+        port.send(rank, wire.encode(Kind.REFUSED, body=wire.error_body(ended)))
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS_MAX
+    while port.unsent and time.monotonic() < deadline:
+        port.poll()
+        time.sleep(_REFUSAL_PAUSE_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import pytest
 
 from holdfast import faultpoint
 from holdfast.errors import ConfigError, PeerLost, StoreError
+from holdfast.ring.directory import runtime_directory
 from tests.integration.jobs import train
 from tests.support.cluster import (
     SMALL,
@@ -262,3 +264,29 @@ def test_a_lead_that_dies_before_it_has_told_the_attempt_ends_the_start_by_name(
     dies = {0: (sys.executable, "-c", DIES_EARLY)}
     words = ("the stager of share 2/2 does not know the attempt",)
     _refused(Scene(tmp_path), PeerLost, *words, rewrite=with_stagers(2, before=dies))
+
+
+def test_a_member_that_cannot_start_is_named_by_the_ranks(tmp_path: Path) -> None:
+    wrong = {1: ("env", "HOLDFAST_NICENESS=99")}
+    _refused(Scene(tmp_path), ConfigError, "niceness", rewrite=with_stagers(2, before=wrong))
+
+
+def test_a_lead_that_lost_its_ring_ends_at_once_because_the_next_one_has_another_attempt(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path, HOLDFAST_ON_NOT_DURABLE="warn")
+    with scene.start(RANKS, *RUN, str(PAUSE_AT), rewrite=with_stagers(2)) as job:
+        ready = [scene.out(1) / f"paused-{rank}" for rank in range(RANKS)]
+        wait_until(lambda: all(path.exists() for path in ready), SECONDS_MAX, job.output)
+        ring = runtime_directory(scene.store, scene.runtime)
+        flusher = int((ring / "flusher.pid").read_text().split()[0])
+        shutil.rmtree(ring)
+        os.kill(flusher, signal.SIGKILL)
+        lost = "stager 1/2 is lost, and no more checkpoints are taken in this job"
+        wait_until(lambda: job.output().count(lost) == RANKS, SECONDS_MAX, job.output)
+        assert job.output().count("it has ended: the flusher (process") == RANKS, job.output()
+        assert "heard nothing" not in job.output(), "the ranks had to wait until it was silent for long"
+        (scene.out(1) / "go-on").touch()
+        wait_until(lambda: scene.ended(job), SECONDS_MAX, job.output)
+        job.wait(SECONDS_MAX)
+    check_loadable(scene.files)

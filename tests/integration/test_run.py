@@ -204,10 +204,6 @@ def test_a_job_with_two_stagers_goes_on_from_both_rings(run: Run, reference: Pat
         os.kill(run.pid(rank), signal.SIGKILL)
     check_resumed(run, reference, "killed")
     assert run.restored_from() == [(SAVED, {RING})] * 2
-    assert {path.name for path in (run.logs / "attempt-001").glob("stager*")} <= {
-        "stager-1.log",
-        "stager-2.log",
-    }
     manifests = [path.with_suffix(".json") for path in run.folder.glob("step-*.pt")]
     writers = [json.loads(path.read_text())["record"]["flusher"] for path in manifests]
     assert {writer["shares"] for writer in writers} == {2}, (
