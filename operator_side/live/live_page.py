@@ -118,17 +118,15 @@ def _state(status: RunStatus, facts: RunFacts | None) -> tuple[Colour, str]:
     if last is None:
         return "idle", "no training job is running"
     if not last.cause:
-        began = f"launched {age(status.now_unix, last.began_at_unix)} ago"
-        return "starting", f"attempt {last.number}, {began}, has no stager here"
+        began = age(status.now_unix, last.began_at_unix)
+        return "starting", f"attempt {last.number} was launched {began} ago; no stager is here"
     ended = f"attempt {last.number} ended at {moment(last.stopped_at_unix)}"
     return "lost" if last.was_lost else "idle", f"{ended} ({last.cause}): {last.message}"
 
 
 def _tiles(status: RunStatus, facts: RunFacts | None) -> Iterator[Tile]:
-    if facts is not None and facts.attempts:
-        yield from run_tiles(facts, _last_good(status))
-    else:
-        yield _last_good(status)
+    good = _last_good(status)
+    yield from run_tiles(facts, good) if facts is not None and facts.attempts else [good]
     if facts is not None and facts.losses:
         step, loss = facts.losses[-1]
         yield Tile("loss", f"{loss:.4g}", f"of step {step}", "training")
@@ -164,9 +162,9 @@ def _loss(name: str, lost: Lost) -> Tile:
 
 
 def _until(facts: RunFacts, status: RunStatus) -> list[ReportedAttempt]:
-    """The attempts, of which a running one reaches to now."""
+    """The attempts, of which one that runs or starts reaches to now."""
     shown = facts.attempts[-_ATTEMPTS_SHOWN:]
-    if shown and not shown[-1].cause and status.is_running:
+    if shown and not shown[-1].cause and (status.is_running or shown[-1].training_at_unix is None):
         shown[-1] = dataclasses.replace(
             shown[-1], heard_at_unix=max(status.now_unix, shown[-1].heard_at_unix)
         )

@@ -17,7 +17,7 @@ _PHASES: tuple[tuple[str, str, str, Colour, str], ...] = (
     ("to durable", "staged_at_unix", "durable_at_unix", "durable", "staged to durable"),
     ("read back", "durable_at_unix", "read_at_unix", "verified", "durable to read back"),
 )
-_DURATIONS: tuple[tuple[str, Colour, str], ...] = (
+DURATIONS: tuple[tuple[str, Colour, str], ...] = (
     ("stall of training", "stall", "stall_seconds"),
     ("save() to staged", "staged", "pgt1_seconds"),
     ("save() to durable", "durable", "pgt2_seconds"),
@@ -111,7 +111,7 @@ def goodput_chart(goodput: Goodput) -> Chart:
 def durations_chart(rows: Sequence[CheckpointRow | CheckpointStatus]) -> Chart:
     """Seconds of checkpoints over their steps."""
     series = []
-    for name, colour, field in _DURATIONS:
+    for name, colour, field in DURATIONS:
         said = [(row.step, getattr(row, field)) for row in rows]
         points = [(step, value) for step, value in said if value is not None and value > 0]
         series.append(Series(name, colour, points=points))

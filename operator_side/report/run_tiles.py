@@ -71,12 +71,10 @@ def _interruptions(facts: RunFacts) -> Tile:
     found = facts.interruptions
     if not found:
         return Tile("interruptions", "0", plural(len(facts.attempts), "attempt"))
-    back = [one.down_seconds for one in found if one.back is not None]
-    note = f"back after {brief(max(back))} at most" if back else "training did not resume"
-    if back and found[-1].back is None:
-        note = "training has not resumed since the last"
-    if _is_coming_back(facts):
-        note = "on its way back"
+    if found[-1].back is None:
+        note = "on its way back" if _is_coming_back(facts) else "training did not resume"
+    else:
+        note = f"back after {brief(max(one.down_seconds for one in found if one.back is not None))} at most"
     return Tile("interruptions", str(len(found)), note, "lost")
 
 

@@ -25,8 +25,6 @@ _PHASE_NAMES = {
     "restored": "to restore the state",
     "training": "to the first step",
 }
-
-
 _CAVEATS = {
     "drifted": "put together what ranks held whose replicas were not the same",
     "doubtful": "may be torn, as something else than the optimizer changed the state",

@@ -155,7 +155,7 @@ def test_every_section_is_there_and_has_its_figures() -> None:
         "step 19",
         "work done twice",
         "save() to durable",
-        "stall of training (slowest rank)",
+        "stalls are those of the slowest rank",
         "emergency_staged",
         "Step 4, attempt 1: verified, durable after 0.67 s",
         "How full the ring was, and how large it is, is not in the logs",
