@@ -37,10 +37,9 @@ def _goodput(facts: RunFacts) -> Tile:
     goodput = facts.goodput
     if goodput is None or goodput.share is None:
         return Tile("goodput", "-", "no log says when the run trained")
-    work, up_seconds = goodput.parts["new work"], goodput.up_seconds
     about = "~" if goodput.is_estimate else ""
-    note = f"{brief(work)} of {brief(up_seconds)} is work that was kept"
-    return Tile("goodput", about + share(work, up_seconds), note, "training")
+    figure = about + share(goodput.parts["new work"], goodput.up_seconds)
+    return Tile("goodput", figure, f"of {brief(goodput.up_seconds)} is work that was kept", "training")
 
 
 def _lost_steps(facts: RunFacts) -> Tile:
