@@ -143,6 +143,9 @@ def _flights(status: RunStatus, ascii_only: bool, shown: int) -> list[Renderable
     found: list[RenderableType] = [Text(), rows]
     if len(status.flights) > shown:
         found.append(Text(f"and {len(status.flights) - shown} older checkpoints in flight"))
+    if status.shares:
+        each = ", ".join(f"{share.share} {share.state}" for share in status.shares)
+        found.append(Text(f"shares of step {status.shares[0].step}: {plain(each)}"))
     held = next((flight for flight in status.flights if flight.held), None)
     if held is not None:
         found.append(Text(f"the store fails: {plain(held.held)}", style="yellow"))

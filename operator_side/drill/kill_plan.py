@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Collection
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from enum import StrEnum
@@ -32,21 +33,14 @@ _WITHOUT_NOTICE = [KillTarget.RANK, KillTarget.RANKS, KillTarget.STAGER, KillTar
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill.
+    """One kill."""
 
-    Attributes:
-        number: Number of the kill, from 1.
-        notice: Whether the rank gets a notice first, and SIGKILL when the notice was answered or its time is over.
-        rank: The rank that is killed, if it is one rank, or the rank whose wrapper is killed.
-        part: Share of a step, below 1, by which it comes later.
-    """
-
-    number: int
+    number: int  # number of the kill, from 1
     target: KillTarget
-    notice: bool
-    rank: int
+    notice: bool  # whether the rank gets a notice first, and SIGKILL when the notice was answered or its time is over
+    rank: int  # the rank that is killed, if it is one rank, or the rank whose wrapper is killed
     after_step: int
-    part: float
+    part: float  # share of a step, below 1, by which it comes later
 
     @property
     def what(self) -> str:
@@ -61,11 +55,7 @@ class Kill:
 
 
 def plan(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[int]) -> list[Kill]:
-    """Draw the kills. The same arguments give the same kills.
-
-    Raises:
-        ConfigError: The run has too few checkpoints.
-    """
+    """Draw the kills. The same arguments give the same kills. Raises `ConfigError`: the run has too few checkpoints."""
     random_ = random.Random(seed)  # noqa: S311 - has to be repeatable
     gaps = list(itertools.pairwise(sorted(set(checkpoints))))
     if len(gaps) < kills:
@@ -105,14 +95,22 @@ class Strike(NamedTuple):
 class Sequence:
     """Says when each kill is due. The clock is handed in.
 
+    A kill that comes later than planned, as in a script of short steps, delays the next one: between the two lies a
+    checkpoint that can be compared.
+
     Args:
         notice_seconds: Seconds from a notice to the kill, if holdfast does not answer the notice earlier.
+        comparable: Steps of the reference's checkpoints.
     """
 
-    def __init__(self, kills: Listed[Kill], *, notice_seconds: float) -> None:
+    def __init__(self, kills: Listed[Kill], *, notice_seconds: float, comparable: Collection[int]) -> None:
         self._left = list(kills)
         self._notice_seconds = notice_seconds
+        self._comparable = frozenset(comparable)
         self._has_staged = False  # before, a kill would only show that the script begins again
+        self._staged_step = -1  # newest comparable one since the last kill
+        self._attempt, self._first_step = 0, -1  # the attempt that trains, and where it began
+        self._struck_attempt: int | None = None
         self._trains = False  # every rank has done its first step since the last kill
         self._step, self._stepped_at = -1, 0.0
         self._step_seconds = 0.0
@@ -123,11 +121,15 @@ class Sequence:
         """Note that every rank of an attempt has done its first step."""
         self._trains = True
 
-    def staged(self) -> None:
+    def staged(self, step: int) -> None:
         """Note that a checkpoint of this run was staged."""
         self._has_staged = True
+        if step in self._comparable:
+            self._staged_step = max(self._staged_step, step)
 
-    def stepped(self, step: int, at: float) -> None:
+    def stepped(self, step: int, at: float, attempt: int) -> None:
+        if attempt > self._attempt:
+            self._attempt, self._first_step = attempt, step
         if step == self._step + 1:
             self._step_seconds = max(0.0, at - self._stepped_at)
         self._step, self._stepped_at = step, at
@@ -139,6 +141,10 @@ class Sequence:
     def tick(self, now: float) -> GiveNotice | Strike | None:
         """The action that is due now; None: nothing."""
         if not self._left or not self._trains or not self._has_staged:
+            return None
+        if self._struck_attempt is not None and (
+            self._attempt <= self._struck_attempt or self._staged_step < self._first_step
+        ):
             return None
         kill = self._left[0]
         if self._told_at is not None:
@@ -156,4 +162,5 @@ class Sequence:
         self._left.pop(0)
         self._trains = self._answered = False
         self._told_at = None
+        self._struck_attempt, self._staged_step = self._attempt, -1
         return Strike(kill)
