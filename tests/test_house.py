@@ -79,7 +79,7 @@ BUDGETS = {
     "operator_side/commands": 4250,
     "operator_side/doctor": 650,
     "operator_side/drill": 1500,
-    "operator_side/live": 450,
+    "operator_side/live": 400,
     "operator_side/page": 250,
     "operator_side/report": 1350,
     "operator_side/simulate": 1750,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 84_950
+PRODUCT_LINES_MAX = 84_900
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
