@@ -60,9 +60,9 @@ def test_a_map_names_all_rooms_and_files(room: str) -> None:
 # Lines that a room may have, the files of its folders included: what it has, rounded up to the next 50. A room that
 # grows pays for it here, on purpose; one that has shrunk by more than GIVEN_BACK_AT lines writes its new budget.
 BUDGETS = {
-    "flusher": 5400,
+    "flusher": 5750,
     "holdfast": 2600,
-    "holdfast/checkpoints": 3150,
+    "holdfast/checkpoints": 3200,
     "holdfast/command": 700,
     "holdfast/image": 2750,
     "holdfast/integrations": 150,
@@ -72,7 +72,7 @@ BUDGETS = {
     "holdfast/policy": 400,
     "holdfast/ring": 2050,
     "holdfast/store": 3900,
-    "holdfast/telemetry": 2400,
+    "holdfast/telemetry": 2450,
     "holdfast/wire": 1950,
     "operator_side": 200,
     "operator_side/cluster": 900,
@@ -83,9 +83,9 @@ BUDGETS = {
     "operator_side/page": 250,
     "operator_side/report": 1300,
     "operator_side/simulate": 1800,
-    "operator_side/status": 950,
+    "operator_side/status": 1100,
     "operator_side/supervise": 3100,
-    "stager": 4800,
+    "stager": 4900,
     "stager/session": 1400,
     "trainer_side": 2250,
     "trainer_side/convert": 2050,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5150,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 86_800
+PRODUCT_LINES_MAX = 87_400
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
