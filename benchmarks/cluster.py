@@ -59,6 +59,7 @@ class Shape:
         store: Path or URL of the run; empty: a folder beside what the other peers write.
         folder: Where all peers write; None is the place for temporary files.
         launcher: `mpirun`, with the stager in the job; or `torchrun`, beside one that stands alone.
+        stager_inside: What the command of a stager that stands alone begins with, such as one that enters a cgroup.
         links: Of ranks and stagers, each in a network namespace, without a launcher; None: all are on this machine.
     """
 
@@ -70,6 +71,7 @@ class Shape:
     folder: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     launcher: str = "mpirun"
+    stager_inside: tuple[str, ...] = ()
     links: Links | None = None
 
     def fitted(self) -> Shape:
@@ -351,7 +353,9 @@ def running(shape: Shape, progress: Progress) -> Iterator[Cluster]:
         rank += ["--folder", str(folders.scratch / "peers"), "--store", store]
         stager = [str(Path(sys.executable).with_name("holdfast")), "stager", "--store", store]
         try:
-            kind: Callable[..., jobs.Job] = jobs.TorchrunJob if shape.launcher == "torchrun" else jobs.Job
+            kind: Callable[..., jobs.Job] = jobs.Job
+            if shape.launcher == "torchrun":
+                kind = partial(jobs.TorchrunJob, inside=shape.stager_inside)
             if shape.links is not None:
                 kind = partial(ShapedJob, links=shape.links, store=store)
             with kind(

@@ -264,5 +264,5 @@ class BareTorchrun(Supervised):
 
 
 def _unmet(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without where the ranks meet: holdfast's and torchrun's agree on it anew at each launch."""
+    """Without where the ranks meet: holdfast's and torchrun's agree on it again at each launch."""
     return {name: value for name, value in environment.items() if name not in OF_RENDEZVOUS}

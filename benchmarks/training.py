@@ -101,7 +101,7 @@ def train(
 ) -> Run:
     """Train, saving after the first iteration and every `every` iterations from then on.
 
-    So the last checkpoint has as many iterations behind it as the others, and a run of whole intervals carries each
+    The last checkpoint then has as many iterations behind it as the others, and a run of whole intervals carries each
     checkpoint's full cost.
 
     Args:
@@ -143,7 +143,7 @@ def train(
 
 
 def python_work(operations: int) -> int:
-    """So many rounds of plain Python, which hold the interpreter's lock."""
+    """This many rounds of plain Python, which hold the interpreter's lock."""
     total = 0
     for number in range(operations):
         total = (total * 31 + number) & 0xFFFF

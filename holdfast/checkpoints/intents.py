@@ -38,9 +38,7 @@ _Size = Annotated[int, Field(gt=0, lt=2**62)]
 
 
 class Intent(BaseModel):
-    """One file that is about to get its name, or to lose it. `token`: the upload's, with `publish`, where the store has
-    one: it tells this write from any other.
-    """
+    """One file that is about to get its name or lose it. `token`: the upload's: tells this write from any other."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -107,14 +105,9 @@ def clear_intents(
     *,
     objects: Sequence[ObjectInfo] | None = None,
 ) -> list[str]:
-    """Remove what earlier writers left half done, and their intents. An intent of `before_attempt` or later stays, and
-    so does one whose write-id `is_wanted`: its upload goes on, or is another process's. `objects`: a listing of the
-    run; None: it is listed. Returns the files that were removed.
-
-    Only for the run's one writer.
-
-    Raises:
-        StoreError: The store failed; may be called again.
+    """Remove what earlier writers left half done, and their intents; returns the removed files. Only for the run's one
+    writer. An intent of `before_attempt` or later stays, and one whose write-id `is_wanted`: its upload goes on. Raises
+    `StoreError`: may be called again.
     """
     removed: list[str] = []
     for info in store.list() if objects is None else objects:
@@ -127,9 +120,7 @@ def clear_intents(
 
 
 def take_back(store: Store, write_id: str) -> str:
-    """Remove the file of this write if it is there and not listed, and the intent; the file's name, or nothing. Raises
-    `StoreError`: the store failed; may be called again.
-    """
+    """Remove the file of this write if it is there and not listed, and the intent; returns the file's name, if any."""
     intent = _read(store, intent_name(write_id))
     if intent is None:
         return ""

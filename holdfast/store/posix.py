@@ -61,10 +61,7 @@ class PosixStore:
         return _REQUEST_BYTES
 
     def check(self, *, write: bool) -> None:
-        """Check that the directory can be read, and with `write` that it can be made, written, read back and cleaned.
-
-        A directory that does not exist yet is a new run: fine to read, and made by `write`.
-        """
+        """Check that the directory can be read, and with `write` be made and written. A missing one is a new run."""
         with translated("read", self._root):
             place = next(place for place in (self._root, *self._root.parents) if place.exists())
             os.listdir(place)  # noqa: PTH208  (only to see that it answers)
@@ -169,9 +166,7 @@ class PosixStore:
             sync_directory(here)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file only if the name is free: a hard link to the finished temporary file, which is
-        atomic.
-        """
+        """Write a small file only if the name is free: a hard link to the finished temporary file, which is atomic."""
         path = self._path(name)
         temporary = self._prepare(path, name, data)
         with (

@@ -36,15 +36,8 @@ _DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, e
 
 
 class EventLog:
-    """Appends events to a file, and mirrors them to `logging` at level DEBUG. May be used from any thread.
-
-    Args:
-        path: The file, or None to only mirror.
-        file_bytes_max: A file above this is renamed, and a new one begun.
-
-    Raises:
-        ConfigError: The file cannot be there. A disk that is only full or broken is no error: later lines try
-            again.
+    """Appends events to a file, and mirrors them to `logging` at level DEBUG. Any thread. `path`: None: only mirror.
+    Raises `ConfigError`: the file cannot be there; a full or broken disk is no error.
     """
 
     def __init__(

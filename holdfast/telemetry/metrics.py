@@ -53,10 +53,8 @@ _LEVELS = {"stager": ("staged",), "flusher": ("durable", "verified")}
 
 
 class Metrics:
-    """The metrics of one stager or flusher. `hear` may be called from any thread, as events are.
-
-    Outcomes are named as their events, and each exists from the start: a counter that first appears with 1 has not
-    increased for Prometheus.
+    """The metrics of one stager or flusher. `hear`: any thread. Each outcome exists from the start: a counter that
+    first appears with 1 has not increased for Prometheus.
     """
 
     def __init__(self, role: str, run: str, *, clock: Callable[[], float] = time.time) -> None:
@@ -247,10 +245,7 @@ class Metrics:
 
 
 class RingChunks(Collector):
-    """The number of the ring's chunks in each state, looked up at each scrape.
-
-    A scrape may take longer than its server lives, so the ring may be unmapped only after `close`.
-    """
+    """How many chunks of the ring are in each state, at each scrape; the ring may be unmapped only after `close`."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring: Ring | None = ring

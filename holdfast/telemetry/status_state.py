@@ -38,9 +38,7 @@ _STATE_ORDER = ("lost", "silent", "coming", "here", "left")
 
 
 class StatusState:
-    """See the module. `ranks`: gives the ranks as this process sees them, and how many there are; called from the
-    thread that asks.
-    """
+    """`ranks`: gives this process's ranks, and how many there are; called in the thread that asks."""
 
     def __init__(
         self,

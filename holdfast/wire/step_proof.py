@@ -35,15 +35,10 @@ class ProofVerdict(StrEnum):
 
 
 class ResumeProof(NamedTuple):
-    """How a resume went.
+    """How a resume went."""
 
-    Attributes:
-        verdict: `verified resume`, `differs` or `not proven`.
-        text: The same as a sentence, which names what differs.
-    """
-
-    verdict: ProofVerdict
-    text: str
+    verdict: ProofVerdict  # `verified resume`, `differs` or `not proven`
+    text: str  # the same as a sentence, which names what differs
 
     def to_json(self) -> dict[str, str]:
         """For messages, events and the report."""

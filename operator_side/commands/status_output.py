@@ -14,7 +14,7 @@ from rich.text import Text
 
 from holdfast.command.output import plain, seconds, size, table
 from holdfast.telemetry.status_document import RankStatus, StatusLine
-from operator_side.page.words import dollars
+from operator_side.page.words import dollars, plural
 from operator_side.status.ring_files import RingCheckpoint
 from operator_side.status.run_status import LEVELS, RunStatus, Timings
 from operator_side.status.status_text import age, head_lines, line_text, lost_steps, resumes_from
@@ -202,7 +202,7 @@ def _ranks(status: RunStatus, shown: int) -> list[RenderableType]:
     if more > 0:
         steps = {rank.step for rank in rest}
         at = f", at step {steps.pop()}" if len(steps) == 1 and None not in steps and len(rest) == more else ""
-        found.append(Text(f"and {more} more ranks, in no worse state{at}"))
+        found.append(Text(f"and {plural(more, 'more rank')}, in no worse state{at}"))
     return found
 
 

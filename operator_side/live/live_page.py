@@ -11,13 +11,13 @@ from holdfast.telemetry.event_text import cut
 from holdfast.telemetry.status_document import CheckpointStatus, RankStatus
 from operator_side.page.chart import Chart, Colour, Series
 from operator_side.page.render_page import render_page
-from operator_side.page.words import dollars
+from operator_side.page.words import dollars, moment
 from operator_side.report.attempts import ReportedAttempt
 from operator_side.report.facts import RunFacts
 from operator_side.report.run_charts import durations_chart, losses_chart, timeline_chart
 from operator_side.report.run_tiles import Tile, run_tiles
 from operator_side.status.loss import Lost
-from operator_side.status.run_status import LEVELS, RunStatus
+from operator_side.status.run_status import RunStatus
 from operator_side.status.status_text import age, head_lines, line_text, lost_steps, rank_counts, resumes_from
 
 _STRIP_MIN = 9  # fewer ranks are read in the table
@@ -71,10 +71,8 @@ def live_page(
         status=status,
         others=others,
         head=[*head_lines(status), *filter(None, [status.resume_text])],
-        tiles_of_run=[
-            *_now(status, facts),
-            *(run_tiles(facts) if facts is not None and facts.attempts else ()),
-        ],
+        state=_state(status, facts),
+        tiles_of_run=list(_tiles(status, facts)),
         charts=[one for one in charts if not one[2].is_empty],
         strip=ranks,
         counts=rank_counts(status),
@@ -94,31 +92,68 @@ def live_page(
     )
 
 
-def _now(status: RunStatus, facts: RunFacts | None) -> Iterator[Tile]:
-    if status.is_running or status.flights:
-        yield _loss("a kill now loses", status.loss_trainers)
-        yield _loss("with the stager's node", status.loss_node)
-    for name in LEVELS:
-        level = status.levels.get(name)
-        if level is None:
-            yield Tile(f"newest {name} step", "-", f"no checkpoint is {name} yet", name)
-            continue
-        note = f"attempt {level.attempt}"
-        if level.at_unix:
-            note += f", {age(status.now_unix, level.at_unix)} ago"
-        if level.nonfinite:
-            note += f", {level.nonfinite:,} numbers not finite"
-        yield Tile(f"newest {name} step", str(level.step), note, name)
+def _state(status: RunStatus, facts: RunFacts | None) -> tuple[Colour, str]:
+    """What the run does now, or how it ended, as far as it is known; and the colour of that."""
+    counts = rank_counts(status)
+    last = facts.attempts[-1] if facts is not None and facts.attempts else None
+    if status.waits_at:
+        return "idle", "waiting for a job"
+    if status.stager.state == "silent":
+        return "back", "the stager does not answer"
+    if status.is_running:
+        if counts["lost"] or counts["silent"]:
+            return "back", f"ranks are missing: {counts['lost']} lost, {counts['silent']} silent"
+        return ("starting", "starting") if counts["coming"] else ("training", "training")
+    if last is None:
+        return "idle", "no training job is running"
+    if not last.cause:
+        began = f"launched {age(status.now_unix, last.began_at_unix)} ago"
+        return "starting", f"attempt {last.number}, {began}, has no stager here"
+    ended = f"attempt {last.number} ended at {moment(last.stopped_at_unix)}"
+    return "lost" if last.was_lost else "idle", f"{ended} ({last.cause}): {last.message}"
+
+
+def _tiles(status: RunStatus, facts: RunFacts | None) -> Iterator[Tile]:
+    if facts is not None and facts.attempts:
+        *first, interruptions = run_tiles(facts)
+        yield from first
+        yield _last_good(status)
+        yield interruptions
+    else:
+        yield _last_good(status)
     if facts is not None and facts.losses:
         step, loss = facts.losses[-1]
         yield Tile("loss", f"{loss:.4g}", f"of step {step}", "training")
+    if status.is_running or status.flights:
+        yield _loss("a kill now loses", status.loss_trainers)
+        yield _loss("with the stager's node", status.loss_node)
+    yield _level("newest staged step", "staged", status)
+    yield _level("newest durable step", "durable", status)
+
+
+def _last_good(status: RunStatus) -> Tile:
+    return _level("last good step", "verified" if "verified" in status.levels else "durable", status)
+
+
+def _level(title: str, name: Colour, status: RunStatus) -> Tile:
+    level = status.levels.get(name)
+    if level is None:
+        return Tile(title, "-", f"no checkpoint is {name} yet")
+    note = f"{name}, " if name not in title else ""
+    note += f"attempt {level.attempt}"
+    if level.at_unix:
+        note += f", {age(status.now_unix, level.at_unix)} ago"
+    if level.nonfinite:
+        note += f", {level.nonfinite:,} numbers not finite"
+    return Tile(title, str(level.step), note, name)
 
 
 def _loss(name: str, lost: Lost) -> Tile:
+    """What a kill would lose is not red: nothing is lost yet."""
     price = "" if lost.dollars is None else f", {dollars(lost.dollars)}"
     steps = lost_steps(lost)
     note = f"{seconds(lost.seconds)}{price}; resumes from {resumes_from(lost)}"
-    return Tile(name, f"{steps} {'step' if steps == '1' else 'steps'}", note, "lost")
+    return Tile(name, f"{steps} {'step' if steps == '1' else 'steps'}", note)
 
 
 def _until(facts: RunFacts, status: RunStatus) -> list[ReportedAttempt]:

@@ -138,6 +138,7 @@
 
   async function watch(main, every) {
     const said = document.getElementById("connection");
+    let since = "";
     for (;;) {
       await new Promise((next) => setTimeout(next, every));
       if (document.hidden) continue;
@@ -148,8 +149,10 @@
         take(text);
         said.hidden = true;
       } catch (error) {
+        if (said.hidden) since = moment(Date.now() / 1000, 0);
         said.hidden = false;
-        said.textContent = "No answer: this is the last picture. " + (error instanceof TypeError ? "" : error.message);
+        said.textContent = `No answer since ${since} UTC; the page shows the state of then. ` + (error instanceof TypeError
+          ? "Is `holdfast status --web` still running, and the ssh tunnel to it?" : error.message);
       }
     }
   }

@@ -6,7 +6,7 @@ from collections import Counter
 
 from holdfast.command.output import seconds
 from holdfast.telemetry.status_document import StatusLine
-from operator_side.page.words import clock
+from operator_side.page.words import clock, plural
 from operator_side.status.loss import Lost
 from operator_side.status.run_status import Peer, RunStatus
 
@@ -40,7 +40,7 @@ def ranks_text(status: RunStatus) -> str:
     named = [
         f"{counts[state]} {state}" for state in ("here", "coming", "silent", "left", "lost") if counts[state]
     ]
-    return f"{status.ranks_total} ranks: {', '.join(named)}"
+    return f"{plural(status.ranks_total, 'rank')}: {', '.join(named)}"
 
 
 def rank_counts(status: RunStatus) -> Counter[str]:

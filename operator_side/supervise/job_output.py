@@ -86,10 +86,7 @@ def parse_report(text: str) -> Report | None:
 
 
 def exception_of(lines: list[str]) -> str:
-    """The exception of the last traceback in these lines, such as `torch.OutOfMemoryError`, or an empty text.
-
-    An error of holdfast's own has no traceback, but words of its own.
-    """
+    """The exception of the last traceback in these lines, such as `torch.OutOfMemoryError`, or an empty text."""
     found, inside = "", False
     for line in lines:
         line = _TORCH_PREFIX.sub("", line)
@@ -106,13 +103,7 @@ def exception_of(lines: list[str]) -> str:
 
 
 class Output:
-    """The log files of one attempt.
-
-    Args:
-        directory: Made if needed.
-        ranks: Number of trainers; the process after them is the stager.
-        relay: Called with (stream, text) for each line, to show it.
-    """
+    """The log files of one attempt; after its `ranks` trainers comes the stager. `relay`: shows (stream, text)."""
 
     def __init__(self, directory: Path, ranks: int, relay: Callable[[str, str], None]) -> None:
         directory.mkdir(parents=True, exist_ok=True)

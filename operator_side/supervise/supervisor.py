@@ -101,12 +101,9 @@ class FleetWatch(threading.Thread):
 
 
 class Supervisor:
-    """Runs a job until it is done, stopped, or not worth another attempt. Main thread: it handles signals.
-
-    Args:
-        watch: Asks the fleet for its hosts; started here.
-        last_look: Gives the verdict to end with, once the flusher has ended or is left to itself.
-        tell: Called with each event of the run, as a line of the event log has it; must return at once.
+    """Runs a job until it is done, stopped, or not worth another attempt. Main thread: it handles signals. `watch`:
+    asks the fleet for hosts; started here. `last_look`: gives the verdict once the flusher has ended. `tell`: called
+    with each event of the run; must return at once.
     """
 
     def __init__(
@@ -130,9 +127,7 @@ class Supervisor:
         self._verdict: Verdict | None = None
 
     def run(self) -> Verdict:
-        """Supervise until the end. Returns the verdict on the last attempt; no process of the job is left then. Raises
-        `ConfigError`: the runtime directory belongs to another user, or others may write to it.
-        """
+        """Supervise to the end; no process of the job is left. Raises `ConfigError`: the folder is not safely ours."""
         flusher = KeptFlusher(self._ring)
         before = {
             number: signal.signal(number, self._signalled) for number in (*ENDING_SIGNALS, signal.SIGUSR1)

@@ -2,7 +2,7 @@
 
 reader: looks at the record of a slot ─► SIGSTOP                                    SIGCONT ─► copies, looks again
 others:                                    the slot is filled again, or the ring is
-                                           removed and made anew, by another job
+                                           removed and made again, by another job
 """
 
 from __future__ import annotations

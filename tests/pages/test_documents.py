@@ -228,6 +228,15 @@ def test_a_guide_ends_in_its_boundaries(page: str) -> None:
     assert page.replace("infra/", "repository/infra/").removeprefix("docs/") in text("mkdocs.yml")
 
 
+@pytest.mark.parametrize("folder", ["kubernetes", "skypilot", "slurm"])
+def test_what_to_change_names_fields_that_the_files_have(folder: str) -> None:
+    section = text(f"infra/{folder}/README.md").partition("\n## What to change\n")[2].partition("\n## ")[0]
+    fields = [name for row in re.findall(r"^\| (.+?) \|", section, re.MULTILINE) for name in re.findall("`(.+?)`", row)]
+    launched = [name for name in files() if name.startswith(f"infra/{folder}/") and not name.endswith(".md")]
+    assert len(fields) > 4
+    assert [field for field in fields if not any(field in text(name) for name in launched)] == []
+
+
 def test_the_readme_takes_ten_minutes() -> None:
     assert len(text("README.md").split()) <= 900
 

@@ -78,7 +78,7 @@ class Costs:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take a worker's sum; of one that crashed there is none."""
+        """Take a worker's sum; one that crashed has no sum."""
         self._of_workers += getattr(node, "workeroutput", {}).get(_KEY, 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

@@ -217,7 +217,7 @@ class FaultProxy:
 
 
 def _steady(key: str) -> str:
-    """The key without what is drawn anew in each run, or a seed would not decide what is hit."""
+    """The key without what is drawn again in each run, or a seed would not decide what is hit."""
     return re.sub(r"/check-.*", "/check", key)
 
 

@@ -169,7 +169,6 @@ class VoteCount:
 
     @property
     def undecided(self) -> int:
-        """Number of undecided steps, over all tiers."""
         return sum(ballot.void is None for ballot in self._ballots.values())
 
     @property

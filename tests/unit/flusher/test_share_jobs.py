@@ -80,7 +80,7 @@ class Writer:
         )
 
     def crash(self, writers: int) -> None:
-        """The process dies; the next one is of so many."""
+        """The process dies; the next one is of this many."""
         self.engine.stop()
         self.maintenance.stop()
         self.inbox.close()

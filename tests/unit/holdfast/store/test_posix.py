@@ -159,7 +159,7 @@ def test_sweep_names_what_it_removed(tmp_path: Path) -> None:
     assert store.sweep() == []
 
 
-def test_a_name_that_an_nfs_client_remembers_as_missing_is_seen_once_it_is_there(
+def test_a_file_of_another_machine_is_found_although_the_client_remembers_that_it_was_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an NFS client: a name that was missing stays so until its directory is opened, and that asks the server."""

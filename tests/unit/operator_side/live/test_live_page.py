@@ -12,7 +12,7 @@ from holdfast.telemetry.event_reading import Log, LoggedEvent
 from holdfast.telemetry.status_document import RankStatus, StatusLine
 from operator_side.live.live_page import live_page
 from operator_side.report.facts import RunFacts, gather
-from operator_side.status.run_status import RunStatus
+from operator_side.status.run_status import Peer, RunStatus
 from tests.unit.operator_side.page.reading import Page, loads_nothing, policy_of, tiles_of
 from tests.unit.operator_side.report.logs import EVENTS, STATUS, facts_of
 from tests.unit.operator_side.status.test_run_status import NOW, done, in_ring, ring, said, status
@@ -63,13 +63,34 @@ def test_live_page_shows_every_rank_and_loads_nothing(ranks: int) -> None:
 def test_tiles_say_what_a_kill_loses_and_how_far_the_run_is() -> None:
     tiles = tiles_of(shown(run(2)))
     assert tiles == {
+        "last good step": "40",
         "a kill now loses": "~60 steps",
         "with the stager&#39;s node": "~60 steps",
         "newest staged step": "40",
         "newest durable step": "40",
-        "newest verified step": "-",
     }
     assert "60.0 s, $60.00; resumes from step 40" in shown(run(2))
+
+
+def test_the_page_begins_with_what_the_run_does_or_how_it_ended() -> None:
+    def state(found: RunStatus, *events: LoggedEvent) -> tuple[str, str]:
+        text = shown(found, gather("r", Log(list(events))))
+        (said,) = re.findall(r'</h1>\s*<p class="(\w+)"><span class="dot">■</span> ([^<]*)</p>', text)
+        return said
+
+    gone = status(flusher=Peer("gone"), stager=Peer("gone"))
+    silent = status(stager=Peer("silent"))
+    launched = LoggedEvent(NOW - 100, "launched", "supervisor", None, None, {"attempt": 1})
+    killed = LoggedEvent(NOW, "ended", "supervisor", None, None, {"cause": "killed", "message": "by SIGKILL"})
+    done_well = LoggedEvent(NOW, "ended", "supervisor", None, None, {"cause": "done", "message": "well"})
+    at = "attempt 1 ended at 1970-01-01 02:46:40 UTC"
+    assert state(run(2)) == ("back", "ranks are missing: 1 lost, 0 silent")
+    assert state(status(stager_said=said("stager", ranks=[{"rank": 0}]))) == ("training", "training")
+    assert state(silent, launched) == ("back", "the stager does not answer")
+    assert state(gone) == ("idle", "no training job is running")
+    assert state(gone, launched) == ("starting", "attempt 1, launched 2 min ago, has no stager here")
+    assert state(gone, launched, killed) == ("lost", f"{at} (killed): by SIGKILL")
+    assert state(gone, launched, done_well) == ("idle", f"{at} (done): well")
 
 
 def test_ranks_that_are_still_coming_have_nothing_to_lose() -> None:
@@ -82,7 +103,13 @@ def test_ranks_that_are_still_coming_have_nothing_to_lose() -> None:
 def test_logs_add_kills_goodput_and_losses() -> None:
     facts = facts_of(STATUS, EVENTS, price=12.4)
     tiles = tiles_of(shown(run(2), facts))
-    assert (tiles["interruptions"], tiles["steps lost"], tiles["goodput"]) == ("3", "~5", "~10 %")
+    assert list(tiles.items())[:5] == [
+        ("goodput", "~10 %"),
+        ("steps lost", "~5"),
+        ("cost", "$0.29"),
+        ("last good step", "40"),
+        ("interruptions", "3"),
+    ]
     assert "loss" not in tiles
     events = [
         LoggedEvent(NOW, "save", "trainer", 0, step, {"loss": 2.0 - step / 1000}) for step in range(1000)

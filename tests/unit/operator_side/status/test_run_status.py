@@ -250,7 +250,7 @@ def test_the_status_says_what_a_newcomer_wants_to_know() -> None:
         "A KILL RIGHT NOW LOSES",
         "$10.00",
         "step 90",
-        "1 ranks: 1 here",
+        "1 rank: 1 here",
         "4 of 8 chunks",
     ):
         assert words in text

@@ -121,7 +121,7 @@ def test_every_rank_learns_which_tiers_have_the_whole_checkpoint(store: Counting
 
 @pytest.mark.parametrize("where", ["head", "tensor", "chunks"])
 def test_sizes_in_a_layout_are_not_believed(store: CountingStore, where: str) -> None:
-    """Whoever may write into a tier may write a layout with any sizes, and a seal that fits it."""
+    """Another program may write into a tier a layout with any sizes, and a seal that fits it."""
     saved(4).publish(Path(store.url))
     made = saved(5)
     huge = 1 << 56
