@@ -278,7 +278,7 @@ def test_without_a_window_nothing_is_left_out() -> None:
 
 def test_the_worst_ranks_and_the_newest_checkpoints_of_many_are_shown() -> None:
     text = shown(many(5000), width=400)
-    assert "and 4992 more ranks, in no worse state" in text
+    assert "and 4,992 more ranks, in no worse state" in text
     assert "and 94 older checkpoints in flight" in text
     assert "13 earlier ones not shown" in text
     assert "held" in text
