@@ -102,7 +102,7 @@ def experiment(name: str) -> Experiment:
 
 
 def available(peers: tuple[str, ...]) -> tuple[str, ...]:
-    """Those whose package is installed."""
+    """The ones whose package is installed."""
     from benchmarks.peers import OPTIONAL
 
     return tuple(

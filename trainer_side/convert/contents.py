@@ -36,9 +36,8 @@ class Flat(NamedTuple):
     name: str
     path: str
     tensor: torch.Tensor
-    tied_to: str = (
-        ""  # flat name of the first tensor at this place with this shape; empty for the first itself
-    )
+    # Flat name of the first tensor at this place with this shape; empty for the first itself.
+    tied_to: str = ""
 
 
 class Contents:
@@ -57,7 +56,7 @@ class Contents:
             check_structure_chunks(store, manifest)  # it is the file, and not what is in it
             raise
         self.tree: Any = part_of(self._structure.tree, only, manifest.file)
-        # Of objects that the tree has by number only; their paths begin at the top of the state.
+        # Names of objects that the tree has by number only; their paths begin at the top of the state.
         self.names = {
             at: groups
             for at, groups in self._structure.names.items()

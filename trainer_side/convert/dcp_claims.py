@@ -105,7 +105,6 @@ def told_part(path: Path, offset: int, length: int) -> str:
 
 
 def file_part(file: IO[bytes], offset: int, length: int, what: str) -> IO[bytes]:
-    """A part of an open file, as a file."""
     return cast(IO[bytes], RangedFile(cast(Store, _FilePart(file, offset)), what, length))
 
 

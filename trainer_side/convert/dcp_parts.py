@@ -65,7 +65,6 @@ class StoredTensor:
                 at += nbytes
 
     def _fetch(self, number: int, first: int, out: np.ndarray) -> None:
-        """Bytes of a part, from number `first` on."""
         part = self._parts[number]
         if part.length:
             with self._lock:

@@ -44,8 +44,6 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class _TensorSlot:
-    """A tensor of the file, and where its bytes begin and end."""
-
     flat: Flat
     begin: int
     end: int

@@ -50,9 +50,8 @@ class Holder(NamedTuple):
     tier: str  # for people, as `place` is
     place: str
     absent: frozenset[int] = frozenset()  # chunks whose frame is missing
-    replicas: str = (
-        ""  # fingerprints of the replicas on the rank that wrote it, from its seal; empty without any
-    )
+    # Fingerprints of the replicas on the rank that wrote it, from its seal; empty without any.
+    replicas: str = ""
     drift: str = ""  # a known difference between the ranks
     complete: bool = False  # every rank is known to have sealed that step
     trackers: Mapping[str, str] = MappingProxyType(

@@ -140,7 +140,6 @@ def _keeps_bits(read: torch.Tensor, local: torch.Tensor) -> bool:
 
 
 def _on_device(region: RegionTarget) -> RegionTarget:
-    """The region with memory on the device of its tensor."""
     assert region.copies is not None
     read, local = region.copies
     if region.is_fresh:

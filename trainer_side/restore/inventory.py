@@ -149,14 +149,12 @@ class StoreListing:
 
     def __init__(self, store: Store | None, seconds_max: float, step: int | None = None) -> None:
         self.step = step  # the only step that is listed; None: all are
-        self.stored: list[
-            StoreCandidate
-        ] = []  # the manifests read so far, newest first; the same on every rank
+        # The manifests read so far, newest first; the same on every rank.
+        self.stored: list[StoreCandidate] = []
         self.unread: CheckpointId | None = None  # the newest manifest that was not read; None: all were
         self.newest: CheckpointId | None = None  # of the current line, whichever step is wanted
-        self.branches: Branches | None = (
-            None  # None: never rewound. Checkpoints of older branches are not read
-        )
+        # None: never rewound. Checkpoints of older branches are not read.
+        self.branches: Branches | None = None
         self.left = 0  # how many checkpoints of older branches the store has, of the steps that are wanted
         self._store, self._seconds_max = store, seconds_max
         self._look: CatalogLook | None = None  # on rank 0

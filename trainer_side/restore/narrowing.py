@@ -30,8 +30,6 @@ _Groups = Sequence[Sequence[Sequence[str]]]  # of an optimizer: group, parameter
 
 
 class StageNames(NamedTuple):
-    """The names in one rank's stage."""
-
     modules: Mapping[str, Sequence[str]]  # keys of each module's state
     parameters: Mapping[str, _Groups]  # of each optimizer; empty if they have no names
 

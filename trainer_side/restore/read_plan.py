@@ -51,7 +51,6 @@ class ReadPlan:
 
     @property
     def targets(self) -> Mapping[int, EntryTaker]:
-        """The targets of all entries of which any rank takes bytes."""
         return {**self.shared, **self.own}
 
     def settle(self) -> None:

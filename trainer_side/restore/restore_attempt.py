@@ -118,24 +118,19 @@ class RestoreOptions:
     """The checkpoint that is wanted, and how long and how hard to look for it."""
 
     step: int | None = None  # restore only this step, and no other one if it is damaged
-    best: WantedBest | None = (
-        None  # restore the best checkpoint of the store by this metric, or the next best
-    )
+    # Restore the best checkpoint of the store by this metric, or the next best.
+    best: WantedBest | None = None
     # For reading one checkpoint, and again for its exchange. A request to a tier or the ring may take a tenth of it;
     # then the source counts as hanging, and the next one is asked.
     seconds_max: float = 600
     # If the store does not answer, take the newest checkpoint in the tiers, although the store may have a newer one.
     without_store: bool = False
-    may_lack: frozenset[str] = (
-        frozenset()
-    )  # names that the checkpoint need not have; they then stay as they are
+    may_lack: frozenset[str] = frozenset()  # names that need not be saved; they then stay as they are
     threads: int | None = None  # requests in flight from this rank; None: as many as suit what is read
-    set_aside: Collection[
-        CheckpointId
-    ] = ()  # checkpoints to skip, each with all later ones of the same attempt
-    can_skip: bool = (
-        False  # an object of this rank's state can leave out batches, as `holdfast rewind` may demand
-    )
+    # Checkpoints to skip, each with all later ones of the same attempt.
+    set_aside: Collection[CheckpointId] = ()
+    # An object of this rank's state can leave out batches, as `holdfast rewind` may demand.
+    can_skip: bool = False
     # Makes page-locked host memory, through which bytes go to a device; None: loading brings them, tensor by tensor.
     locked: Locked | None = None
 

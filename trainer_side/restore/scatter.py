@@ -157,7 +157,6 @@ class Scatter(Exchange):
             yield region, first, end
 
     def _coming_to(self, region: RegionTarget, first: int, end: int) -> np.ndarray:
-        """The memory in which bytes of a region are received."""
         if region.device is None or self._crossing is None:
             return region.memory[first:end]
         if self._section is None:

@@ -51,9 +51,8 @@ class SliceReader:
     means: Means
     # Tiers that get no more requests, by rank and name, with the reason; the same on every rank. Added to.
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
-    ring_is_near: bool = (
-        False  # every rank reads by itself what the ring has: it lies in memory that all of them see
-    )
+    # Every rank reads by itself what the ring has: it lies in memory that all of them see.
+    ring_is_near: bool = False
     # Slices of all ranks that were damaged or missing and were read from elsewhere, each with tier, place and rank.
     mended: list[str] = field(default_factory=list)
     reading: Reading = field(default_factory=Reading)  # of the last `read` on this rank, all rounds together
@@ -176,7 +175,6 @@ class SliceReader:
         return near, [unit for unit in units if unit not in near]
 
     def _in_ring(self, slice_rank: int) -> list[Holder]:
-        """The holders of a slice in the stager's ring."""
         holders = self.candidate.slices.get(slice_rank, ())
         return [one for one in holders if one.nearness == NEARNESS_OF_RING]
 

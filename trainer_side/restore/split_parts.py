@@ -142,7 +142,6 @@ def place(
 
 
 def _like(path: str, tensor: torch.Tensor, dtype: torch.dtype) -> SplitPart:
-    """A new tensor, split like this one."""
     fresh = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
     here = held_at(path, fresh)
     assert here is not None

@@ -189,7 +189,6 @@ class Structure:
 
     @property
     def tensors(self) -> list[Named]:
-        """Path and tensor, in the order of the tree."""
         return tensor_paths(self.tree)
 
     @property

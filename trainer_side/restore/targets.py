@@ -322,7 +322,6 @@ class ChunkWindows:
         self._ends = [image.entries[index].offset + image.entries[index].nbytes for index in self._order]
 
     def parts(self, extents: Sequence[Extent]) -> list[EntryPart]:
-        """The parts of entries in these extents of the image, in order."""
         return [part for extent in extents for part in self._between(extent.offset, extent.end)]
 
     def runs(

@@ -81,8 +81,6 @@ def uncasting(
 
 
 class _Repair:
-    """The repair of one optimizer."""
-
     def __init__(self, done: list[torch.optim.Optimizer], on_host: Collection[int]) -> None:
         self._saved: Any = None
         self._done, self._on_host = done, on_host

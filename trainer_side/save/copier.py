@@ -48,8 +48,6 @@ _log = logging.getLogger("holdfast.trainer")
 
 @dataclass(frozen=True)
 class CopyJob:
-    """One copy."""
-
     transfer: Transfer
     staging: Staging
     router: Router

@@ -188,7 +188,6 @@ def batches(
 
 
 def batches_of(groups: Sequence[Sequence[CopyPiece]], sources: Sources) -> Iterator[Batch]:
-    """The batches of these groups of pieces, which are copied in this order."""
     reads_left = Counter(_storage(sources, piece) for group in groups for piece in group)
     for group in groups:
         read = []
@@ -227,7 +226,6 @@ def _pieces_max(pieces: int, most: int) -> int:
 
 
 def source_of(sources: Sources, piece: CopyPiece) -> StorageSource:
-    """The storage of a piece that lies in a tensor."""
     source = sources[piece.entry]
     assert source is not None, "what is gated, or on a device, lies in a tensor"
     return source

@@ -106,8 +106,6 @@ def device_runtime() -> DeviceRuntime | None:
 
 
 class DeviceMemory(NamedTuple):
-    """The memory of a device, in bytes."""
-
     free: int  # torch may still allocate these
     total: int
     reserved: int  # by torch's allocator in this process, in use or cached, copies included

@@ -62,8 +62,6 @@ class _Plan(NamedTuple):
 
 
 class DeviceRows(NamedTuple):
-    """Rows on their way from a device."""
-
     entries: list[int]
     plan: _Plan
     step: int
@@ -152,7 +150,6 @@ class DeviceSamples:
 
 
 def _firsts(apart: _Numbers, step: int) -> _Numbers:
-    """The first sampled row of each tensor at this step."""
     values, places = np.unique(apart, return_inverse=True)
     return np.array([first_row(step, one) for one in values.tolist()], np.int64)[places.reshape(-1)]
 

@@ -140,7 +140,6 @@ class HookCoverage:
 
 
 def _storages_of(optimizer: Optimizer) -> set[int]:
-    """Addresses of what an optimizer changes: its parameters and its state."""
     state = [tensor for _, tensor in tensor_paths(list(optimizer.state.values()))]
     strided = [tensor for tensor in state if tensor.layout is torch.strided]
     return {storage_address(tensor) for tensor in (*parameters_of(optimizer), *strided)}

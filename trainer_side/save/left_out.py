@@ -193,8 +193,6 @@ class LeftOut:
 
 
 class _Held:
-    """The tensors that the next checkpoint has."""
-
     def __init__(self, state: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
         whole = {name: _inside(value) for name, value in tree.items()}
         self._named = [(path, tensor) for path, tensor in tensor_paths(whole) if _is_plain(tensor)]
@@ -224,7 +222,6 @@ class _Held:
         return bool(moments) and self.has(moments[0])
 
     def twin(self, tensor: torch.Tensor) -> str | None:
-        """A tensor of the same shape and another dtype."""
         found = (path for path, one in self._named if one.shape == tensor.shape and one.dtype != tensor.dtype)
         return next(found, None)
 

@@ -47,7 +47,6 @@ class OptimizerSteps:
 
     @property
     def stepped(self) -> list[Optimizer]:
-        """The optimizers that have stepped, and are still there."""
         return list(self._stepped)
 
     def unused_gradient(self, optimizer: Optimizer) -> tuple[int, int] | None:

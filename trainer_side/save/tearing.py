@@ -303,7 +303,6 @@ class DeviceWords:
 
 
 def _is_same(piece: CopyPiece, source: StorageSource, area: torch.Tensor) -> bool:
-    """Whether the live bytes of a piece are those in the staging area."""
     copy = area.data_ptr() + piece.offset
     if source.device.type == "cpu":
         return bool(compare_bytes(source.data_ptr + piece.entry_offset, copy, piece.nbytes) == 0)

@@ -32,9 +32,7 @@ from trainer_side.state.optimizer_places import (
     module_parameters,
     on_host,
     optimizers_of,
-    parameters_of,
     reachable,
-    sizes,
     with_paths,
 )
 from trainer_side.state.per_rank import PerRank
@@ -48,9 +46,8 @@ _END = struct.Struct(f"<I{len(_MAGIC)}s")
 class Position(NamedTuple):
     """One parameter of an optimizer."""
 
-    names: tuple[
-        str, ...
-    ]  # its paths in the state: several if it is tied, none if no part of the state holds it
+    # Its paths in the state: several if it is tied, none if no part of the state holds it.
+    names: tuple[str, ...]
     shape: tuple[int, ...] | None = None  # None: it is that of the tensor at its paths
 
 
@@ -209,19 +206,23 @@ class SavedNames:
 
 
 class Parameters:
-    """The parameters of some optimizers, as they are in their groups now."""
-
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._sizes = [sizes(one.param_groups) for one in optimizers]
-        self._known = [weakref.ref(parameter) for one in optimizers for parameter in parameters_of(one)]
+        self._sizes, parameters = self._now()
+        self._known = [*map(weakref.ref, parameters)]
 
     def have_changed(self) -> bool:
         """Whether an optimizer has others by now, or has them in another order."""
-        if [sizes(one.param_groups) for one in self._optimizers] != self._sizes:
+        sizes, now = self._now()
+        if sizes != self._sizes:
             return True
-        now = [parameter for one in self._optimizers for parameter in parameters_of(one)]
         return not all(ref() is parameter for ref, parameter in zip(self._known, now, strict=True))
+
+    def _now(self) -> tuple[list[list[int]], list[torch.Tensor]]:
+        """The sizes of the groups of each optimizer, and all parameters in order."""
+        groups = [[group["params"] for group in one.param_groups] for one in self._optimizers]
+        parameters = [parameter for one in groups for group in one for parameter in group]
+        return [[*map(len, one)] for one in groups], parameters
 
 
 def to_trailer(found: Positions, of_host: Sequence[str] = ()) -> bytes:

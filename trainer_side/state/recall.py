@@ -108,10 +108,11 @@ class _Constant(NamedTuple):
 
 
 class Constants:
-    """The containers that hold only tensors in trees of one outline, and their copies. Of a tree it keeps only keys.
+    """The containers that hold only tensors in trees of one outline, and their copies.
 
-    `containers`: Containers of one such tree, outer ones before inner ones; none contains itself. `known`: By id(): the
-    value that takes the place of each tensor. ValueError: a container has attributes of a class that is not known.
+    It keeps only the keys of a tree. `containers`: Containers of one such tree, outer ones before inner ones; none
+    contains itself. `known`: By id(): the value that takes the place of each tensor. ValueError: a container has
+    attributes of a class that is not known.
     """
 
     def __init__(self, containers: Sequence[Any], known: Mapping[int, Any]) -> None:
@@ -294,8 +295,6 @@ class Last(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The place of the bytes of one entry."""
-
     entry: int
     storage: int  # among those of `RecognisedTree`
     start_bytes: int

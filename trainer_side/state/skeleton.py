@@ -120,12 +120,10 @@ class Deferred:
 class Capture(NamedTuple):
     """One checkpoint's contents. `sources` are live: copy gated ones before the gate opens, the others at once."""
 
-    sources: list[
-        StorageSource | None
-    ]  # per entry of the layout; None: `contents` or another rank has the bytes
-    contents: dict[
-        int, bytes
-    ]  # by entry: data.pkl and the serialization id (rank 0), this rank's `PerRank` values
+    # Per entry of the layout; None: `contents` or another rank has the bytes.
+    sources: list[StorageSource | None]
+    # By entry: data.pkl and the serialization id (rank 0), this rank's `PerRank` values.
+    contents: dict[int, bytes]
     deferred: Deferred | None  # makes the bytes of data.pkl if `contents` lacks them
     signature: tuple[Any, ...]
     # All of the tree; torch counts in-place changes in each, or in the tensor that it was detached from.

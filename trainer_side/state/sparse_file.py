@@ -239,7 +239,6 @@ class ZipParts:
         )
 
     def tensors(self, found: Survey) -> tuple[TensorInfo, ...]:
-        """The tensors, with the entry in which each lies."""
         return tuple(
             TensorInfo(slot.path, slot.dtype, slot.shape, self.storage_entries[slot.storage])
             for slot in found.slots

@@ -44,8 +44,6 @@ _shape = attrgetter("shape")
 
 
 class _Row(NamedTuple):
-    """One container."""
-
     keys: tuple[Any, ...] | None  # of its values; None for a list or a tuple
     types: tuple[type, ...]
     dtensors: tuple[int, ...]  # places of the DTensors in it

@@ -59,8 +59,6 @@ class Slot(NamedTuple):
 
 
 class StoragePart(NamedTuple):
-    """The used part of a storage."""
-
     storage: torch.UntypedStorage
     start_bytes: int
     nbytes: int
@@ -191,8 +189,6 @@ _NOT_PLAIN = (RuntimeError, AttributeError)  # what sparse, nested and other ten
 
 
 class _ContainerRow(NamedTuple):
-    """One container."""
-
     keys: tuple[Any, ...] | None  # of its values; None for a list or a tuple
     types: tuple[type, ...]
     kinds: tuple[_Kind, ...]

@@ -102,7 +102,6 @@ def _host_crc(memory: torch.Tensor | tuple[int, int]) -> int:
 
 
 def device_crcs(memories: Sequence[torch.Tensor]) -> Iterator[int]:
-    """The CRC-32 of each of these tensors on one device, in order."""
     small = [memory for memory in memories if memory.numel() <= _SMALL_BYTES]
     crcs = _together(small)
     buffers = None

@@ -97,7 +97,6 @@ class TierReport:
             _log.error("rank %d: tier %s gives no slot for step %d: %s", self._rank, tier.name, step, error)
 
     def judged(self, tier: Tier, verdict: StepVerdict) -> None:
-        """A step is complete in this tier on every rank, or void."""
         (_, step), why = verdict.order, verdict.why
         if why.cause == STATES_DIFFER:
             self._ledger.refused(step, why)
@@ -116,7 +115,7 @@ class TierReport:
 class LocalTiers(TierSet):
     """The tiers of a rank that has some: slots for each step, the threads that write them, and the ranks' votes.
 
-    `tiers`: Those of this rank as they are set, nearest first; opened. `inventory`: The steps that were found in them.
+    `tiers`: Opened, as they are set, nearest first. `inventory`: The steps that were found in them.
     `appointments`: At which step this rank acts on a notice; only in a job without a stager.
     """
 
@@ -301,7 +300,6 @@ class LocalTiers(TierSet):
         return self._left_out.get(threads.number) or threads.calls.hangs
 
     def _take(self, threads: TierWriterThreads, order: Order, wait_until: float) -> SliceWriter | Reason:
-        """A slot, or the reason for not having one."""
         try:
             while True:
                 making = threads.tier.is_making

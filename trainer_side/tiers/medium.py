@@ -167,7 +167,6 @@ class MappedFile:
             populate(self._address, len(self._view), write=False)
 
     def make(self, offset: int, nbytes: int, *, beside: bool, stopped: Callable[[], bool]) -> None:
-        """As `make_pages`."""
         make_pages(self._map, offset, nbytes, beside=beside, stopped=stopped)
 
     def memory(self, offset: int, nbytes: int) -> memoryview | None:

@@ -232,7 +232,6 @@ class VoteCount:
         return found
 
     def overdue(self, now: float) -> list[StepVerdict]:
-        """Steps that some rank has not sealed in time."""
         found = []
         for (tier, order), ballot in list(self._ballots.items()):
             if not ballot.void and now - ballot.since > self._seconds_max:

@@ -161,7 +161,7 @@ class Keeps(ABC):
         return functools.partial(self.read_into, kept)
 
     def proof(self, kept: Kept) -> Digest | None:  # noqa: ARG002
-        """What the rank of a slice used in the step after it; None if it is not known. DamageError: it is damaged."""
+        """The data that the rank used in the step after a slice; None if unknown. DamageError: it is damaged."""
         return None
 
 

@@ -150,7 +150,6 @@ class TierDirectory:
         return self.directory / f"rank-{rank:05}-{key}{beside}.slots"
 
     def slot_paths(self) -> list[tuple[Path, int]]:
-        """All slot files in this directory, by name, each with the rank in its name."""
         found = [(path, _SLOTS_NAME.fullmatch(path.name)) for path in sorted(self.directory.iterdir())]
         return [(path, int(match[1])) for path, match in found if match is not None]
 

@@ -292,7 +292,7 @@ def test_a_share_goes_on_as_it_began_although_the_run_has_one_stager_now(
 
 
 def test_a_lead_that_has_lost_the_run_takes_nothing_back(store: MemoryStore, writers: list[Writer]) -> None:
-    """Who has the run now may be publishing it."""
+    """The writer that has the run now may be publishing it."""
     lead, member = writers
     lead.engine.begin(KEY, IMAGE.layout)
     member.save()
