@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.image.shares import ShareNumber
+from holdfast.ring.checkpoint_record import checkpoint_names
 from holdfast.ring.directory import check_private_directory, runtime_directory, share_directories
-from holdfast.ring.ring import checkpoint_names
 from holdfast.ring.side_files import read_writers
 from holdfast.telemetry.status_socket import ask, socket_path
 

@@ -70,7 +70,7 @@ BUDGETS = {
     "holdfast/notices": 800,
     "holdfast/notify": 600,
     "holdfast/policy": 400,
-    "holdfast/ring": 2050,
+    "holdfast/ring": 2100,
     "holdfast/store": 3700,
     "holdfast/telemetry": 2350,
     "holdfast/wire": 1850,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 84_900
+PRODUCT_LINES_MAX = 85_000
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

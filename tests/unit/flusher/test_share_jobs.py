@@ -180,7 +180,8 @@ def test_the_commit_of_four_shares_adds_two_round_trips(tmp_path: Path) -> None:
     lead.stage()
     drain(lead)
     drain(*members)
-    first, last = (acts.index(("create", name)) for name in (f"{FOLDER}seal-1", "step-000000005.json"))
+    first = acts.index(("write", f"{FOLDER}seal-1"))
+    last = acts.index(("create", "step-000000005.json"))
     between = [act for act, name in acts[first + 1 : last] if not name.startswith(".holdfast/writer-")]
     assert between == ["resume", "publish"]
     assert store.objects["step-000000005.pt"] == IMAGE.final
