@@ -127,7 +127,7 @@ def test_gates_are_compared_where_both_were_measured() -> None:
     assert gates.rows[0][-2:] == ("0.25 (0.25–0.25)", "300 (300–300)")
 
 
-def test_what_never_becomes_durable_has_no_such_time() -> None:
+def test_a_checkpoint_that_never_becomes_durable_has_no_such_time() -> None:
     figures = {"stall_seconds": 0.1, "staged_seconds": 1.0, "done_seconds": 1.0}
     rounds = [
         {"holdfast": {**figures, "done_seconds": 2.0}, "torch.save+fsync": figures, "gemini-like": figures}
