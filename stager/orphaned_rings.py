@@ -29,13 +29,13 @@ class OrphanedRing(NamedTuple):
     has_stager: bool
 
     def command(self, store: str) -> str:
-        """What a person types to publish what is in it."""
+        """The line for a person to type, which publishes what is in it."""
         share = f" --share {self.share}" if self.share.writers > 1 else ""
         return f"holdfast flusher --store {store}{share}"
 
 
 def orphaned_rings(store: str, runtime_dir: Path | None, own: ShareNumber) -> list[OrphanedRing]:
-    """Those of a run, by share. `own`: the share of the stager that asks."""
+    """The orphaned rings of a run, by share. `own`: the share of the stager that asks."""
     lead = runtime_directory(store, runtime_dir)
     places = {0: lead, **share_directories(lead)}
     found = []

@@ -8,9 +8,9 @@
 
     committed ─► all go      void ─► all go but the void, which later ones of the lead remove, and the next writer
 
-Whoever gives a checkpoint up puts the void in the place of its own seal first, and only the lead replaces a seal by
-one. So the seals alone say whether it may be published: nobody has to look for a void after them. Each object has its
-own CRC-32, and is input from outside.
+A flusher that gives a checkpoint up puts the void in the place of its own seal first, and only the lead replaces a seal
+by one: the seals alone say whether it may be published, and nobody has to look for a void after them. Each object has
+its own CRC-32, and is input from outside.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def live_page(
 
 
 def _state(status: RunStatus, facts: RunFacts | None) -> tuple[Colour, str]:
-    """What the run does now, or how it ended, as far as it is known; and the colour of that."""
+    """The present act of the run, or how it ended, as far as it is known; and the colour of that."""
     counts = rank_counts(status)
     last = facts.attempts[-1] if facts is not None and facts.attempts else None
     if status.waits_at:
@@ -154,7 +154,7 @@ def _level(title: str, name: Colour, status: RunStatus) -> Tile:
 
 
 def _loss(name: str, lost: Lost) -> Tile:
-    """What a kill would lose is not red: nothing is lost yet."""
+    """The loss of a kill is not red: nothing is lost yet."""
     price = "" if lost.dollars is None else f", {dollars(lost.dollars)}"
     steps = lost_steps(lost)
     note = f"{seconds(lost.seconds)}{price}; resumes from {resumes_from(lost)}"
@@ -172,7 +172,7 @@ def _until(facts: RunFacts, status: RunStatus) -> list[ReportedAttempt]:
 
 
 def _checkpoints(status: RunStatus, facts: RunFacts | None) -> Sequence[CheckpointRow | CheckpointStatus]:
-    """Those of the logs, which have all that were saved; or, where logs are elsewhere, the newest."""
+    """The checkpoints of the logs, which have all that were saved; or, where logs are elsewhere, the newest."""
     logged: Sequence[CheckpointRow] = facts.rows if facts is not None else ()
     return _thinned(max(logged, status.checkpoints, key=len))
 

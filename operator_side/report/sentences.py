@@ -164,7 +164,7 @@ def _shares(sealed: list[dict[str, float]]) -> Iterator[str]:
     (last, times), *_ = Counter(max(one, key=one.__getitem__) for one in sealed).most_common(1)
     behind = statistics.median(max(one.values()) - min(one.values()) for one in sealed)
     yield (
-        f"Of {plural(len(sealed), 'checkpoint')} of several stagers, share {last} was the last to be written of "
+        f"Among {plural(len(sealed), 'checkpoint')} of several stagers, share {last} was the last to be written of "
         f"{times:,}; the last share came {brief(behind)} after the first at the median."
     )
 
